@@ -1,0 +1,92 @@
+"""keras_distribute: the programming model of `tf.distribute.Strategy`, for Keras 3 on JAX.
+
+    import keras_distribute as kd
+    strategy = kd.MirroredStrategy()
+    with strategy.scope():
+        model = ...; model.compile(...)
+    model.fit(dataset, epochs=2)
+"""
+
+from keras_distribute._compat import versions as _versions
+
+_versions.choose_backend()
+_versions.check_versions()
+
+from keras_distribute import config as config  # noqa: E402
+from keras_distribute import errors as errors  # noqa: E402
+
+config.size_pool_for_requested_devices()
+
+from keras_distribute import _install  # noqa: E402
+from keras_distribute import experimental as experimental  # noqa: E402
+from keras_distribute import nn as nn  # noqa: E402
+from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps  # noqa: E402
+from keras_distribute.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce  # noqa: E402
+from keras_distribute.collectives import NcclAllReduce as NcclAllReduce  # noqa: E402
+from keras_distribute.collectives import ReductionToOneDevice as ReductionToOneDevice  # noqa: E402
+from keras_distribute.context import experimental_set_strategy as experimental_set_strategy  # noqa: E402
+from keras_distribute.context import get_replica_context as get_replica_context  # noqa: E402
+from keras_distribute.context import get_strategy as get_strategy  # noqa: E402
+from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
+from keras_distribute.context import in_cross_replica_context as in_cross_replica_context  # noqa: E402
+from keras_distribute.replica_context import ReplicaContext as ReplicaContext  # noqa: E402
+from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
+from keras_distribute.strategies.base import StrategyExtended as StrategyExtended  # noqa: E402
+from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
+from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
+from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
+from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
+from keras_distribute.types import ReduceOp as ReduceOp  # noqa: E402
+from keras_distribute.types import RunOptions as RunOptions  # noqa: E402
+from keras_distribute.types import VariableAggregation as VariableAggregation  # noqa: E402
+from keras_distribute.types import VariableSynchronization as VariableSynchronization  # noqa: E402
+from keras_distribute.values import DistributedValues as DistributedValues  # noqa: E402
+from keras_distribute.values import Mirrored as Mirrored  # noqa: E402
+from keras_distribute.values import PerReplica as PerReplica  # noqa: E402
+from keras_distribute.variables import MirroredVariable as MirroredVariable  # noqa: E402
+from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable  # noqa: E402
+
+_install.install()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CrossDeviceOps",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "SyncOnReadVariable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "config",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nn",
+    "value_and_grad",
+]
+
+for _name in __all__:
+    if hasattr(globals()[_name], "__module__"):
+        globals()[_name].__module__ = __name__
+for _module in (errors, experimental, nn):
+    for _object in vars(_module).values():
+        if getattr(_object, "__module__", "").startswith(__name__):
+            _object.__module__ = _module.__name__
+del _name, _module, _object

@@ -1,0 +1,137 @@
+"""The places of Keras's JAX trainer where a strategy takes over.
+
+Keras's loop, callbacks, history and data adapters are used as they are. Replaced, for trainers with a strategy, are:
+
+- `make_train_function`, `make_test_function`, `make_predict_function`: how a step is compiled;
+- `_distribute_data` and `JAXEpochIterator._get_iterator`: batches stay on the host until the step takes them;
+- around each public method, and `__init__` and `compile`, the strategy's context is entered.
+
+Methods are replaced on `JAXTrainer` itself, since `keras.Model` and bare trainers already inherit from it. Goes when
+Keras lets a trainer choose how its steps are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.trainers import trainer as base_trainer
+
+Undo = Callable[[], None]
+ENTRY_POINTS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+class Seams(Protocol):
+    """What the training room hands in."""
+
+    def adopt(self, trainer: Any) -> None:
+        """Notes the strategy of a trainer that is being created or compiled."""
+        ...
+
+    def entered(self, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+        """The trainer's strategy as the current one."""
+        ...
+
+    def takes_host_batches(self) -> bool:
+        """Whether the current strategy puts batches on devices by itself."""
+        ...
+
+    def host_batch(self, data: Any) -> Any:
+        """A batch given to `train_on_batch` and its like, for the step."""
+        ...
+
+    def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
+        """A compiled `step(state, data)`; `None` for a trainer without a strategy."""
+        ...
+
+
+def install(seams: Seams) -> Undo:
+    """Puts the seams in place, and returns what takes them out again."""
+    trainer, base, iterator = jax_trainer.JAXTrainer, base_trainer.Trainer, jax_trainer.JAXEpochIterator
+    saved: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, new: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        saved.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(new(original)))
+
+    def in_context(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with seams.entered(self):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    def adopting(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seams.adopt(self)
+            with seams.entered(self):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    def makes(kind: str) -> Callable[[Any], Any]:
+        function_name = f"{kind}_function"
+
+        def new(original: Any) -> Any:
+            def make(self: Any, force: bool = False) -> Any:
+                if getattr(self, function_name) is not None and not force:
+                    return getattr(self, function_name)
+                step = seams.compile_step(self, kind, _predict(self) if kind == "predict" else _step(self, kind))
+                if step is None:
+                    return original(self, force)
+                setattr(self, function_name, self._make_function(step, concatenate_outputs=kind == "predict"))
+                return getattr(self, function_name)
+
+            return make
+
+        return new
+
+    for name in ENTRY_POINTS:
+        replace(trainer, name, in_context)
+    for kind in ("train", "test", "predict"):
+        replace(trainer, f"make_{kind}_function", makes(kind))
+    replace(trainer, "__init__", adopting)
+    replace(base, "compile", adopting)
+    replace(jax_trainer, "_distribute_data", lambda original: lambda data, layouts=None: (
+        seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
+    ))
+    replace(iterator, "_get_iterator", lambda original: lambda self: (
+        self.data_adapter.get_jax_iterator() if seams.takes_host_batches() else original(self)
+    ))
+
+    def undo() -> None:
+        for owner, name, original in reversed(saved):
+            setattr(owner, name, original)
+
+    return undo
+
+
+def state_variables(trainer: Any, kind: str) -> list[list[Any]]:
+    """The variables behind the groups of a step's state, in the order of Keras's state tuple."""
+    groups = [trainer.trainable_variables, trainer.non_trainable_variables]
+    if kind == "train":
+        groups.append(trainer.optimizer.variables if trainer.optimizer is not None else [])
+    if kind in ("train", "test"):
+        groups.append(trainer.metrics_variables)
+    return [list(group) for group in groups]
+
+
+def is_traced(trainer: Any) -> bool:
+    """Whether the trainer's steps are compiled."""
+    return bool(not trainer.run_eagerly and trainer.jit_compile)
+
+
+def _step(trainer: Any, kind: str) -> Callable[..., Any]:
+    return getattr(trainer, f"{kind}_step")
+
+
+def _predict(trainer: Any) -> Callable[..., Any]:
+    def predict_step(state: Any, data: Any) -> Any:
+        outputs, non_trainable_variables = trainer.predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step

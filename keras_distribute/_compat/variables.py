@@ -1,0 +1,102 @@
+"""How Keras creates and reads variables: the places where ours take over.
+
+- `keras.Variable.__new__`: Keras has no hook for the class of a new variable. Goes if it gets one.
+- `StatelessScope`: the stack of scopes is private; a variable of ours looks through all of them, not only the innermost.
+- `name_scope_stack`: tells whether a layer creates the variable; Keras passes no creator.
+- `BaseOptimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras.src.backend import Variable
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope, in_stateless_scope
+from keras.src.backend.common.variables import shape_equal
+from keras.src.layers.layer import Layer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+__all__ = ["StatelessScope", "Variable", "get_stateless_scope", "in_stateless_scope", "shape_equal"]
+
+Undo = Callable[[], None]
+
+
+class _Creating(threading.local):
+    accumulator = False
+
+
+_creating = _Creating()
+
+
+def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
+    """Lets `choose_class` pick the class of each `keras.Variable` from its named arguments (`None`: Keras's own)."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        chosen = choose_class(_named(args, kwargs)) if cls is Variable else None
+        return object.__new__(chosen or cls)
+
+    def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any) -> Any:
+        if name != "gradient_accumulator":
+            return original_add(self, reference_variable, name, *args, **kw)
+        _creating.accumulator = True
+        try:
+            return original_add(self, reference_variable, name, *args, **kw)
+        finally:
+            _creating.accumulator = False
+
+    original_add = BaseOptimizer.add_variable_from_reference
+    Variable.__new__ = new
+    BaseOptimizer.add_variable_from_reference = add_variable_from_reference
+
+    def undo() -> None:
+        del Variable.__new__
+        BaseOptimizer.add_variable_from_reference = original_add
+
+    return undo
+
+
+def is_gradient_accumulator() -> bool:
+    """Whether the variable being created accumulates gradients over micro-steps."""
+    return _creating.accumulator
+
+
+def is_layer_state() -> bool:
+    """Whether the variable being created belongs to a layer."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return bool(stack) and isinstance(stack[-1].caller, Layer)
+
+
+def stateless_value(variable: Variable) -> Any:
+    """The variable's value in the innermost stateless scope that has one, else `None`."""
+    scope = get_stateless_scope()
+    while scope is not None:
+        value = scope.get_current_value(variable)
+        if value is not None:
+            return value
+        scope = getattr(scope, "original_scope", None)
+    return None
+
+
+@contextlib.contextmanager
+def no_stateless_scope() -> Iterator[None]:
+    """Leaves all stateless scopes for a `with` block, so that variables are created and assigned for real."""
+    scope = get_stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+def uninitialized_value(variable: Variable) -> Any:
+    """What Keras shows for a variable whose creation waits for the end of a stateless scope: its initial value."""
+    return variable._initializer(variable._shape, dtype=variable._dtype)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("initializer", "shape", "dtype", "trainable", "autocast", "aggregation", "synchronization", "name")
+    return dict(zip(names, args, strict=False)) | kwargs

@@ -1,0 +1,40 @@
+"""Puts the package's seams into Keras, once, on import; `uninstall` takes them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keras_distribute import context
+from keras_distribute._compat import layers, losses, optimizer, trainer, variables
+from keras_distribute.strategies.default import default_strategy
+from keras_distribute.training import replica_rules, steps
+from keras_distribute.variables import choose_class
+
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Hooks variable creation, the trainer, optimizers, losses, batch normalization and seeds."""
+    if _undo:
+        return
+    context.register_default(default_strategy)
+    _undo.extend(
+        [
+            variables.install(choose_class),
+            trainer.install(steps.TrainerSeams()),
+            optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree),
+            losses.install(replica_rules.global_sum),
+            layers.install(
+                replica_rules.batch_normalization,
+                replica_rules.synchronized_moments,
+                replica_rules.all_rows,
+                replica_rules.replica_seed,
+            ),
+        ]
+    )
+
+
+def uninstall() -> None:
+    """Leaves Keras as it was."""
+    while _undo:
+        _undo.pop()()

@@ -1,0 +1,388 @@
+"""Reductions and gathers over the replicas, and the `CrossDeviceOps` that choose how. Knows no Keras.
+
+Two kinds of function: those on `local` values run inside a program over all replicas, where a value is this replica's
+own; those on a `PerReplica` outside compile the former.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.types import CommunicationOptions, ReduceOp
+from keras_distribute.values import Mirrored, PerReplica, is_array
+
+
+class CrossDeviceOps:
+    """How values are reduced over the replicas: the base of the choices that `MirroredStrategy` takes.
+
+    A subclass implements `reduce_implementation` (and, where several values can go together,
+    `batch_reduce_implementation`). Both may be called while a program over all replicas is traced: the values are then
+    this replica's own, and the implementation uses JAX's collectives over the mesh axis `"replica"`.
+    Source: `tf.distribute.CrossDeviceOps`.
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """The sum or mean of a `PerReplica` over the replicas.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
+            per_replica_value: A `PerReplica`.
+            destinations: Accepted for compatibility: the result is on every replica of the strategy.
+            options: How to pack and communicate.
+
+        Returns:
+            A `Mirrored` of the components' shape; inside a program, the array itself.
+        """
+        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """`reduce` of several values together; one result for each pair of a value and its destinations."""
+        op = ReduceOp.parse(reduce_op)
+        options = options or CommunicationOptions()
+        values = [pair[0] for pair in value_destination_pairs]
+        for value in values:
+            if not isinstance(value, PerReplica):
+                raise StructureTypeError(
+                    "Only values that differ per replica can be reduced.",
+                    received=f"{value!r}.",
+                    fix="pass a result of strategy.run, or strategy.experimental_distribute_values_from_function.",
+                )
+        if not values:
+            return []
+        if values[0].local is not None:
+            return self.batch_reduce_implementation(op, [(v, None) for v in values], options)
+        stacked = [_stacked(value) for value in values]
+        mesh = stacked[0].sharding.mesh
+
+        def implementation(*locals_: jax.Array) -> list[Any]:
+            return self.batch_reduce_implementation(op, [(PerReplica(local=x), None) for x in locals_], options)
+
+        return [Mirrored(x) for x in _compiled(self, op, options, mesh, implementation)(*stacked)]
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> jax.Array:
+        """Reduces one value, inside a program: `per_replica_value.local` is this replica's component."""
+        raise StructureTypeError(
+            f"{type(self).__name__} does not say how to reduce.",
+            fix="override reduce_implementation, or use kd.NcclAllReduce().",
+        )
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
+    ) -> list[jax.Array]:
+        """Reduces several values, inside a program; by default one after the other."""
+        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """`tensor` on every device of `destinations` (a value, a variable or a strategy's mesh)."""
+        return self.broadcast_implementation(tensor, destinations)
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copies one array to the devices of `destinations`."""
+        mesh = mesh_of(destinations)
+        return Mirrored(tensor if mesh is None else jax.device_put(tensor, mesh.replicated))
+
+
+class _Packed(CrossDeviceOps):
+    """Reduces values as a few flat buffers a dtype, or one by one."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueStructureError(
+                "num_packs is the number of buffers; 0 reduces each value by itself.",
+                received=f"num_packs={num_packs}.",
+                fix="a number >= 0.",
+            )
+        self._num_packs = num_packs
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> jax.Array:
+        return _scaled(reduce_op, self._sum(per_replica_value.local))
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
+    ) -> list[jax.Array]:
+        values = [pair[0].local for pair in value_destination_pairs]
+        packs = _packs(values, self._num_packs, options.bytes_per_pack)
+        results: list[Any] = [None] * len(values)
+        for pack in packs:
+            flat = jnp.concatenate([jnp.ravel(values[i]) for i in pack]) if len(pack) > 1 else values[pack[0]]
+            total = self._sum(flat)
+            offset = 0
+            for i in pack:
+                size = values[i].size
+                piece = total if len(pack) == 1 else total[offset : offset + size].reshape(values[i].shape)
+                results[i] = _scaled(reduce_op, piece)
+                offset += size
+        return results
+
+    def _sum(self, value: Any) -> jax.Array:
+        return lax.psum(value, REPLICA_AXIS)
+
+
+class NcclAllReduce(_Packed):
+    """All-reduce: NCCL on GPUs, ICI on TPUs, XLA's own on CPUs, of at most `num_packs` buffers a dtype.
+
+    Source: `tf.distribute.NcclAllReduce`. Differs from TF: it also works, with the same numbers, where there is no
+    NCCL.
+
+    Args:
+        num_packs: Into how many buffers the gradients are packed; 0 reduces each by itself, which leaves the packing
+            to XLA (it combines by itself on GPU and TPU, not on CPU).
+    """
+
+
+class HierarchicalCopyAllReduce(_Packed):
+    """Reduces in two phases: each replica sums one part of the buffer, then the parts are gathered.
+
+    Source: `tf.distribute.HierarchicalCopyAllReduce`. Differs from TF, whose two phases are copies over a hierarchy
+    of links that XLA does not expose: the phases are a reduce-scatter and an all-gather over all replicas.
+
+    Args:
+        num_packs: As for `NcclAllReduce`.
+    """
+
+    def _sum(self, value: Any) -> jax.Array:
+        replicas = lax.axis_size(REPLICA_AXIS)
+        flat = jnp.ravel(value)
+        padded = jnp.pad(flat, (0, -flat.size % replicas))
+        part = lax.psum_scatter(padded, REPLICA_AXIS, tiled=True)
+        return lax.all_gather(part, REPLICA_AXIS, tiled=True)[: flat.size].reshape(jnp.shape(value))
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Gathers the components and adds them in replica order, so that the order never depends on the topology.
+
+    Source: `tf.distribute.ReductionToOneDevice`. Differs from TF: a program over all replicas has no single device to
+    reduce on, so each device does the same additions; `reduce_to_device` is accepted and has no effect.
+
+    Args:
+        reduce_to_device: Accepted for compatibility.
+        accumulation_fn: Takes the list of components in replica order and returns their sum; `sum` by default.
+    """
+
+    def __init__(
+        self, reduce_to_device: Any = None, accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None
+    ) -> None:
+        self._accumulate = accumulation_fn or _add_in_order
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> jax.Array:
+        gathered = lax.all_gather(jnp.asarray(per_replica_value.local), REPLICA_AXIS)
+        return _scaled(reduce_op, self._accumulate([gathered[i] for i in range(gathered.shape[0])]))
+
+
+def reduce_locals(
+    ops: CrossDeviceOps, reduce_op: ReduceOp, values: Sequence[Any], options: CommunicationOptions | None = None
+) -> list[jax.Array]:
+    """Reduces this replica's `values` over the replicas, inside a program."""
+    pairs = [(PerReplica(local=jnp.asarray(value)), None) for value in values]
+    return ops.batch_reduce(reduce_op, pairs, options)
+
+
+def all_gather_local(value: Any, axis: int) -> jax.Array:
+    """The replicas' values joined along `axis`, inside a program."""
+    value = jnp.asarray(value)
+    return lax.all_gather(value, REPLICA_AXIS, axis=check_axis(axis, value.ndim), tiled=True)
+
+
+def reduce_along_axes_local(reduce_op: ReduceOp, value: Any, axes: tuple[int, ...]) -> jax.Array:
+    """Reduces over `axes` of this replica's value and over the replicas; the mean is over all elements."""
+    value = jnp.asarray(value)
+    axes = tuple(check_axis(axis, value.ndim) for axis in axes)
+    total = lax.psum(jnp.sum(value, axes), REPLICA_AXIS)
+    count = lax.axis_size(REPLICA_AXIS) * math.prod(value.shape[a] for a in axes)
+    return total / count if reduce_op is ReduceOp.MEAN else total
+
+
+def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, axes: tuple[int, ...]) -> Any:
+    """`Strategy.reduce` of a `PerReplica`: over the replicas, and over `axes` of the components.
+
+    Returns:
+        One array, on every replica.
+    """
+    if value.local is not None:
+        if axes:
+            return reduce_along_axes_local(reduce_op, value.local, axes)
+        return ops.reduce(reduce_op, value)
+    if value.stacked is not None:
+        if not axes:
+            return ops.reduce(reduce_op, value).value
+        mesh = value.stacked.sharding.mesh
+        compiled = _compiled(
+            None, reduce_op, axes, mesh, lambda local: reduce_along_axes_local(reduce_op, local, axes)
+        )
+        return compiled(value.stacked)
+    return _reduce_ragged(reduce_op, value.values, axes)
+
+
+def gather_values(value: PerReplica, axis: int) -> jax.Array:
+    """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every replica."""
+    if value.local is not None:
+        return all_gather_local(value.local, axis)
+    if value.stacked is not None:
+        compiled = _compiled(
+            None, None, axis, value.stacked.sharding.mesh, lambda local: all_gather_local(local, axis)
+        )
+        return compiled(value.stacked)
+    parts = _arrays(value.values, "gathered")
+    axis = check_axis(axis, parts[0].ndim)
+    others = [part.shape[:axis] + part.shape[axis + 1 :] for part in parts]
+    if len(set(others)) > 1 or len({part.dtype for part in parts}) > 1:
+        raise ValueStructureError(
+            f"Values are gathered along axis {axis}; all other dimensions, and the dtypes, must be equal.",
+            received=", ".join(f"{part.dtype}{list(part.shape)}" for part in parts) + ".",
+            fix="gather along the axis whose size differs.",
+        )
+    return jnp.concatenate([jnp.asarray(np.asarray(part)) for part in parts], axis)
+
+
+def check_axis(axis: int, ndim: int) -> int:
+    """`axis` as a number from 0 to `ndim - 1`."""
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise StructureTypeError("An axis is an integer.", received=f"axis={axis!r}.", fix="axis=0")
+    if not -ndim <= axis < ndim:
+        raise ValueStructureError(
+            f"There is no axis {axis} in a value of {ndim} dimension(s).",
+            received=f"axis={axis}.",
+            fix="axis=None for a value without dimensions, else an axis that every component has."
+            if ndim == 0
+            else f"an axis from {-ndim} to {ndim - 1}.",
+        )
+    return int(axis) % ndim
+
+
+def mesh_of(destinations: Any) -> ReplicaMesh | None:
+    """The mesh on which a value, a variable or a strategy lives; `None` for a plain value."""
+    if isinstance(destinations, ReplicaMesh):
+        return destinations
+    if isinstance(destinations, PerReplica):
+        destinations = destinations.stacked
+    if isinstance(destinations, Mirrored):
+        destinations = destinations.value
+    own = getattr(destinations, "replica_mesh", None)
+    if isinstance(own, ReplicaMesh):
+        return own
+    sharding = getattr(destinations, "sharding", None)
+    return ReplicaMesh(sharding.mesh) if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled_for(key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box) -> Callable[..., Any]:
+    split = PartitionSpec(REPLICA_AXIS)
+
+    def body(*stacked: jax.Array) -> Any:
+        return box.function(*(x[0] for x in stacked))
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+
+
+class _Box:
+    """Carries a function past a cache: equal to every other box, so that the rest of the key decides."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Box)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _compiled(ops: Any, reduce_op: Any, extra: Any, mesh: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of local values as a program on stacked ones, compiled once for the arguments before it."""
+    return _compiled_for((ops, reduce_op, extra), mesh, _Box(function))
+
+
+def _scaled(reduce_op: ReduceOp, total: Any) -> Any:
+    return total / lax.axis_size(REPLICA_AXIS) if reduce_op is ReduceOp.MEAN else total
+
+
+def _add_in_order(parts: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, parts)
+
+
+def _packs(values: Sequence[Any], num_packs: int, bytes_per_pack: int) -> list[list[int]]:
+    """Indices of the values that go into one buffer together, in order; a buffer holds one dtype."""
+    if num_packs == 0 and bytes_per_pack == 0:
+        return [[i] for i in range(len(values))]
+    by_dtype: dict[Any, list[int]] = {}
+    for i, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(i)
+    packs: list[list[int]] = []
+    for indices in by_dtype.values():
+        total = sum(values[i].nbytes for i in indices)
+        limit = bytes_per_pack or max(1, -(-total // num_packs))
+        pack: list[int] = []
+        filled = 0
+        for i in indices:
+            if pack and filled + values[i].nbytes > limit:
+                packs.append(pack)
+                pack, filled = [], 0
+            pack.append(i)
+            filled += values[i].nbytes
+        packs.append(pack)
+    return packs
+
+
+def _reduce_ragged(reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]) -> jax.Array:
+    parts = [np.asarray(part) for part in _arrays(components, "reduced")]
+    normal = [tuple(check_axis(axis, part.ndim) for axis in axes) for part in parts]
+    sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]
+    if len({s.shape for s in sums}) > 1:
+        raise ValueStructureError(
+            "The components' shapes differ outside the reduced axes.",
+            received=", ".join(str(part.shape) for part in parts) + f" with axis={list(axes) or None}.",
+            fix="reduce over the axis whose size differs: strategy.reduce(op, value, axis=0).",
+        )
+    count = sum(math.prod(p.shape[a] for a in axis) for p, axis in zip(parts, normal, strict=True))
+    total = functools.reduce(np.add, sums)
+    return jnp.asarray(total / count if reduce_op is ReduceOp.MEAN else total)
+
+
+def _arrays(components: Sequence[Any], verb: str) -> list[Any]:
+    for component in components:
+        if not is_array(component):
+            raise StructureTypeError(
+                f"Only arrays can be {verb} over the replicas.",
+                received=f"a {type(component).__name__}.",
+                fix="strategy.experimental_local_results(value) gives the objects themselves.",
+            )
+    return [np.asarray(c) if isinstance(c, int | float | complex) else c for c in components]
+
+
+def _stacked(value: PerReplica) -> jax.Array:
+    if value.stacked is None:
+        shapes = ", ".join(str(np.shape(part)) for part in _arrays(value.values, "reduced"))
+        raise ValueStructureError(
+            "Components of different shapes cannot be reduced element by element.",
+            received=f"the shapes {shapes}.",
+            fix="reduce over the axis whose size differs: strategy.reduce(op, value, axis=0).",
+        )
+    return value.stacked

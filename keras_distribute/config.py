@@ -1,0 +1,92 @@
+"""CPU virtual devices, and the XLA thread pool that they need.
+
+XLA's CPU client has one thread per core, and an all-reduce blocks its thread until all devices have joined. With more
+virtual devices than cores the pool starves and the process aborts after 40 seconds ("Expected N threads to join the
+rendezvous"). The pool's size comes from the environment variable `NPROC` when the client is created, so it is set
+here, whoever asked for the devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+
+from keras_distribute._compat import jax_internals
+from keras_distribute.errors import DeviceError
+
+_THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
+_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+_pool_size: int | None = None  # threads of XLA's CPU pool where we could choose it, else None
+
+
+def set_cpu_devices(num_devices: int) -> None:
+    """Makes JAX offer `num_devices` virtual CPU devices, and gives XLA the threads that they need.
+
+    Call it before anything that uses JAX's devices (creating an array is enough). Calling it again with the same
+    number, also after JAX has started with that many devices, does nothing.
+
+    Args:
+        num_devices: How many CPU devices; at least 1.
+
+    Raises:
+        DeviceError: When JAX has already started with another number of CPU devices.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.config.set_cpu_devices(8)
+    """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise DeviceError(
+            "The number of CPU devices is an integer of at least 1.",
+            received=f"{num_devices!r}.",
+            fix="kd.config.set_cpu_devices(8)",
+        )
+    if jax_internals.backends_are_initialized():
+        existing = jax.device_count("cpu")
+        if existing != num_devices:
+            raise DeviceError(
+                f"JAX has already started with {existing} CPU device(s), and cannot change that.",
+                received=f"set_cpu_devices({num_devices}).",
+                fix="call kd.config.set_cpu_devices first thing in the program, before creating any array.",
+            )
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG.search(flags):  # JAX refuses to start when the flag and its own option are both set.
+        os.environ["XLA_FLAGS"] = _FLAG.sub("", flags).strip()
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    _size_pool(num_devices)
+
+
+def size_pool_for_requested_devices() -> None:
+    """Sizes XLA's pool for virtual devices that were asked for by a flag or by JAX's option. Runs on import."""
+    match = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
+    requested = int(match.group(1)) if match else max(1, jax.config.jax_num_cpu_devices)
+    if not jax_internals.backends_are_initialized():
+        _size_pool(requested)
+
+
+def check_pool(num_devices: int) -> None:
+    """Refuses to train on CPU devices whose thread pool would starve.
+
+    Raises:
+        DeviceError: When JAX started its CPU client, with too few threads, before we could choose their number.
+    """
+    threads = max(_pool_size or 0, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1)
+    if num_devices > threads:
+        raise DeviceError(
+            f"Training on {num_devices} CPU devices with XLA's pool of {threads} threads would deadlock.",
+            received="a JAX that was started before keras_distribute was imported.",
+            fix=f"import keras_distribute before using JAX, or set the environment variable NPROC="
+            f"{_THREADS_PER_DEVICE * num_devices} before starting Python.",
+        )
+
+
+def _size_pool(num_devices: int) -> None:
+    global _pool_size
+    cores = os.cpu_count() or 1
+    needed = max(cores, _THREADS_PER_DEVICE * num_devices) if num_devices > 1 else 0
+    if needed > int(os.environ.get("NPROC") or 0) and needed > cores:
+        os.environ["NPROC"] = str(needed)
+    _pool_size = max(cores, int(os.environ.get("NPROC") or 0))

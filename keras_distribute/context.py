@@ -1,0 +1,199 @@
+"""Which strategy is current, and in which of its contexts the caller stands. Knows nothing of how steps compile.
+
+Each thread has a stack of frames; an empty stack means the process-wide strategy, which is the default strategy
+unless `experimental_set_strategy` changed it. The stack is ours, not Keras's, so `keras.utils.clear_session()` does
+not touch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from keras_distribute.errors import ContextError, StructureTypeError
+
+if TYPE_CHECKING:
+    from keras_distribute.replica_context import ReplicaContext
+    from keras_distribute.strategies.base import Strategy
+
+
+class Mode(enum.Enum):
+    """Where code stands: `CROSS` sees all replicas, `REPLICA` is one of them, `UPDATE` updates one variable."""
+
+    CROSS = "cross-replica"
+    REPLICA = "replica"
+    UPDATE = "update"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """One entry of the stack.
+
+    Args:
+        strategy: The current strategy.
+        mode: Which of its contexts this is.
+        replica_context: The replica's context, in `Mode.REPLICA`.
+        per_replica: Whether values here are one replica's own, inside a program over all replicas (`Strategy.run`).
+        groups: In a step of `fit`, how many replicas the rows of its batch are spread over evenly; else 1.
+        named: Whether the user opened it with `scope()`: these guard against mixed strategies.
+    """
+
+    strategy: Strategy
+    mode: Mode
+    replica_context: ReplicaContext | None = None
+    per_replica: bool = False
+    groups: int = 1
+    named: bool = False
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+_process_strategy: Strategy | None = None
+_default_strategy: Callable[[], Strategy] | None = None
+
+
+def register_default(make: Callable[[], Strategy]) -> None:
+    """Tells this room how to get the default strategy, which lives in a room below."""
+    global _default_strategy
+    _default_strategy = make
+
+
+def default_strategy() -> Strategy:
+    """The strategy in force where the user chose none."""
+    assert _default_strategy is not None
+    return _default_strategy()
+
+
+def frame() -> Frame:
+    """The innermost frame of this thread."""
+    if _stack.frames:
+        return _stack.frames[-1]
+    if _process_strategy is not None:
+        return Frame(_process_strategy, Mode.CROSS)
+    return default_strategy().top_frame
+
+
+@contextlib.contextmanager
+def entered(new: Frame) -> Iterator[Frame]:
+    """Makes `new` the innermost frame for a `with` block; removed again whatever happens inside."""
+    _stack.frames.append(new)
+    depth = len(_stack.frames)
+    try:
+        yield new
+    finally:
+        del _stack.frames[depth - 1 :]
+
+
+class Scope(contextlib.AbstractContextManager["Strategy"]):
+    """What `Strategy.scope()` returns: a context manager that can be entered again, also inside itself."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> Strategy:
+        current = frame()
+        if current.mode is not Mode.CROSS and current is not default_strategy().top_frame:
+            raise ContextError(
+                "A strategy's scope cannot be entered inside Strategy.run.",
+                received=describe(current),
+                fix="open `with strategy.scope():` around the call of strategy.run.",
+            )
+        if _stack.frames and current.strategy is not self._strategy:
+            raise ContextError(
+                "Two strategies cannot be mixed: this scope was opened inside another strategy's.",
+                received=f"{self._strategy!r} inside {current.strategy!r}.",
+                fix="leave the outer `with strategy.scope():` first; one model, one strategy.",
+            )
+        own = Frame(self._strategy, Mode.CROSS, named=True)
+        _stack.frames.append(own)
+        self._entered.append(own)
+        return self._strategy
+
+    def __exit__(self, *exc_info: object) -> None:
+        own = self._entered.pop()
+        if not _stack.frames or _stack.frames[-1] is not own:
+            if own in _stack.frames:
+                _stack.frames.remove(own)
+            raise ContextError(
+                "Scopes were left in another order than they were entered.",
+                received=f"the end of a scope of {self._strategy!r} that is not the innermost one.",
+                fix="use `with strategy.scope():` blocks, which nest by themselves.",
+            )
+        _stack.frames.pop()
+
+
+def get_strategy() -> Strategy:
+    """The current strategy: that of the innermost scope, else the default strategy.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.get_strategy().num_replicas_in_sync
+        1
+    """
+    return frame().strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    return get_strategy() is not default_strategy()
+
+
+def in_cross_replica_context() -> bool:
+    """Whether values here are those of all replicas: in a scope, in a step of `fit`, and in `merge_call`.
+
+    `False` inside `Strategy.run`, and, as in TensorFlow, where no strategy is in force.
+    """
+    return frame().mode is Mode.CROSS
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the running replica, inside `Strategy.run`; `None` in the cross-replica context.
+
+    Where no strategy is in force, it is the context of the default strategy's only replica.
+    """
+    return frame().replica_context
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` the current one from here on, in every thread, without a `with` block; `None` undoes it.
+
+    Raises:
+        ContextError: Inside a scope or inside `Strategy.run`.
+        StructureTypeError: For anything that is not a strategy.
+    """
+    global _process_strategy
+    if strategy is not None and not hasattr(strategy, "top_frame"):
+        raise StructureTypeError(
+            "experimental_set_strategy takes a strategy.", received=f"{strategy!r}.", fix="kd.MirroredStrategy()"
+        )
+    if _stack.frames:
+        raise ContextError(
+            "The strategy of the process cannot be changed inside a scope.",
+            received=describe(frame()),
+            fix="call experimental_set_strategy at the top level of the program.",
+        )
+    _process_strategy = None if strategy is None or strategy is default_strategy() else strategy
+
+
+def describe(current: Frame) -> str:
+    """A frame in words, for error texts."""
+    count = current.strategy.num_replicas_in_sync
+    replicas = f"{count} replica{'s' if count != 1 else ''}"
+    return f"the {current.mode.value} context of {type(current.strategy).__name__} ({replicas})."
+
+
+def require_cross_replica(what: str, fix: str) -> None:
+    """Raises `ContextError` unless called across replicas (or where no strategy is in force)."""
+    current = frame()
+    if current.mode is Mode.CROSS or current is default_strategy().top_frame:
+        return
+    raise ContextError(f"{what} was called inside a replica.", received=describe(current), fix=fix)

@@ -1,0 +1,63 @@
+"""The exceptions of the package, and the form of their text. Knows nothing of JAX or Keras.
+
+    DistributeError                     everything below
+    ├── BackendError(ImportError)       Keras runs on another backend, or a version cannot work
+    ├── DeviceError(ValueError)         a device name that does not exist, or cannot be had any more
+    ├── ContextError(RuntimeError)      called in the wrong context, or strategies mixed
+    ├── ValueStructureError(ValueError) per-replica values of the wrong kind, shape or structure
+    ├── StructureTypeError(TypeError)   an argument of the wrong type
+    ├── VariableScopeError(ValueError)  a variable of another strategy, or of none
+    └── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
+
+Each subclasses the builtin that a TensorFlow user already catches.
+"""
+
+from __future__ import annotations
+
+
+class DistributeError(Exception):
+    """Base of all errors raised by this package.
+
+    The text says what failed, what was received, and what to write instead.
+
+    Args:
+        what: One sentence, with the values that matter.
+        received: What the caller passed, or where the call was made.
+        fix: Code or an action that works.
+    """
+
+    def __init__(self, what: str, *, received: str | None = None, fix: str | None = None) -> None:
+        lines = [what]
+        if received is not None:
+            lines.append(f"  Received: {received}")
+        if fix is not None:
+            lines.append(f"  Fix: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class BackendError(DistributeError, ImportError):
+    """Keras does not run on JAX, or a version of Keras or JAX cannot work."""
+
+
+class DeviceError(DistributeError, ValueError):
+    """A device does not exist, is named twice, or can no longer be set up."""
+
+
+class ContextError(DistributeError, RuntimeError):
+    """A call in the wrong context: strategies mixed, or a replica context missing or not wanted."""
+
+
+class ValueStructureError(DistributeError, ValueError):
+    """Per-replica values whose number, shapes or structure do not fit."""
+
+
+class StructureTypeError(DistributeError, TypeError):
+    """An argument of a type that has no meaning across replicas."""
+
+
+class VariableScopeError(DistributeError, ValueError):
+    """A variable that belongs to another strategy, or to none."""
+
+
+class AggregationError(DistributeError, ValueError):
+    """A read or assignment that the variable's aggregation does not define."""

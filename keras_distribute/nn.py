@@ -1,0 +1,103 @@
+"""Loss scaling for custom loops: averages over the global batch, and regularization counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_distribute import context
+from keras_distribute.context import Mode
+from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> jax.Array:
+    """This replica's share of the average loss over the global batch.
+
+    The shares of all replicas add up to the average: `strategy.reduce("SUM", share, axis=None)`.
+    Source: `tf.nn.compute_average_loss`.
+
+    Args:
+        per_example_loss: One loss for each example of this replica, of shape `(batch, ...)`.
+        sample_weight: A weight for each example, of a shape that broadcasts.
+        global_batch_size: The number of examples of all replicas; by default this replica's times the number of
+            replicas.
+
+    Returns:
+        A scalar: the sum of the weighted losses over `global_batch_size`; 0 for an empty batch.
+
+    Raises:
+        ContextError: In the cross-replica context.
+        StructureTypeError: For a batch size that is no integer.
+        ValueStructureError: For a negative one, or one that is no scalar.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> float(kd.nn.compute_average_loss([1.0, 2.0, 3.0], global_batch_size=6))
+        1.0
+    """
+    _require_replica("compute_average_loss")
+    losses = jnp.asarray(per_example_loss)
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        losses = losses.astype("float32")
+    if sample_weight is not None:
+        weights = jnp.asarray(sample_weight, losses.dtype)
+        while weights.ndim < losses.ndim:
+            weights = weights[..., None]
+        if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+            weights = weights[..., 0]
+        losses = losses * weights
+    if global_batch_size is None:
+        size: Any = (losses.shape[0] if losses.ndim else 1) * context.get_strategy().num_replicas_in_sync
+    else:
+        size = _checked_size(global_batch_size)
+    total = jnp.sum(losses)
+    return jnp.where(size == 0, jnp.zeros_like(total), total / jnp.maximum(size, 1).astype(total.dtype))
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """This replica's share of a loss that is the same on every replica, such as a weight penalty.
+
+    Source: `tf.nn.scale_regularization_loss`.
+
+    Args:
+        regularization_loss: A scalar or array; it is summed.
+
+    Returns:
+        A scalar: the sum, divided by the number of replicas.
+
+    Raises:
+        ContextError: In the cross-replica context.
+    """
+    _require_replica("scale_regularization_loss")
+    total = jnp.sum(jnp.asarray(regularization_loss))
+    return total / context.get_strategy().num_replicas_in_sync
+
+
+def _require_replica(name: str) -> None:
+    current = context.frame()
+    if current.mode is not Mode.REPLICA:
+        raise ContextError(
+            f"{name} gives one replica's share, so it is called in a replica.",
+            received=context.describe(current),
+            fix="call it in the function given to strategy.run; model.fit scales losses by itself.",
+        )
+
+
+def _checked_size(size: Any) -> Any:
+    array = np.asarray(size) if not isinstance(size, jax.Array) else size
+    if array.ndim:
+        raise ValueStructureError("global_batch_size is one number.", received=f"shape {array.shape}.", fix="64")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise StructureTypeError(
+            "global_batch_size is a number of examples.", received=f"{size!r} ({array.dtype}).", fix="an integer."
+        )
+    if not isinstance(array, jax.core.Tracer) and int(array) < 0:
+        raise ValueStructureError("global_batch_size cannot be negative.", received=f"{size}.", fix="a number >= 0.")
+    return array

@@ -1,0 +1,156 @@
+"""What a replica can ask inside `Strategy.run`: its number, and values from the other replicas. Knows no Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_distribute import collectives, context
+from keras_distribute.context import Frame, Mode
+from keras_distribute.errors import ContextError, ValueStructureError
+from keras_distribute.mesh import REPLICA_AXIS
+from keras_distribute.types import CommunicationOptions, ReduceOp
+from keras_distribute.values import PerReplica
+
+if TYPE_CHECKING:
+    from keras_distribute.strategies.base import Strategy
+
+
+class ReplicaContext:
+    """The running replica, as `kd.get_replica_context()` returns it inside `Strategy.run`.
+
+    Source: `tf.distribute.ReplicaContext`. Differs from TF: the function is traced once for all replicas, so
+    `replica_id_in_sync_group` is a traced integer: use it in `jnp` or `keras.ops`, not in a Python `if`.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: Any = None) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run this program together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The number of this replica, from 0: an int32 scalar that is traced, or 0 outside a program."""
+        if self._replica_id is not None:
+            return self._replica_id
+        return lax.axis_index(REPLICA_AXIS) if context.frame().per_replica else 0
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Sums or averages `value` over all replicas; each of them gets the result.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
+            value: An array, or a structure of arrays, of the same shapes on every replica.
+            options: How to pack and communicate.
+
+        Returns:
+            The structure of `value`, reduced. Its gradient is the same reduction of the gradients, as in TensorFlow.
+
+        Raises:
+            ContextError: Outside `Strategy.run`.
+
+        Example:
+            >>> import keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def fn():
+            ...     context = kd.get_replica_context()
+            ...     return context.all_reduce("SUM", context.replica_id_in_sync_group + 1)
+            >>> [int(v) for v in strategy.run(fn).values]
+            [3, 3]
+        """
+        self._require("all_reduce", 'strategy.reduce("SUM", value, axis=None)')
+        op = ReduceOp.parse(reduce_op)
+        leaves, structure = jax.tree.flatten(value)
+        if not context.frame().per_replica:
+            return jax.tree.map(jnp.asarray, value)
+        reduced = collectives.reduce_locals(self._strategy.extended.cross_device_ops, op, leaves, options)
+        return jax.tree.unflatten(structure, reduced)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Joins the replicas' values along `axis`, in replica order; each replica gets the result.
+
+        Args:
+            value: An array of at least one dimension, or a structure of them.
+            axis: The axis to join along.
+            options: Accepted for compatibility.
+
+        Returns:
+            The structure of `value`, `num_replicas_in_sync` times as long along `axis`. Its gradient is the sum of the
+            replicas' gradients of this replica's part.
+
+        Raises:
+            ContextError: Outside `Strategy.run`.
+            ValueStructureError: For a value without that axis.
+        """
+        self._require("all_gather", "strategy.gather(value, axis=0)")
+
+        def gather(leaf: Any) -> jax.Array:
+            leaf = jnp.asarray(leaf)
+            if leaf.ndim == 0:
+                raise ValueStructureError(
+                    "A value without dimensions cannot be gathered along an axis.",
+                    received=f"a scalar and axis={axis}.",
+                    fix="value[None], or keras.ops.reshape(value, (1,)).",
+                )
+            if not context.frame().per_replica:
+                collectives.check_axis(axis, leaf.ndim)
+                return leaf
+            return collectives.all_gather_local(leaf, axis)
+
+        return jax.tree.map(gather, value)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Calls `merge_fn(strategy, *args, **kwargs)` once, in the cross-replica context, amid the replicas' program.
+
+        Args:
+            merge_fn: Gets the strategy, then the arguments, whose arrays are `PerReplica`.
+            args: Arguments of this replica.
+            kwargs: Named arguments of this replica.
+
+        Returns:
+            What `merge_fn` returns; of a `PerReplica`, this replica's component.
+
+        Raises:
+            ContextError: Outside `Strategy.run`.
+        """
+        self._require("merge_call", "call merge_fn(strategy, ...) directly")
+        per_replica = context.frame().per_replica
+
+        def wrap(leaf: Any) -> Any:
+            return PerReplica(local=leaf) if isinstance(leaf, jax.Array) and per_replica else leaf
+
+        def unwrap(leaf: Any) -> Any:
+            return leaf.local if isinstance(leaf, PerReplica) and leaf.local is not None else leaf
+
+        wrapped = jax.tree.map(wrap, args)
+        wrapped_named = {name: jax.tree.map(wrap, value) for name, value in (kwargs or {}).items()}
+        with context.entered(Frame(self._strategy, Mode.CROSS, per_replica=per_replica)):
+            result = merge_fn(self._strategy, *wrapped, **wrapped_named)
+        return jax.tree.map(unwrap, result, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+
+    def _require(self, what: str, fix: str) -> None:
+        current = context.frame()
+        if current.mode is not Mode.REPLICA or current.strategy is not self._strategy:
+            raise ContextError(
+                f"{what} was called outside Strategy.run.",
+                received=context.describe(current),
+                fix=f"{fix}, or move the call into the function given to run.",
+            )
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext({self._strategy!r})"

@@ -1,0 +1,118 @@
+"""Proves which values of a traced program are the same on every replica. Knows no Keras.
+
+`shard_map` without its own checks lets an array that differs per device pass as replicated, silently; with them, common
+programs (a Keras LSTM) are refused and gradients change meaning. This analysis is one-sided: a value that it calls
+equal is equal, by this rule: an operation whose inputs are equal on every replica gives equal outputs; so does one that
+combines all replicas (`psum`, `all_gather`, ...); `axis_index` differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+_COMBINING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"}
+_DIFFERING = {"axis_index"}
+
+
+def equal_on_all_replicas(program: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs of `program` are the same on every replica.
+
+    Args:
+        program: A traced program of one replica.
+        inputs: For each of its inputs, whether it is the same on every replica.
+    """
+    return _outputs(program.jaxpr, list(inputs))
+
+
+def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    equal: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+    equal.update(dict.fromkeys(jaxpr.constvars, True))
+
+    def read(atom: Any) -> bool:
+        return isinstance(atom, core.Literal) or equal[atom]
+
+    for eqn in jaxpr.eqns:
+        results = _equation(eqn, [read(atom) for atom in eqn.invars])
+        equal.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: Any, inputs: list[bool]) -> list[bool]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name in _DIFFERING:
+        return [False] * count
+    if name in _COMBINING and eqn.params.get("axis_index_groups") is None:
+        return [True] * count
+    params = eqn.params
+    if name == "cond":
+        index, operands = inputs[0], inputs[1:]
+        branches = [_outputs(branch.jaxpr, operands) for branch in params["branches"]]
+        return [index and all(results) for results in zip(*branches, strict=True)]
+    if name == "while":
+        return _while(params, inputs)
+    if name == "scan":
+        return _scan(params, inputs)
+    inner = _called(params, len(inputs), count)
+    if inner is not None:
+        return _outputs(inner, inputs)
+    if any(_holds_jaxpr(value) for value in params.values()):
+        # An operation with a body that this analysis does not know: equal inputs still give equal outputs,
+        # unless the body asks for the replica's number, which only the cases above may do.
+        return [all(inputs) and not _asks_replica(eqn)] * count
+    return [all(inputs)] * count
+
+
+def _while(params: Any, inputs: list[bool]) -> list[bool]:
+    cond_n, body_n = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = inputs[:cond_n], inputs[cond_n : cond_n + body_n]
+    carry = inputs[cond_n + body_n :]
+    while True:
+        runs_alike = _outputs(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])[0]
+        after = _outputs(params["body_jaxpr"].jaxpr, [*body_consts, *carry])
+        new = [runs_alike and before and result for before, result in zip(carry, after, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+
+
+def _scan(params: Any, inputs: list[bool]) -> list[bool]:
+    consts_n, carry_n = params["num_consts"], params["num_carry"]
+    consts, carry, xs = inputs[:consts_n], inputs[consts_n : consts_n + carry_n], inputs[consts_n + carry_n :]
+    while True:
+        outputs = _outputs(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        new = [before and result for before, result in zip(carry, outputs[:carry_n], strict=True)]
+        if new == carry:
+            return [*carry, *outputs[carry_n:]]
+        carry = new
+
+
+def _called(params: Any, num_inputs: int, num_outputs: int) -> Any:
+    """The body of an operation that only calls it (`jit`, `custom_jvp_call`, `remat`, ...), else `None`."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = params.get(key)
+        jaxpr = getattr(body, "jaxpr", body)
+        if jaxpr is not None and hasattr(jaxpr, "eqns"):
+            fits = len(jaxpr.invars) == num_inputs and len(jaxpr.outvars) == num_outputs
+            return jaxpr if fits else None
+    return None
+
+
+def _holds_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def _asks_replica(eqn: Any) -> bool:
+    def bodies(params: Any) -> Any:
+        for value in params.values():
+            for item in value if isinstance(value, tuple | list) else [value]:
+                if _holds_jaxpr(item):
+                    yield getattr(item, "jaxpr", item)
+
+    return any(
+        inner.primitive.name in _DIFFERING or _asks_replica(inner)
+        for jaxpr in bodies(eqn.params)
+        for inner in jaxpr.eqns
+    )

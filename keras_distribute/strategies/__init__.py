@@ -1,0 +1,1 @@
+"""One small file for each strategy: which devices, which mesh."""

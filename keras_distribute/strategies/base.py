@@ -1,0 +1,410 @@
+"""`Strategy` and its `extended` half: the API that all strategies share. Knows no strategy by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_distribute import collectives, context, program, values
+from keras_distribute.context import Frame, Mode, Scope
+from keras_distribute.collectives import CrossDeviceOps
+from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.replica_context import ReplicaContext
+from keras_distribute.types import CommunicationOptions, ReduceOp, RunOptions, ValueContext
+from keras_distribute.values import DistributedValues, Mirrored, PerReplica
+from keras_distribute.variables import DistributedVariable
+
+
+class Strategy:
+    """How a model is spread over devices. Use a subclass, such as `kd.MirroredStrategy`.
+
+    Source: `tf.distribute.Strategy`.
+    """
+
+    def __init__(self, mesh: ReplicaMesh | None, cross_device_ops: CrossDeviceOps | None = None) -> None:
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise StructureTypeError(
+                "cross_device_ops says how values are reduced over the replicas.",
+                received=f"{cross_device_ops!r}.",
+                fix="kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
+            )
+        self._mesh = mesh
+        self.programs = program.ProgramCache()
+        self._extended = StrategyExtended(self, cross_device_ops or collectives.NcclAllReduce(num_packs=0))
+
+    @property
+    def replica_mesh(self) -> ReplicaMesh:
+        """The devices of the replicas."""
+        assert self._mesh is not None
+        return self._mesh
+
+    @property
+    def top_frame(self) -> Frame:
+        """The context of code that no `with` block surrounds, where this strategy is in force."""
+        return Frame(self, Mode.CROSS)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The methods for library code: updates, reductions to a destination, devices."""
+        return self._extended
+
+    @property
+    def cluster_resolver(self) -> None:
+        """The cluster that the strategy runs on; `None` on a single host."""
+        return None
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas share each step."""
+        return self.replica_mesh.num_replicas
+
+    def scope(self) -> Scope:
+        """A context manager under which variables are created on all replicas, and this strategy is current.
+
+        Build and compile the model in it; `fit`, `evaluate`, `predict` and saving work inside and outside. It can be
+        entered again, also inside itself.
+
+        Raises:
+            ContextError: On entering it inside the scope of another strategy, or inside `run`.
+
+        Example:
+            >>> import keras, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+        """
+        return Scope(self)
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
+    ) -> Any:
+        """Runs `fn` on every replica, as one compiled program.
+
+        `fn` is traced by JAX, like a function under `jax.jit`, and compiled once for each function object and for each
+        structure, shape and dtype of its arguments. Python numbers, strings and other objects among the arguments are
+        part of the program: another value compiles another one. `fn` may read and assign variables of this strategy,
+        and call layers, losses, metrics and optimizers statefully.
+
+        Args:
+            fn: The function of one replica. `kd.get_replica_context()` inside it is that replica's context.
+            args: Positional arguments. Of a `PerReplica`, each replica gets its component; arrays are the same on all.
+            kwargs: Named arguments, likewise.
+            options: `kd.RunOptions`.
+
+        Returns:
+            The structure that `fn` returns, with a `PerReplica` for each array; other objects as they are.
+
+        Raises:
+            ContextError: Inside another `run`, or inside a function that JAX traces.
+            ValueStructureError: For components whose shapes differ.
+            VariableScopeError: When `fn` assigns variables that are not this strategy's.
+            AggregationError: When the replicas would assign different values to a mirrored variable.
+
+        Example:
+            >>> import keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.run(lambda x: 2 * x + kd.get_replica_context().replica_id_in_sync_group, args=(np.ones(2),))
+            PerReplica(
+              0: Array([2., 2.], dtype=float32),
+              1: Array([3., 3.], dtype=float32)
+            )
+        """
+        self._check_run(fn, args)
+        return program.run(self, fn, tuple(args), dict(kwargs or {}), options=options)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+        """One array from a value that differs per replica.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
+            value: A `PerReplica`, or a structure of them. What is the same on all replicas can only be averaged.
+            axis: `None`: element by element over the replicas. A number or several: over those dimensions of the
+                components too, whose sizes may differ; the mean divides by the true number of elements.
+
+        Returns:
+            An array on every replica. The mean of integers is a float.
+
+        Raises:
+            ContextError: Inside `run`; use `all_reduce` of the replica context there.
+            ValueStructureError: For a dimension that does not exist, and for the sum of a value that is not per-replica.
+
+        Example:
+            >>> import keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.arange(2.0) + context.replica_id_in_sync_group)
+            >>> strategy.reduce("SUM", value, axis=None)
+            Array([1., 3.], dtype=float32)
+            >>> strategy.reduce("MEAN", value, axis=0)
+            Array(1., dtype=float32)
+        """
+        context.require_cross_replica(
+            "strategy.reduce", f'kd.get_replica_context().all_reduce("{ReduceOp.parse(reduce_op).name}", value)'
+        )
+        op = ReduceOp.parse(reduce_op)
+        axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axes), value, is_leaf=_is_value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The replicas' components joined along `axis`, in replica order.
+
+        Args:
+            value: A `PerReplica` whose components have one shape but for `axis`, or a structure of them. What is the
+                same on all replicas is joined with itself.
+            axis: The dimension to join along.
+
+        Returns:
+            An array, on every replica.
+
+        Raises:
+            ContextError: Inside `run`; use `all_gather` of the replica context there.
+            ValueStructureError: For scalars, and for shapes that differ elsewhere.
+
+        Example:
+            >>> import keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.arange(context.replica_id_in_sync_group + 1.0))
+            >>> strategy.gather(value, axis=0)
+            Array([0., 0., 1.], dtype=float32)
+        """
+        context.require_cross_replica("strategy.gather", f"kd.get_replica_context().all_gather(value, axis={axis})")
+
+        def gather_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                return collectives.gather_values(leaf, axis)
+            array = self._plain(leaf)
+            return jnp.concatenate([array] * self.num_replicas_in_sync, collectives.check_axis(axis, array.ndim))
+
+        return jax.tree.map(gather_leaf, value, is_leaf=_is_value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of `value` on this process's replicas, in replica order; `(value,)` if it has none.
+
+        Args:
+            value: A result of `run`, a distributed variable, or anything else. Of a structure, the structure of each
+                replica.
+        """
+        if isinstance(value, DistributedValues | DistributedVariable):
+            return value.values
+        leaves, structure = jax.tree.flatten(value, is_leaf=_is_value)
+        counts = {len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues | DistributedVariable)}
+        if not counts:
+            return (value,)
+        parts = [
+            leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * max(counts)
+            for leaf in leaves
+        ]
+        return tuple(jax.tree.unflatten(structure, row) for row in zip(*parts, strict=True))
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A `PerReplica` of what `value_fn` returns for each replica.
+
+        Args:
+            value_fn: Called once for each replica with a `kd.experimental.ValueContext`. Returns an array, any other
+                object, or a structure of them, of the same structure for each replica.
+
+        Raises:
+            ContextError: Inside `run`.
+            ValueStructureError: Where the replicas' structures differ.
+        """
+        context.require_cross_replica("experimental_distribute_values_from_function", "call it outside strategy.run")
+        count = self.num_replicas_in_sync
+        made = [value_fn(ValueContext(i, count)) for i in range(count)]
+        return values.regroup(made, lambda components: PerReplica.of(components, self.replica_mesh))
+
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """`value` itself: updates are ordered by the data they use, so there is nothing to group."""
+        return value
+
+    def make_replica_context(self) -> ReplicaContext:
+        """The context that a function sees inside `run`."""
+        return ReplicaContext(self)
+
+    def _check_run(self, fn: Any, args: Any) -> None:
+        context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
+        current = context.frame()
+        if current.per_replica or (context.has_strategy() and current.strategy is not self):
+            raise ContextError(
+                "strategy.run was called inside the program or the scope of another call or strategy.",
+                received=context.describe(current),
+                fix="call strategy.run in the scope of the same strategy, or in none.",
+            )
+        if not callable(fn):
+            raise StructureTypeError("strategy.run runs a function.", received=f"{fn!r}.", fix="strategy.run(step, args=(x,))")
+        if not isinstance(args, tuple | list):
+            raise StructureTypeError(
+                "The arguments of strategy.run come as a tuple.",
+                received=f"args={type(args).__name__}.",
+                fix="strategy.run(step, args=(x,))",
+            )
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+        if isinstance(leaf, PerReplica):
+            return collectives.reduce_values(self.extended.cross_device_ops, op, leaf, axes)
+        array = self._plain(leaf)
+        axes = tuple(collectives.check_axis(axis, array.ndim) for axis in axes)
+        if op is ReduceOp.MEAN:
+            return jnp.mean(array, axes) if axes else array
+        if self.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):
+            raise ValueStructureError(
+                "The sum of a value that is the same on every replica is not defined.",
+                received=f"{leaf!r} in the cross-replica context of {self.num_replicas_in_sync} replicas.",
+                fix='pass a result of strategy.run, or multiply: value * strategy.num_replicas_in_sync; "MEAN" works.',
+            )
+        return jnp.sum(array, axes)
+
+    def _plain(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, Mirrored | keras.Variable):
+            leaf = leaf.value
+        if not values.is_array(leaf) and not hasattr(leaf, "__array__"):
+            raise StructureTypeError(
+                "Only arrays can be reduced or gathered over the replicas.",
+                received=f"a {type(leaf).__name__}.",
+                fix="strategy.experimental_local_results(value) gives the objects themselves.",
+            )
+        return jnp.asarray(leaf)
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        return self
+
+    def __repr__(self) -> str:
+        devices = ", ".join(f"{d.platform}:{d.id}" for d in self.replica_mesh.devices)
+        return f"{type(self).__name__}([{devices}])"
+
+
+class StrategyExtended:
+    """The part of a strategy for library code. Source: `tf.distribute.StrategyExtended`."""
+
+    def __init__(self, strategy: Strategy, cross_device_ops: CrossDeviceOps) -> None:
+        self._strategy = strategy
+        self._cross_device_ops = cross_device_ops
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """How values are reduced over the replicas."""
+        return self._cross_device_ops
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The names of the devices that run the replicas, in replica order."""
+        return tuple(f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The names of the devices that hold the variables: those of the replicas."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """`True`: XLA compiles a program for each shape."""
+        return True
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether the variable `v` was created under this strategy's scope.
+
+        Raises:
+            StructureTypeError: For anything that is not a variable.
+        """
+        if not isinstance(v, keras.Variable):
+            raise StructureTypeError("Only variables have a scope.", received=f"{v!r}.", fix="pass a keras.Variable.")
+        return self._owner(v) is self._strategy
+
+    def value_container(self, value: Any) -> Any:
+        """The variable or value that a component belongs to: here always `value` itself."""
+        return value
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """The sum or mean of a `PerReplica` over the replicas, on every replica.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
+            value: A `PerReplica`; what is the same on all replicas can only be averaged.
+            destinations: Accepted for compatibility: the result is on every replica.
+            options: How to pack and communicate.
+
+        Raises:
+            ContextError: Inside a replica.
+        """
+        return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """`reduce_to` of several values together; one result for each pair of a value and its destinations."""
+        op = ReduceOp.parse(reduce_op)
+        context.require_cross_replica("reduce_to", f'kd.get_replica_context().all_reduce("{op.name}", value)')
+        pairs = list(value_destination_pairs)
+        results: list[Any] = [None] * len(pairs)
+        differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
+        reduced = self._cross_device_ops.batch_reduce(op, [pairs[i] for i in differing], options)
+        for i, result in zip(differing, reduced, strict=True):
+            results[i] = result
+        for i, (value, _) in enumerate(pairs):
+            if not isinstance(value, PerReplica):
+                results[i] = self._strategy._reduce_leaf(op, value, ())
+        return results
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        """Calls `fn(var, *args, **kwargs)` to update one variable on every replica, in the update context.
+
+        Args:
+            var: A variable of this strategy.
+            fn: Assigns to it. Of a `PerReplica` argument it gets each replica's component.
+            args: Further arguments.
+            kwargs: Named arguments.
+            group: Whether to return nothing of the components; `False` returns them as a tuple.
+
+        Raises:
+            ContextError: Inside a replica.
+            VariableScopeError: For a variable of another strategy, or of none.
+            AggregationError: When the copies of a mirrored variable would come to differ.
+        """
+        context.require_cross_replica(
+            "extended.update", "kd.get_replica_context().merge_call(lambda strategy, ...: strategy.extended.update(...))"
+        )
+        if not self.variable_created_in_scope(var):
+            raise VariableScopeError(
+                f"The variable {var.path!r} was not created under this strategy.",
+                received=f"a variable of {self._owner(var)!r}.",
+                fix="create it inside `with strategy.scope():`.",
+            )
+        if context.frame().per_replica:
+            local = [a.local if isinstance(a, PerReplica) else a for a in args]
+            with context.entered(Frame(self._strategy, Mode.UPDATE, per_replica=True)):
+                result = fn(var, *local, **(kwargs or {}))
+            return result if group else (result,)
+        result = self._update_outside(var, fn, args, dict(kwargs or {}))
+        return result if group else self._strategy.experimental_local_results(result)
+
+    def _update_outside(self, var: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        return program.run(self._strategy, fn, (var, *args), kwargs, mode=Mode.UPDATE)
+
+    def _owner(self, variable: Any) -> Strategy:
+        return getattr(variable, "distribute_strategy", None) or context.default_strategy()
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues | keras.Variable)
+
+
+def get_loss_reduction() -> ReduceOp:
+    """How to combine the replicas' losses: `ReduceOp.SUM`, since each replica's loss is a share of the global one.
+
+    Source: `tf.compat.v1.distribute.get_loss_reduction`.
+    """
+    return ReduceOp.SUM

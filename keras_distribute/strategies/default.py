@@ -1,0 +1,53 @@
+"""The default strategy: what is in force where the user chose none. One replica, nothing compiled, Keras as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from keras_distribute import context
+from keras_distribute.context import Frame, Mode
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.replica_context import ReplicaContext
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.types import RunOptions
+
+
+class DefaultStrategy(Strategy):
+    """The strategy of code that uses none: `run` calls the function, and variables are Keras's own."""
+
+    def __init__(self) -> None:
+        super().__init__(mesh=None)
+        self._replica_frame = Frame(self, Mode.REPLICA, ReplicaContext(self, 0))
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1
+
+    @functools.cached_property
+    def replica_mesh(self) -> ReplicaMesh:  # Made when first asked for: it starts the JAX client.
+        return ReplicaMesh.of(jax.local_devices()[:1])
+
+    def __repr__(self) -> str:
+        return "DefaultStrategy()"
+
+    @property
+    def top_frame(self) -> Frame:
+        return self._replica_frame
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
+    ) -> Any:
+        """Calls `fn` in the context of the only replica; nothing is compiled."""
+        self._check_run(fn, args)
+        with context.entered(self._replica_frame):
+            return fn(*args, **(kwargs or {}))
+
+
+@functools.cache
+def default_strategy() -> DefaultStrategy:
+    """The only default strategy; made when first asked for, so that importing starts no JAX client."""
+    return DefaultStrategy()

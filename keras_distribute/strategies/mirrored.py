@@ -1,0 +1,49 @@
+"""`MirroredStrategy`: one replica on each device of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from keras_distribute import config
+from keras_distribute.collectives import CrossDeviceOps
+from keras_distribute.mesh import ReplicaMesh, parse_devices
+from keras_distribute.strategies.base import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Trains one model on several devices of one host, each with a copy of the variables and a part of each batch.
+
+    Source: `tf.distribute.MirroredStrategy`. Differs from TF: `fit`, `evaluate` and `predict` give the numbers of one
+    device for the same global batches, whatever the number of replicas and the size of the last batch; and with one
+    device, `run` returns `PerReplica` values all the same.
+
+    Args:
+        devices: Names or `jax.Device`s, one for each replica; by default all accelerators of this host, else all its
+            CPU devices.
+        cross_device_ops: How `run` reduces gradients and values over the replicas; by default each by itself, as XLA
+            does best.
+
+    Raises:
+        DeviceError: For devices that do not exist, are named twice, or are of different kinds.
+
+    Example:
+        >>> import keras, numpy as np, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        ...     model.compile("sgd", "mse")
+        >>> model.predict(np.ones((3, 2)), verbose=0).ravel()
+        array([2., 2., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        found = parse_devices(devices)
+        if found[0].platform == "cpu":
+            config.check_pool(len(found))
+        super().__init__(ReplicaMesh.of(found), cross_device_ops)

@@ -1,0 +1,1 @@
+"""How `fit`, `evaluate` and `predict` run on a strategy, and gradients for custom loops."""

@@ -1,0 +1,105 @@
+"""`value_and_grad`: gradients of stateful Keras code, for custom loops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_distribute._compat import variables as compat
+from keras_distribute.errors import StructureTypeError, ValueStructureError
+
+
+class _Recording(compat.StatelessScope):
+    """A stateless scope that remembers which variables were assigned."""
+
+    def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
+        super().__init__(state_mapping)
+        self.assigned: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update(update)
+        self.assigned[id(update[0])] = update[0]
+
+
+def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False) -> Callable[..., Any]:
+    """A function that calls `fn` and also returns the gradients of its result with respect to `variables`.
+
+    `fn` may be stateful Keras code: batch normalization's statistics, random states and metrics that it updates are
+    kept. Inside `Strategy.run` the gradients are this replica's own; `optimizer.apply` sums them over the replicas.
+    It takes the place of `tf.GradientTape`.
+
+    Args:
+        fn: Returns a scalar of a floating dtype; with `has_aux`, a pair of it and anything else.
+        variables: The variables to differentiate by, such as `model.trainable_variables` of a built model.
+        has_aux: Whether `fn` returns a pair.
+
+    Returns:
+        A function of the arguments of `fn` that returns `(result of fn, gradients)`, the gradients a list in the order
+        of `variables`, each of its variable's shape; zeros where the result does not depend on it.
+
+    Raises:
+        ValueStructureError: Without variables, or when `fn` does not return a scalar.
+        StructureTypeError: For what is no variable, or a variable of an integer dtype.
+
+    Example:
+        >>> import keras, keras_distribute as kd
+        >>> v = keras.Variable(3.0)
+        >>> loss, grads = kd.value_and_grad(lambda x: x * v * v, [v])(2.0)
+        >>> float(loss), float(grads[0])
+        (18.0, 12.0)
+    """
+    targets = list(variables)
+    if not targets:
+        raise ValueStructureError(
+            "There is no variable to differentiate by.",
+            received="variables=[].",
+            fix="build the model first, model.build(input_shape), so that model.trainable_variables is not empty.",
+        )
+    for target in targets:
+        if not isinstance(target, keras.Variable):
+            raise StructureTypeError(
+                "Gradients are taken with respect to variables.",
+                received=f"a {type(target).__name__}.",
+                fix="kd.value_and_grad(fn, model.trainable_variables)",
+            )
+        if not keras.backend.is_float_dtype(target.dtype):
+            raise StructureTypeError(
+                f"{target.path!r} is of the dtype {target.dtype}, which has no gradient.",
+                received="a variable that is not floating.",
+                fix="pass trainable variables only.",
+            )
+
+    @functools.wraps(fn)
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+        assigned: list[Any] = []
+
+        def pure(values: list[Any]) -> Any:
+            with _Recording(list(zip(targets, values, strict=True))) as scope:
+                result = fn(*args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            loss = jnp.asarray(loss)
+            if loss.ndim:
+                raise ValueStructureError(
+                    "Only a scalar has gradients.",
+                    received=f"a result of shape {loss.shape}.",
+                    fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or keras.ops.sum(loss).",
+                )
+            assigned[:] = scope.assigned.values()
+            return loss, (aux, [scope.get_current_value(variable) for variable in assigned])
+
+        values = [target.value for target in targets]
+        (loss, (aux, updates)), grads = jax.value_and_grad(pure, has_aux=True)(values)
+        outer = compat.get_stateless_scope()
+        for variable, value in zip(assigned, updates, strict=True):
+            if outer is None:
+                variable.assign(value)
+            else:
+                outer.add_update((variable, value))  # Already what an assignment here means.
+        return ((loss, aux) if has_aux else loss), grads
+
+    return with_gradients

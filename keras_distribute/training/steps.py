@@ -1,0 +1,130 @@
+"""Wires Keras's trainer to a strategy: each of its steps becomes one program over the global batch.
+
+The step that Keras or the user wrote (`train_step`, `test_step`, `predict_step`) is compiled as it is, on the whole
+batch; the batch is split over the replicas, the state is on each, and XLA inserts the communication. So any loss,
+mask, weight, metric or custom step means what it means on one device. What is meant to differ per replica is said in
+`replica_rules.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute import context
+from keras_distribute._compat import trainer as compat
+from keras_distribute.context import Frame, Mode
+from keras_distribute.errors import ContextError, VariableScopeError
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.training import batches
+from keras_distribute.variables import DistributedVariable
+
+_ATTRIBUTE = "_keras_distribute_strategy"
+
+
+class TrainerSeams:
+    """What `_compat.trainer` asks: see `_compat.trainer.Seams`."""
+
+    def adopt(self, trainer: Any) -> None:
+        """A trainer created or compiled under a scope remembers its strategy."""
+        if not context.has_strategy():
+            return
+        current, own = context.get_strategy(), getattr(trainer, _ATTRIBUTE, None)
+        if own is not None and own is not current:
+            raise ContextError(
+                "A model belongs to the strategy under whose scope it was created.",
+                received=f"a model of {own!r} in the scope of {current!r}.",
+                fix="create the model again in this scope, and load its weights: model.load_weights(path).",
+            )
+        setattr(trainer, _ATTRIBUTE, current)
+
+    def entered(self, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+        """The trainer's strategy, as the current one in the cross-replica context."""
+        strategy = _strategy_of(trainer)
+        if strategy is None:
+            return contextlib.nullcontext()
+        current = context.frame()
+        if current.per_replica:
+            raise ContextError(
+                "A model's fit, evaluate and predict run on all replicas by themselves.",
+                received=f"a call inside {context.describe(current)}",
+                fix="call them outside strategy.run.",
+            )
+        return context.entered(Frame(strategy, Mode.CROSS))
+
+    def takes_host_batches(self) -> bool:
+        """Whether steps of the current strategy place their batches by themselves."""
+        return context.has_strategy()
+
+    def host_batch(self, data: Any) -> Any:
+        """The batch as it is, but for Python numbers, which become arrays: Keras asks the leaves for a shape."""
+        return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data)
+
+    def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
+        """`step(state, data)` on the trainer's strategy, taking a host batch."""
+        strategy = _strategy_of(trainer)
+        if strategy is None:
+            return None
+        _check_variables(strategy, compat.state_variables(trainer, kind))
+        return _traced(strategy, kind, step) if compat.is_traced(trainer) else _eager(strategy, step)
+
+
+def _strategy_of(trainer: Any) -> Strategy | None:
+    own = getattr(trainer, _ATTRIBUTE, None)
+    return own if own is not None else context.get_strategy() if context.has_strategy() else None
+
+
+def _traced(strategy: Strategy, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = strategy.replica_mesh
+
+    def global_step(state: Any, data: Any, rows: batches.Rows, groups: int) -> Any:
+        with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
+            return step(state, batches.trim(data, rows, mesh))
+
+    def compiled(outputs: Any) -> Callable[..., Any]:
+        # The state comes back as it went in, or the second call would compile again.
+        return jax.jit(
+            global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=(outputs, mesh.replicated)
+        )
+
+    even, uneven = compiled(None), compiled(mesh.replicated)  # An uneven split cannot leave a program.
+
+    def run(state: Any, data: Any) -> Any:
+        placed, rows, groups = batches.place(data, mesh)
+        divides = all(count == batches.WHOLE for count in rows)
+        return (even if divides else uneven)(state, placed, rows, groups)
+
+    return run
+
+
+def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = strategy.replica_mesh
+
+    def run(state: Any, data: Any) -> Any:
+        placed, _, groups = batches.place(data, mesh, traced=False)
+        with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
+            return step(state, placed)
+
+    return run
+
+
+def _check_variables(strategy: Strategy, groups: list[list[Any]]) -> None:
+    wrong = [
+        variable
+        for group in groups
+        for variable in group
+        if not (isinstance(variable, DistributedVariable) and variable.distribute_strategy is strategy)
+    ]
+    if wrong:
+        names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in wrong[:20])
+        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        raise VariableScopeError(
+            f"{len(wrong)} variable(s) do not belong to the strategy of {strategy.num_replicas_in_sync} replica(s) "
+            f"that the model runs on:\n    {names}{more}",
+            received=f"{strategy!r}.",
+            fix="create the model, its optimizer and its metrics inside `with strategy.scope():`.",
+        )

@@ -1,0 +1,134 @@
+"""The enums and frozen options of the public API. Knows nothing of JAX or Keras."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from keras_distribute.errors import StructureTypeError, ValueStructureError
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are made equal.
+
+    `AUTO`: the strategy chooses. `NONE`: one copy only. `ON_WRITE`: at each assignment (a `MirroredVariable`).
+    `ON_READ`: at each read across replicas (a `SyncOnReadVariable`).
+    Source: `tf.VariableSynchronization`. Keras spells them in lower case, `keras.Variable(synchronization="on_read")`.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    ON_WRITE = "on_write"
+    ON_READ = "on_read"
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values of a variable become one. Source: `tf.VariableAggregation`."""
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
+class ReduceOp(enum.Enum):
+    """How a set of values is reduced to one. Source: `tf.distribute.ReduceOp`.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.MEAN)
+        <ReduceOp.MEAN: 'MEAN'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
+        """The reduction that an aggregation stands for; only `SUM` and `MEAN` have one.
+
+        Raises:
+            ValueStructureError: For an aggregation that is no reduction.
+        """
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp(aggregation.name)
+        raise ValueStructureError(
+            "Only the aggregations SUM and MEAN are reductions.",
+            received=f"{aggregation}.",
+            fix='ReduceOp.from_variable_aggregation(VariableAggregation.SUM), or ReduceOp("SUM").',
+        )
+
+    @staticmethod
+    def parse(value: ReduceOp | str) -> ReduceOp:
+        """A `ReduceOp` from itself or from its name in any case."""
+        if isinstance(value, ReduceOp):
+            return value
+        if isinstance(value, str) and value.upper() in ReduceOp.__members__:
+            return ReduceOp[value.upper()]
+        error = ValueStructureError if isinstance(value, str) else StructureTypeError
+        raise error(
+            "A reduction is ReduceOp.SUM or ReduceOp.MEAN.", received=f"{value!r}.", fix='kd.ReduceOp.SUM, or "SUM".'
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of `Strategy.run`. Source: `tf.distribute.RunOptions`.
+
+    Args:
+        experimental_enable_dynamic_batch_size: Accepted for compatibility. A program is compiled for each shape that
+            is seen, whatever this says, so a changing batch size always works.
+        experimental_bucketizing_dynamic_shape: Must be `False`: shapes are never padded to buckets, since padding
+            rows would enter the numbers.
+        experimental_xla_options: Compiler options for this program, as `jax.jit(compiler_options=...)` takes them.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_bucketizing_dynamic_shape:
+            raise ValueStructureError(
+                "Shapes are not padded to buckets: padding rows would enter the numbers.",
+                received="experimental_bucketizing_dynamic_shape=True.",
+                fix="leave it False; a program is compiled once for each shape.",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """Options of a reduction or gather. Source: `tf.distribute.experimental.CommunicationOptions`.
+
+    Args:
+        bytes_per_pack: Reductions of many values are packed into buffers of about this size; 0 means that the
+            strategy chooses.
+        timeout_seconds: Must be `None`: XLA's collectives have no timeout of their own for one call.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueStructureError(
+                "bytes_per_pack is a number of bytes.", received=f"{self.bytes_per_pack}.", fix="a number >= 0."
+            )
+        if self.timeout_seconds is not None:
+            raise ValueStructureError(
+                "One collective of an XLA program has no timeout of its own.",
+                received=f"timeout_seconds={self.timeout_seconds}.",
+                fix="leave it None.",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """What `Strategy.experimental_distribute_values_from_function` tells its function.
+
+    Source: `tf.distribute.experimental.ValueContext`.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

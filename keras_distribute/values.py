@@ -1,0 +1,203 @@
+"""Values that differ per replica, or are the same on each. Knows no contexts and no variables.
+
+A `PerReplica` is stored in one of three ways: as one array of shape `(num_replicas, *shape)` split over the replicas;
+as a tuple of components whose shapes differ or that are no arrays; or, while a program over all replicas is being
+traced, as this replica's own component alone (`PerReplica.local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.mesh import ReplicaMesh
+
+
+class DistributedValues:
+    """Base of values with one component for each replica. Source: `tf.distribute.DistributedValues`."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, in replica order."""
+        raise NotImplementedError
+
+
+class PerReplica(DistributedValues):
+    """A value that differs per replica: what `Strategy.run` returns.
+
+    Not made by hand: see `Strategy.run` and `Strategy.experimental_distribute_values_from_function`. A `PerReplica`
+    of one replica converts to an array or a number; with more, read `values`, or `strategy.reduce` or
+    `strategy.gather` it.
+    """
+
+    def __init__(
+        self, *, stacked: jax.Array | None = None, components: tuple[Any, ...] | None = None, local: Any = None
+    ) -> None:
+        self._stacked = stacked
+        self._components = components
+        self._local = local
+
+    @staticmethod
+    def of(components: Sequence[Any], mesh: ReplicaMesh) -> PerReplica:
+        """From one component a replica; arrays of one shape and dtype are stored as one split array."""
+        if all(is_array(c) for c in components):
+            arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
+            if len({(a.shape, a.dtype) for a in arrays}) == 1:
+                shards = [
+                    jax.device_put(jnp.expand_dims(a, 0) if isinstance(a, jax.Array) else a[None], device)
+                    for a, device in zip(arrays, mesh.devices, strict=True)
+                ]
+                shape = (len(shards), *shards[0].shape[1:])
+                return PerReplica(stacked=jax.make_array_from_single_device_arrays(shape, mesh.split, shards))
+            return PerReplica(
+                components=tuple(jax.device_put(a, d) for a, d in zip(arrays, mesh.devices, strict=True))
+            )
+        return PerReplica(components=tuple(components))
+
+    @property
+    def stacked(self) -> jax.Array | None:
+        """The array of shape `(num_replicas, *shape)`, or `None` where the components' shapes differ."""
+        return self._stacked
+
+    @property
+    def local(self) -> Any:
+        """This replica's component while a program is traced, else `None`."""
+        return self._local
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if self._components is None:
+            if self._stacked is None:
+                raise ValueStructureError(
+                    "The components of other replicas cannot be read while the program is traced.",
+                    received="PerReplica.values inside merge_call.",
+                    fix="strategy.reduce, strategy.gather or strategy.extended.reduce_to, which are collectives.",
+                )
+            shards = sorted(self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            self._components = tuple(jnp.squeeze(shard.data, 0) for shard in shards)
+        return self._components
+
+    def _only(self) -> Any:
+        if self._local is None and len(self.values) == 1:
+            return self.values[0]
+        raise StructureTypeError(
+            "A value that differs per replica is not one array.",
+            received=f"{self!r}.",
+            fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, axis=0), or value.values.',
+        )
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self._only())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self._only(), dtype=dtype)
+
+    def __float__(self) -> float:
+        return float(self._only())
+
+    def __int__(self) -> int:
+        return int(self._only())
+
+    def __repr__(self) -> str:
+        if self._local is not None:
+            return f"PerReplica(<this replica's component: {self._local}>)"
+        lines = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return "PerReplica(\n" + ",\n".join(lines) + "\n)"
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica, stored as one replicated array."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if isinstance(self._value, jax.Array) and not isinstance(self._value, jax.core.Tracer):
+            return tuple(shard.data for shard in self._value.addressable_shards)
+        return (self._value,)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self._value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self._value, dtype=dtype)
+
+    def __float__(self) -> float:
+        return float(self._value)
+
+    def __repr__(self) -> str:
+        return f"Mirrored({self._value!r})"
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array, or a number that stands for one."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
+        value, bool
+    )
+
+
+def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:
+    """One structure of values from one structure per replica.
+
+    Containers keep their kind; the leaves of all replicas go to `group` together.
+
+    Args:
+        per_replica: One structure for each replica.
+        group: Makes one value of one leaf per replica.
+
+    Raises:
+        ValueStructureError: Where the replicas disagree in structure.
+    """
+    first = per_replica[0]
+    if isinstance(first, dict | list | tuple):
+        for i, other in enumerate(per_replica):
+            if type(other) is not type(first) or _keys(other) != _keys(first):
+                raise ValueStructureError(
+                    "The replicas returned different structures.",
+                    received=f"{_form(first)} from replica 0, {_form(other)} from replica {i}.",
+                    fix="return the same structure from every replica.",
+                )
+        rows = [_items(structure) for structure in per_replica]
+        return _like(first, [regroup(column, group) for column in zip(*rows, strict=True)])
+    wrong = next((i for i, other in enumerate(per_replica) if isinstance(other, dict | list | tuple)), None)
+    if wrong is not None:
+        raise ValueStructureError(
+            "The replicas returned different structures.",
+            received=f"{_form(first)} from replica 0, {_form(per_replica[wrong])} from replica {wrong}.",
+            fix="return the same structure from every replica.",
+        )
+    return group(per_replica)
+
+
+def _keys(structure: Any) -> Any:
+    return tuple(structure) if isinstance(structure, dict) else len(structure)
+
+
+def _items(structure: Any) -> list[Any]:
+    return list(structure.values()) if isinstance(structure, dict) else list(structure)
+
+
+def _like(structure: Any, items: list[Any]) -> Any:
+    if isinstance(structure, dict):
+        return type(structure)(zip(structure, items, strict=True))
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*items)
+    return type(structure)(items)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {list(value)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,317 @@
+"""The two kinds of distributed variable, and which one a creation under a scope yields.
+
+|                         | `MirroredVariable`              | `SyncOnReadVariable`                               |
+| stored as               | one replicated array            | `(num_replicas, *shape)`, split over the replicas  |
+| read in a replica       | the value                       | this replica's component                           |
+| read across replicas    | the value                       | the components, aggregated                         |
+| assigned in a replica   | aggregated first                | this replica's component                           |
+| assigned across replicas| every copy                      | so that a read across replicas gives the value back|
+
+Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice. Inside a program a stateless scope
+carries their values, as Keras does it; this room says what a read or an assignment means there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+
+from keras_distribute import context
+from keras_distribute._compat import variables as compat
+from keras_distribute.context import Frame, Mode
+from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_distribute.strategies.base import Strategy
+
+
+class DistributedVariable(compat.Variable):
+    """Base of the variables that live on all replicas of a strategy; made by `keras.Variable` under its scope."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._strategy = context.get_strategy()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy whose scope the variable was created in."""
+        return self._strategy
+
+    @property
+    def replica_mesh(self) -> ReplicaMesh:
+        """The devices that it lives on."""
+        return self._strategy.replica_mesh
+
+    @property
+    def stored(self) -> jax.Array | None:
+        """The array that stands on the devices; `None` before the variable is initialized."""
+        return self._value
+
+    @stored.setter
+    def stored(self, value: jax.Array) -> None:
+        self._value = value
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The components on this process's replicas, in replica order."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Any:
+        """The value in the current context; see the table at the top of this file."""
+        scoped = compat.stateless_value(self)
+        if scoped is not None:
+            return self._maybe_autocast(self._read_in_program(scoped, context.frame()))
+        if self._value is None:
+            return self._maybe_autocast(compat.uninitialized_value(self))
+        return self._maybe_autocast(self._read_stored())
+
+    def assign(self, value: Any) -> Any:
+        """Assigns `value` by the rule of the current context.
+
+        Args:
+            value: An array of the variable's shape, or what converts to one.
+
+        Returns:
+            The assigned value, as an array.
+
+        Raises:
+            ValueStructureError: For another shape.
+            StructureTypeError: For a value that differs per replica.
+            ReplicaDifferenceError: From `Strategy.run`, when the replicas would assign different values to a
+                variable without aggregation.
+        """
+        return self._assign(self._checked(value))
+
+    def assign_add(self, value: Any) -> Any:
+        """Adds `value`; in a replica, the aggregation applies to what is added. As `assign` otherwise."""
+        return self._assign_change(self._checked(value))
+
+    def assign_sub(self, value: Any) -> Any:
+        """Subtracts `value`; in a replica, the aggregation applies to what is subtracted. As `assign` otherwise."""
+        return self._assign_change(-self._checked(value))
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, DistributedValues) and not hasattr(value, "value"):
+            raise StructureTypeError(
+                f"A value that differs per replica cannot be assigned to {self.path!r} across replicas.",
+                received=f"{value!r}.",
+                fix='assign it inside strategy.run, or reduce it first: strategy.reduce("SUM", value, axis=None).',
+            )
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        if not compat.shape_equal(value.shape, self.shape):
+            raise ValueStructureError(
+                "The shape of the target variable and the shape of the target value in "
+                f"`variable.assign(value)` must match: {self.path!r} has the shape {tuple(self.shape)}.",
+                received=f"a value of shape {tuple(value.shape)}.",
+                fix="assign a value of the variable's shape.",
+            )
+        return value
+
+    def _assign(self, value: Any) -> Any:
+        current = context.frame()
+        if compat.in_stateless_scope():
+            compat.get_stateless_scope().add_update((self, self._write_in_program(value, current)))
+        else:
+            self._direct_assign(value)
+        return value
+
+    def _assign_change(self, change: Any) -> Any:
+        return self._assign(self._own_dtype_value() + change)
+
+    def _own_dtype_value(self) -> Any:
+        return jnp.asarray(self.value, dtype=self._dtype)
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        raise NotImplementedError
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        raise NotImplementedError
+
+    def _read_stored(self) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        value = "" if self._value is None else f", value={keras.ops.convert_to_numpy(self._read_stored())}"
+        return (
+            f"<{type(self).__name__} path={self.path}, shape={self.shape}, dtype={self.dtype}, "
+            f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
+        )
+
+
+class MirroredVariable(DistributedVariable):
+    """A variable with the same value on every replica, stored as one replicated array.
+
+    Source: `tf.distribute`'s variables with `synchronization=ON_WRITE`. Assigned in a replica, the values of all
+    replicas are first combined by its `aggregation`; with `"none"` they must be the same on every replica, which is
+    proved before the program runs.
+
+    Example:
+        >>> import keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     total = keras.Variable(1.0, aggregation="sum")
+        >>> def fn():
+        ...     total.assign_add(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        >>> strategy.run(fn)
+        >>> float(total.numpy())
+        4.0
+    """
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        # Copies, since the next program may give the variable's own buffers away.
+        return () if self._value is None else tuple(jnp.copy(s.data) for s in self._value.addressable_shards)
+
+    def _direct_assign(self, value: Any) -> None:
+        sharding = self.replica_mesh.replicated
+        if not (isinstance(value, jax.Array) and value.sharding.is_equivalent_to(sharding, value.ndim)):
+            value = jax.device_put(value, sharding)
+        self._value = value
+
+    def _read_stored(self) -> Any:
+        return self._value
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        return scoped
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        return self._aggregated(value) if self._aggregates(current) else value
+
+    def _assign_change(self, change: Any) -> Any:
+        if not self._aggregates(context.frame()):
+            return super()._assign_change(change)
+        value = self._own_dtype_value() + self._aggregated(change)
+        compat.get_stateless_scope().add_update((self, value))
+        return value
+
+    def _aggregates(self, current: Frame) -> bool:
+        return current.per_replica and current.mode is Mode.REPLICA and self.aggregation != "none"
+
+    def _aggregated(self, value: Any) -> Any:
+        if self.aggregation == "only_first_replica":
+            return lax.psum(jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value)), REPLICA_AXIS)
+        total = lax.psum(value, REPLICA_AXIS)
+        return total if self.aggregation == "sum" else (total / lax.axis_size(REPLICA_AXIS)).astype(value.dtype)
+
+
+class SyncOnReadVariable(DistributedVariable):
+    """A variable of which each replica has a component of its own, combined when it is read across replicas.
+
+    Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside `Strategy.run` communicate
+    nothing. Differs from TF: assigned across replicas with `"sum"`, the first component takes the whole value and the
+    others zero, so that any dtype reads back exactly (TensorFlow divides by the number of replicas); and `assign_add`
+    across replicas is allowed, since reading, adding and assigning is well defined.
+    """
+
+    def __init__(self, *args: Any, synchronization: str = "auto", aggregation: str = "none", **kwargs: Any) -> None:
+        if synchronization == "auto":
+            synchronization, aggregation = "on_read", "sum" if compat.is_gradient_accumulator() else "mean"
+        super().__init__(*args, synchronization=synchronization, aggregation=aggregation, **kwargs)
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        if self._value is None:
+            return ()
+        shards = sorted(self._value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return tuple(jnp.squeeze(shard.data, 0) for shard in shards)
+
+    def _direct_assign(self, value: Any) -> None:
+        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(value)
+
+    def _read_stored(self) -> Any:
+        self._check_readable()
+        return _aggregate(self.replica_mesh, self.aggregation)(self._value)
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        if not (current.per_replica and current.mode is Mode.CROSS):
+            return scoped
+        self._check_readable()
+        if self.aggregation == "only_first_replica":
+            return lax.all_gather(scoped, REPLICA_AXIS)[0]
+        total = lax.psum(scoped, REPLICA_AXIS)
+        return total if self.aggregation == "sum" else (total / lax.axis_size(REPLICA_AXIS)).astype(scoped.dtype)
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        if current.per_replica and current.mode is Mode.CROSS and self.aggregation == "sum":
+            return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value))
+        return value
+
+    def _check_readable(self) -> None:
+        if self.aggregation == "none":
+            raise AggregationError(
+                f"The components of {self.path!r} have no aggregation, so they cannot be read as one value.",
+                received='a variable with synchronization="on_read", aggregation="none".',
+                fix='create it with aggregation="sum", "mean" or "only_first_replica", or read it inside strategy.run.',
+            )
+
+    def __repr__(self) -> str:
+        if self.aggregation == "none":
+            return f"<SyncOnReadVariable path={self.path}, shape={self.shape}, dtype={self.dtype}, aggregation=none>"
+        return super().__repr__()
+
+
+def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
+    """The class of a variable that is created now, from its named arguments; `None` for Keras's own.
+
+    Explicit `synchronization` or `aggregation` win. Otherwise trainable and optimizer variables are mirrored, metric
+    variables are created `on_read` by Keras, floating state of layers that is not trained (batch normalization's moving
+    statistics) is sync-on-read with the mean, gradient accumulators sync-on-read with the sum, all else is mirrored.
+
+    Raises:
+        AggregationError: For `synchronization="none"`, as in TensorFlow.
+    """
+    if not context.has_strategy():
+        return None
+    synchronization = arguments.get("synchronization", "auto")
+    aggregation = arguments.get("aggregation", "none")
+    if synchronization in ("none", None):
+        raise AggregationError(
+            'synchronization="none" has no meaning for a variable on several replicas.',
+            received=f"keras.Variable(..., synchronization={synchronization!r}) in the scope of "
+            f"{context.get_strategy()!r}.",
+            fix='synchronization="auto", "on_write" or "on_read".',
+        )
+    if synchronization == "on_read":
+        return SyncOnReadVariable
+    if synchronization == "auto":
+        if compat.is_gradient_accumulator():
+            return SyncOnReadVariable
+        untrained = not arguments.get("trainable", True) and aggregation in ("none", None)
+        dtype = keras.backend.standardize_dtype(arguments.get("dtype"))
+        if untrained and compat.is_layer_state() and keras.backend.is_float_dtype(dtype):
+            return SyncOnReadVariable
+    return MirroredVariable
+
+
+@functools.lru_cache(maxsize=256)
+def _spread(mesh: ReplicaMesh, first_only: bool) -> Any:
+    """A program from one value to the stored components: the value for each, or for the first and zeros."""
+
+    def spread(value: jax.Array) -> jax.Array:
+        shape = (mesh.num_replicas, *value.shape)
+        if first_only:
+            return jnp.zeros(shape, value.dtype).at[0].set(value)
+        return jnp.broadcast_to(value, shape)
+
+    return jax.jit(spread, out_shardings=mesh.split)
+
+
+@functools.lru_cache(maxsize=256)
+def _aggregate(mesh: ReplicaMesh, aggregation: str) -> Any:
+    """A program from the stored components to the value that a read across replicas gives."""
+
+    def aggregate(stacked: jax.Array) -> jax.Array:
+        if aggregation == "only_first_replica":
+            return stacked[0]
+        total = jnp.sum(stacked, 0, dtype=stacked.dtype)
+        return total if aggregation == "sum" else (total / mesh.num_replicas).astype(stacked.dtype)
+
+    return jax.jit(aggregate, out_shardings=mesh.replicated)
