@@ -82,11 +82,14 @@ __all__ = [
     "value_and_grad",
 ]
 
-for _name in __all__:
-    if hasattr(globals()[_name], "__module__"):
-        globals()[_name].__module__ = __name__
-for _module in (errors, experimental, nn):
-    for _object in vars(_module).values():
-        if getattr(_object, "__module__", "").startswith(__name__):
-            _object.__module__ = _module.__name__
-del _name, _module, _object
+for _module, _names in (
+    (errors, [name for name in vars(errors) if name.endswith("Error")]),
+    (experimental, experimental.__all__),
+    (nn, nn.__all__),
+    (None, __all__),
+):
+    for _name in _names:
+        _object = getattr(_module, _name) if _module else globals()[_name]
+        if hasattr(_object, "__module__"):
+            _object.__module__ = _module.__name__ if _module else __name__
+del _module, _names, _name, _object

@@ -119,9 +119,9 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
-        own = self._entered.pop()
+        own = self._entered.pop() if self._entered else None
         if not _stack.frames or _stack.frames[-1] is not own:
-            if own in _stack.frames:
+            if own is not None and own in _stack.frames:
                 _stack.frames.remove(own)
             raise ContextError(
                 "Scopes were left in another order than they were entered.",
@@ -148,11 +148,11 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether values here are those of all replicas: in a scope, in a step of `fit`, and in `merge_call`.
+    """Whether code here sees all replicas: in a scope, in a step of `fit`, in `merge_call`, and in an update.
 
     `False` inside `Strategy.run`, and, as in TensorFlow, where no strategy is in force.
     """
-    return frame().mode is Mode.CROSS
+    return frame().mode is not Mode.REPLICA
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -194,6 +194,6 @@ def describe(current: Frame) -> str:
 def require_cross_replica(what: str, fix: str) -> None:
     """Raises `ContextError` unless called across replicas (or where no strategy is in force)."""
     current = frame()
-    if current.mode is Mode.CROSS or current is default_strategy().top_frame:
+    if current.mode is not Mode.REPLICA or current is default_strategy().top_frame:
         return
     raise ContextError(f"{what} was called inside a replica.", received=describe(current), fix=fix)

@@ -6,7 +6,7 @@
     ├── ContextError(RuntimeError)      called in the wrong context, or strategies mixed
     ├── ValueStructureError(ValueError) per-replica values of the wrong kind, shape or structure
     ├── StructureTypeError(TypeError)   an argument of the wrong type
-    ├── VariableScopeError(ValueError)  a variable of another strategy, or of none
+    ├── VariableScopeError              a variable of another strategy, or of none: a ValueError, and a RuntimeError
     └── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
 
 Each subclasses the builtin that a TensorFlow user already catches.
@@ -55,7 +55,7 @@ class StructureTypeError(DistributeError, TypeError):
     """An argument of a type that has no meaning across replicas."""
 
 
-class VariableScopeError(DistributeError, ValueError):
+class VariableScopeError(DistributeError, ValueError, RuntimeError):
     """A variable that belongs to another strategy, or to none."""
 
 

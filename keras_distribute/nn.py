@@ -35,7 +35,8 @@ def compute_average_loss(
     Raises:
         ContextError: In the cross-replica context.
         StructureTypeError: For a batch size that is no integer.
-        ValueStructureError: For a negative one, or one that is no scalar.
+        ValueStructureError: For a negative one, or one that is no scalar; for a scalar loss; for weights that do not
+            fit.
 
     Example:
         >>> import keras_distribute as kd
@@ -44,17 +45,28 @@ def compute_average_loss(
     """
     _require_replica("compute_average_loss")
     losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise ValueStructureError(
+            "compute_average_loss takes one loss for each example.",
+            received="a scalar.",
+            fix='create the loss with reduction="none", keras.losses.MeanSquaredError(reduction="none").',
+        )
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype("float32")
     if sample_weight is not None:
         weights = jnp.asarray(sample_weight, losses.dtype)
-        while weights.ndim < losses.ndim:
-            weights = weights[..., None]
         if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
+        weights = jnp.reshape(weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim))
+        if weights.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False)):
+            raise ValueStructureError(
+                "The weights do not fit the losses.",
+                received=f"losses of shape {losses.shape}, sample_weight of shape {jnp.shape(sample_weight)}.",
+                fix="one weight for each example, of shape (batch,).",
+            )
         losses = losses * weights
     if global_batch_size is None:
-        size: Any = (losses.shape[0] if losses.ndim else 1) * context.get_strategy().num_replicas_in_sync
+        size: Any = losses.shape[0] * context.get_strategy().num_replicas_in_sync
     else:
         size = _checked_size(global_batch_size)
     total = jnp.sum(losses)

@@ -294,8 +294,8 @@ class _Program:
         self.variables = tuple(variables)
         self._structure, self._leaves = output["structure"], output["leaves"]
         written = output["written"]
-        self._written = [i for v in written for i, known in enumerate(self.variables) if known is v]
-        self._read = [i for i in range(len(self.variables)) if i not in set(self._written)]
+        self.written = [i for v in written for i, known in enumerate(self.variables) if known is v]
+        self.read = [i for i in range(len(self.variables)) if i not in set(self.written)]
         local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
         num_results = sum(leaf is None for leaf in self._leaves)
         equal = replication.equal_on_all_replicas(
@@ -303,14 +303,14 @@ class _Program:
         )
         differing = [
             self.variables[i]
-            for i, same in zip(self._written, equal[num_results:], strict=True)
+            for i, same in zip(self.written, equal[num_results:], strict=True)
             if not same and not local_split[i]
         ]
-        if differing:
+        if differing and strategy.num_replicas_in_sync > 1:
             raise _differing_error(differing)
 
         evaluate, call_split = core.jaxpr_as_fun(program), list(call.split)
-        order = [*self._written, *self._read]
+        order = [*self.written, *self.read]
 
         def body(written: list[Any], read: list[Any], arrays: list[Any]) -> Any:
             values: list[Any] = [None] * len(order)
@@ -318,31 +318,32 @@ class _Program:
                 values[i] = value[0] if local_split[i] else value
             local = [a[0] if split else a for a, split in zip(arrays, call_split, strict=True)]
             outputs = evaluate(*values, *local)
+            outputs = [jnp.asarray(o) for o in outputs]  # A constant comes out as a number.
             results = [o[None] for o in outputs[:num_results]]
-            new = zip(self._written, outputs[num_results:], strict=True)
+            new = zip(self.written, outputs[num_results:], strict=True)
             return results, [o[None] if local_split[i] else o for i, o in new]
 
         def spec(split: bool) -> PartitionSpec:
             return PartitionSpec(REPLICA_AXIS) if split else PartitionSpec()
 
         specs = [spec(split) for split in local_split]
-        written_specs = [specs[i] for i in self._written]
+        written_specs = [specs[i] for i in self.written]
         mapped = jax.shard_map(
             body,
             mesh=strategy.replica_mesh.mesh,
-            in_specs=(written_specs, [specs[i] for i in self._read], [spec(split) for split in call.split]),
+            in_specs=(written_specs, [specs[i] for i in self.read], [spec(split) for split in call.split]),
             out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
             check_vma=False,
         )
         compiler_options = options.experimental_xla_options if options is not None else None
-        self._compiled = jax.jit(mapped, donate_argnums=0, compiler_options=compiler_options)
+        self.compiled = jax.jit(mapped, donate_argnums=0, compiler_options=compiler_options)
 
     def __call__(self, arrays: list[Any]) -> Any:
         variables = self.variables
-        results, new = self._compiled(
-            [_donatable(variables[i]) for i in self._written], [variables[i]._value for i in self._read], arrays
+        results, new = self.compiled(
+            [_donatable(variables[i]) for i in self.written], [variables[i]._value for i in self.read], arrays
         )
-        for i, value in zip(self._written, new, strict=True):
+        for i, value in zip(self.written, new, strict=True):
             variables[i]._value = value
         left = iter(results)
         leaves = [PerReplica(stacked=next(left)) if leaf is None else leaf.value for leaf in self._leaves]
@@ -369,7 +370,7 @@ def _differing_error(variables: list[Any]) -> AggregationError:
     lines = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
     return AggregationError(
         f"The replicas would assign different values to {len(variables)} mirrored variable(s):\n    {lines}",
-        received='an assignment inside strategy.run, to variables with aggregation="none".',
+        received='an assignment in a program over all replicas, to variables with aggregation="none".',
         fix='combine the value first, kd.get_replica_context().all_reduce("SUM", value), or create the variable with '
         'aggregation="sum", "mean" or "only_first_replica", or with synchronization="on_read".',
     )

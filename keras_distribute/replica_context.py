@@ -11,7 +11,7 @@ from jax import lax
 
 from keras_distribute import collectives, context
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import ContextError, ValueStructureError
+from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import PerReplica
@@ -129,6 +129,10 @@ class ReplicaContext:
             ContextError: Outside `Strategy.run`.
         """
         self._require("merge_call", "call merge_fn(strategy, ...) directly")
+        if not callable(merge_fn):
+            raise StructureTypeError(
+                "merge_call calls a function.", received=f"{merge_fn!r}.", fix="merge_call(lambda strategy, x: ..., args=(x,))"
+            )
         per_replica = context.frame().per_replica
 
         def wrap(leaf: Any) -> Any:

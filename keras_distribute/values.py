@@ -118,6 +118,7 @@ class Mirrored(DistributedValues):
 
     @property
     def value(self) -> Any:
+        """The replicated array."""
         return self._value
 
     @property

@@ -24,7 +24,7 @@ from jax import lax
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values import DistributedValues
 
@@ -85,8 +85,9 @@ class DistributedVariable(compat.Variable):
         Raises:
             ValueStructureError: For another shape.
             StructureTypeError: For a value that differs per replica.
-            ReplicaDifferenceError: From `Strategy.run`, when the replicas would assign different values to a
+            AggregationError: From `Strategy.run`, when the replicas would assign different values to a mirrored
                 variable without aggregation.
+            VariableScopeError: In the scope of another strategy.
         """
         return self._assign(self._checked(value))
 
@@ -116,7 +117,7 @@ class DistributedVariable(compat.Variable):
         return value
 
     def _assign(self, value: Any) -> Any:
-        current = context.frame()
+        current = self._own_frame()
         if compat.in_stateless_scope():
             compat.get_stateless_scope().add_update((self, self._write_in_program(value, current)))
         else:
@@ -125,6 +126,17 @@ class DistributedVariable(compat.Variable):
 
     def _assign_change(self, change: Any) -> Any:
         return self._assign(self._own_dtype_value() + change)
+
+    def _own_frame(self) -> Frame:
+        """The current frame, which must not be another strategy's."""
+        current = context.frame()
+        if context.has_strategy() and current.strategy is not self._strategy:
+            raise VariableScopeError(
+                f"The variable {self.path!r} lives on another strategy than the current one.",
+                received=f"a variable of {self._strategy!r}, assigned in {context.describe(current)}",
+                fix="leave the other strategy's scope first.",
+            )
+        return current
 
     def _own_dtype_value(self) -> Any:
         return jnp.asarray(self.value, dtype=self._dtype)
@@ -171,8 +183,8 @@ class MirroredVariable(DistributedVariable):
         return () if self._value is None else tuple(jnp.copy(s.data) for s in self._value.addressable_shards)
 
     def _direct_assign(self, value: Any) -> None:
-        sharding = self.replica_mesh.replicated
-        if not (isinstance(value, jax.Array) and value.sharding.is_equivalent_to(sharding, value.ndim)):
+        value, sharding = _strong(value), self.replica_mesh.replicated
+        if not (isinstance(value, jax.Array) and value.sharding == sharding):
             value = jax.device_put(value, sharding)
         self._value = value
 
@@ -186,7 +198,7 @@ class MirroredVariable(DistributedVariable):
         return self._aggregated(value) if self._aggregates(current) else value
 
     def _assign_change(self, change: Any) -> Any:
-        if not self._aggregates(context.frame()):
+        if not self._aggregates(self._own_frame()):
             return super()._assign_change(change)
         value = self._own_dtype_value() + self._aggregated(change)
         compat.get_stateless_scope().add_update((self, value))
@@ -215,6 +227,9 @@ class SyncOnReadVariable(DistributedVariable):
         if synchronization == "auto":
             synchronization, aggregation = "on_read", "sum" if compat.is_gradient_accumulator() else "mean"
         super().__init__(*args, synchronization=synchronization, aggregation=aggregation, **kwargs)
+        if self._value is not None:  # Keras took the shape of what is stored.
+            self._shape = self._value.shape[1:]
+            self._ndim = len(self._shape)
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -224,7 +239,20 @@ class SyncOnReadVariable(DistributedVariable):
         return tuple(jnp.squeeze(shard.data, 0) for shard in shards)
 
     def _direct_assign(self, value: Any) -> None:
-        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(value)
+        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(_strong(value))
+
+    def _assign_change(self, change: Any) -> Any:
+        """Changes each component, so that what is read changes by `change` and no replica's own state is lost."""
+        current = self._own_frame()
+        scoped = compat.stateless_value(self)
+        if scoped is not None and current.per_replica:
+            value = scoped + self._write_in_program(change, current)
+            compat.get_stateless_scope().add_update((self, value))
+            return value
+        if compat.in_stateless_scope():
+            return super()._assign_change(change)
+        self._value = self._value + _spread(self.replica_mesh, self.aggregation == "sum")(_strong(change))
+        return change if self.aggregation == "none" else self._read_stored()
 
     def _read_stored(self) -> Any:
         self._check_readable()
@@ -289,6 +317,11 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
         if untrained and compat.is_layer_state() and keras.backend.is_float_dtype(dtype):
             return SyncOnReadVariable
     return MirroredVariable
+
+
+def _strong(value: Any) -> Any:
+    """Without JAX's weak type, which a Python number leaves: the programs that follow would compile twice."""
+    return lax.convert_element_type(value, value.dtype) if getattr(value, "weak_type", False) else value
 
 
 @functools.lru_cache(maxsize=256)

@@ -68,8 +68,7 @@ def install(seams: Seams) -> Undo:
     def adopting(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             seams.adopt(self)
-            with seams.entered(self):
-                return original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
         return method
 
@@ -95,7 +94,7 @@ def install(seams: Seams) -> Undo:
     for kind in ("train", "test", "predict"):
         replace(trainer, f"make_{kind}_function", makes(kind))
     replace(trainer, "__init__", adopting)
-    replace(base, "compile", adopting)
+    replace(base, "compile", lambda original: adopting(in_context(original)))
     replace(jax_trainer, "_distribute_data", lambda original: lambda data, layouts=None: (
         seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
     ))

@@ -116,7 +116,7 @@ class Strategy:
               1: Array([3., 3.], dtype=float32)
             )
         """
-        self._check_run(fn, args)
+        self._check_run(fn, args, options)
         return program.run(self, fn, tuple(args), dict(kwargs or {}), options=options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
@@ -157,7 +157,7 @@ class Strategy:
 
         Args:
             value: A `PerReplica` whose components have one shape but for `axis`, or a structure of them. What is the
-                same on all replicas is joined with itself.
+                same on all replicas is returned as it is, as in TensorFlow.
             axis: The dimension to join along.
 
         Returns:
@@ -181,7 +181,8 @@ class Strategy:
             if isinstance(leaf, PerReplica):
                 return collectives.gather_values(leaf, axis)
             array = self._plain(leaf)
-            return jnp.concatenate([array] * self.num_replicas_in_sync, collectives.check_axis(axis, array.ndim))
+            collectives.check_axis(axis, array.ndim)
+            return array
 
         return jax.tree.map(gather_leaf, value, is_leaf=_is_value)
 
@@ -194,15 +195,15 @@ class Strategy:
         """
         if isinstance(value, DistributedValues | DistributedVariable):
             return value.values
-        leaves, structure = jax.tree.flatten(value, is_leaf=_is_value)
-        counts = {len(leaf.values) for leaf in leaves if isinstance(leaf, DistributedValues | DistributedVariable)}
-        if not counts:
+        if not isinstance(value, dict | list | tuple):
             return (value,)
+        leaves, structure = jax.tree.flatten(value, is_leaf=_is_value)
+        count = self.num_replicas_in_sync
         parts = [
-            leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * max(counts)
+            leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
             for leaf in leaves
         ]
-        return tuple(jax.tree.unflatten(structure, row) for row in zip(*parts, strict=True))
+        return tuple(jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count))
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A `PerReplica` of what `value_fn` returns for each replica.
@@ -216,6 +217,12 @@ class Strategy:
             ValueStructureError: Where the replicas' structures differ.
         """
         context.require_cross_replica("experimental_distribute_values_from_function", "call it outside strategy.run")
+        if not callable(value_fn):
+            raise StructureTypeError(
+                "Values are made by a function of a ValueContext.",
+                received=f"{value_fn!r}.",
+                fix="strategy.experimental_distribute_values_from_function(lambda context: ...)",
+            )
         count = self.num_replicas_in_sync
         made = [value_fn(ValueContext(i, count)) for i in range(count)]
         return values.regroup(made, lambda components: PerReplica.of(components, self.replica_mesh))
@@ -228,10 +235,10 @@ class Strategy:
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)
 
-    def _check_run(self, fn: Any, args: Any) -> None:
+    def _check_run(self, fn: Any, args: Any, options: Any) -> None:
         context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
         current = context.frame()
-        if current.per_replica or (context.has_strategy() and current.strategy is not self):
+        if current.per_replica or current.mode is Mode.UPDATE or (context.has_strategy() and current.strategy is not self):
             raise ContextError(
                 "strategy.run was called inside the program or the scope of another call or strategy.",
                 received=context.describe(current),
@@ -245,6 +252,8 @@ class Strategy:
                 received=f"args={type(args).__name__}.",
                 fix="strategy.run(step, args=(x,))",
             )
+        if not isinstance(options, RunOptions | None):
+            raise StructureTypeError("The options of strategy.run are RunOptions.", received=f"{options!r}.", fix="kd.RunOptions()")
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
         if isinstance(leaf, PerReplica):
@@ -370,29 +379,27 @@ class StrategyExtended:
             group: Whether to return nothing of the components; `False` returns them as a tuple.
 
         Raises:
-            ContextError: Inside a replica.
             VariableScopeError: For a variable of another strategy, or of none.
             AggregationError: When the copies of a mirrored variable would come to differ.
         """
-        context.require_cross_replica(
-            "extended.update", "kd.get_replica_context().merge_call(lambda strategy, ...: strategy.extended.update(...))"
-        )
         if not self.variable_created_in_scope(var):
             raise VariableScopeError(
                 f"The variable {var.path!r} was not created under this strategy.",
                 received=f"a variable of {self._owner(var)!r}.",
                 fix="create it inside `with strategy.scope():`.",
             )
-        if context.frame().per_replica:
+        current = context.frame()
+        if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
+            return current.replica_context.merge_call(
+                lambda strategy, *a: strategy.extended.update(var, fn, a, kwargs, group), args=tuple(args)
+            )
+        if current.per_replica:
             local = [a.local if isinstance(a, PerReplica) else a for a in args]
             with context.entered(Frame(self._strategy, Mode.UPDATE, per_replica=True)):
                 result = fn(var, *local, **(kwargs or {}))
             return result if group else (result,)
-        result = self._update_outside(var, fn, args, dict(kwargs or {}))
-        return result if group else self._strategy.experimental_local_results(result)
-
-    def _update_outside(self, var: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return program.run(self._strategy, fn, (var, *args), kwargs, mode=Mode.UPDATE)
+        result = program.run(self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE)
+        return result if group else jax.tree.map(self._strategy.experimental_local_results, result, is_leaf=_is_value)
 
     def _owner(self, variable: Any) -> Strategy:
         return getattr(variable, "distribute_strategy", None) or context.default_strategy()

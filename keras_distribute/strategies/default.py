@@ -42,7 +42,7 @@ class DefaultStrategy(Strategy):
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
     ) -> Any:
         """Calls `fn` in the context of the only replica; nothing is compiled."""
-        self._check_run(fn, args)
+        self._check_run(fn, args, options)
         with context.entered(self._replica_frame):
             return fn(*args, **(kwargs or {}))
 

@@ -1,0 +1,172 @@
+"""Our side of the comparison: the record's inputs as our values, our results as the record writes them, the verdict."""
+
+import builtins
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+from .differences import because
+from .encoding import DISTRIBUTED, JSON, decode, encode, is_distributed, is_error
+
+RTOL = 1e-5
+ATOL = 1e-6
+
+Entry = dict[str, JSON]
+
+
+@cache
+def record() -> dict[str, list[Entry]]:
+    """The whole record."""
+    return json.loads(Path(__file__).with_name("tensorflow.json").read_text())
+
+
+def entries(topic: str, *names: str, where: Callable[[Entry], bool] = lambda entry: True) -> Any:
+    """Parametrises a test by a topic's entries, as `entry`; `names` are the keys that make a readable id."""
+
+    def identify(entry: Entry) -> str:
+        said = [str(entry[name]) for name in names if entry.get(name) is not None]
+        return "-".join([*said, f"{entry['replicas']} replicas"])
+
+    return pytest.mark.parametrize("entry", list(filter(where, record()[topic])), ids=identify)
+
+
+def cases(topic: str, name: str = "name") -> Any:
+    """Parametrises a test by every item of every entry's "results", as `entry` and `case`."""
+
+    def all_cases() -> Iterator[Any]:
+        for entry in record()[topic]:
+            for *arguments, result in entry["results"]:
+                said = ", ".join(map(str, arguments))
+                yield pytest.param(entry, (*arguments, result), id=f"{entry[name]}-{said}-{entry['replicas']} replicas")
+
+    return pytest.mark.parametrize(("entry", "case"), list(all_cases()))
+
+
+@cache
+def mirrored(replicas: int) -> kd.MirroredStrategy:
+    """The strategy on the first `replicas` CPUs."""
+    return kd.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+
+
+def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
+    """The record's value as one of ours: a PerReplica, a structure of them, or a plain value."""
+    value = decode(encoded)
+    if not is_distributed(encoded):
+        return arrays(value)
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: arrays(value[context.replica_id_in_sync_group])
+    )
+
+
+def arrays(structure: Any) -> Any:
+    """NumPy's arrays and numbers in a structure as JAX arrays."""
+    return keras.tree.map_structure(lambda x: jnp.asarray(x) if hasattr(x, "dtype") else x, structure)
+
+
+def encoded(strategy: kd.Strategy, value: Any) -> JSON:
+    """One of our values in the record's encoding."""
+
+    def split(value: Any) -> tuple[str, Sequence[Any]] | None:
+        if isinstance(value, keras.Variable):
+            return "Variable", strategy.experimental_local_results(value)
+        if isinstance(value, kd.DistributedValues):
+            return type(value).__name__, strategy.experimental_local_results(value)
+        return None
+
+    return encode(value, split)
+
+
+def check(strategy: kd.Strategy, call: Callable[[], Any], expected: JSON) -> None:
+    """Asserts that `call` returns, or raises, what the record says."""
+    if is_error(expected):
+        check_error(call, expected)
+    else:
+        assert_same(encoded(strategy, call()), expected)
+
+
+def check_error(call: Callable[[], Any], expected: JSON, *, fix: bool = True) -> None:
+    """Asserts that `call` raises the builtin class that the record names, with a remedy in the text."""
+    if expected["error"] in ("Exception", "AssertionError"):
+        assert because("op errors")
+        allowed: Any = (ValueError, TypeError)
+    else:
+        allowed = getattr(builtins, expected["error"])
+    with pytest.raises(allowed) as raised:
+        call()
+    if fix:
+        assert "Fix:" in str(raised.value)
+
+
+def assert_same(actual: JSON, expected: JSON) -> None:
+    """Asserts that two encoded values have the same tags, containers and dtypes, and close numbers."""
+    expected = without_64_bit(expected)
+    assert form(actual) == form(expected)
+    for ours, theirs in zip(numbers(actual), numbers(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=RTOL, atol=ATOL)
+
+
+def form(encoded: JSON) -> JSON:
+    """An encoded value without its numbers: tags, containers, dtypes and shapes."""
+    if not isinstance(encoded, dict):
+        return encoded
+    tag, content = next(iter(encoded.items()))
+    if tag in ("list", "tuple", *DISTRIBUTED):
+        return {tag: [form(item) for item in content]}
+    if tag in ("dict", "Pair"):
+        return {tag: {name: form(item) for name, item in content.items()}}
+    return encoded if tag in ("python", "object", "error") else f"{tag}{list(np.shape(decode(encoded)))}"
+
+
+def numbers(encoded: JSON) -> Iterator[np.ndarray]:
+    """The arrays in an encoded value, in order."""
+    if isinstance(encoded, dict):
+        tag, content = next(iter(encoded.items()))
+        if tag in ("dict", "Pair"):
+            content = list(content.values())
+        if tag in ("list", "tuple", "dict", "Pair", *DISTRIBUTED):
+            for item in content:
+                yield from numbers(item)
+        elif tag not in ("python", "object", "error"):
+            yield decode(encoded)
+
+
+def without_64_bit(encoded: JSON) -> JSON:
+    """float64, which TensorFlow makes of the mean of integers, as float32."""
+    if isinstance(encoded, dict) and "float64" in encoded:
+        assert because("no 64-bit")
+        return {"float32": encoded["float64"]}
+    return _mapped(without_64_bit, encoded)
+
+
+def as_run_returns(encoded: JSON, replicas: int) -> JSON:
+    """TensorFlow's result of `run` as ours: every array a PerReplica."""
+    if isinstance(encoded, dict) and next(iter(encoded)) not in (
+        *("python", "object", "error", "list", "tuple", "dict", "Pair"),
+        *DISTRIBUTED,
+    ):
+        assert because("one replica") if replicas == 1 else because("always per replica")
+        return {"PerReplica": [encoded] * replicas}
+    if is_distributed(encoded):
+        return encoded
+    return _mapped(lambda item: as_run_returns(item, replicas), encoded)
+
+
+def _mapped(fn: Callable[[JSON], JSON], encoded: JSON) -> JSON:
+    """`fn` of the items of a container."""
+    if not isinstance(encoded, dict):
+        return encoded
+    tag, content = next(iter(encoded.items()))
+    if tag in ("list", "tuple", *DISTRIBUTED):
+        return {tag: [fn(item) for item in content]}
+    if tag in ("dict", "Pair"):
+        return {tag: {name: fn(item) for name, item in content.items()}}
+    return encoded

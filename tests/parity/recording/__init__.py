@@ -1,0 +1,1 @@
+"""The topics of the TensorFlow record, one function each. Needs TensorFlow; the tests do not import it."""

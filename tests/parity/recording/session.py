@@ -1,0 +1,66 @@
+"""TensorFlow with four logical CPUs: strategies on some of them, and results written in the record's encoding."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import values as tf_values  # the only place that names the classes of values
+
+from ..encoding import JSON, encode, encode_error
+
+REPLICAS = (1, 2, 4)
+
+Entry = dict[str, JSON]
+
+
+def start_devices(count: int = max(REPLICAS)) -> None:
+    """Splits the CPU into `count` logical devices. Before anything else uses TensorFlow."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+
+
+@cache
+def mirrored(replicas: int) -> tf.distribute.MirroredStrategy:
+    """The strategy on the first `replicas` CPUs."""
+    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+
+
+def replica_id() -> int:
+    """Which replica runs this line."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def per_replica(strategy: tf.distribute.Strategy, components: Sequence[Any]) -> Any:
+    """A PerReplica of tensors, the first components of `components`."""
+
+    def component(context: tf.distribute.experimental.ValueContext) -> Any:
+        return tf.nest.map_structure(tf.constant, components[context.replica_id_in_sync_group])
+
+    return strategy.experimental_distribute_values_from_function(component)
+
+
+def stored(components: Sequence[Any], replicas: int) -> JSON:
+    """The components that so many replicas use, encoded."""
+    return {"PerReplica": [encode(component) for component in components[:replicas]]}
+
+
+def result_of(fn: Callable[[], Any]) -> JSON:
+    """What `fn` returned, or what it raised, encoded."""
+    try:
+        return encoded(fn())
+    except Exception as error:  # every error is a result here
+        return encode_error(error)
+
+
+def encoded(value: Any) -> JSON:
+    """`value` in the record's encoding."""
+    return encode(value, _split)
+
+
+def _split(value: Any) -> tuple[str, Sequence[Any]] | None:
+    if isinstance(value, tf_values.DistributedVariable):
+        return "Variable", [component.read_value() for component in value.values]
+    if isinstance(value, tf_values.DistributedValues):
+        return type(value).__name__, value.values
+    return None

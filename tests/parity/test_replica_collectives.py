@@ -1,0 +1,115 @@
+"""`all_reduce`, `all_gather`, `merge_call` and their gradients, inside `run`, against TensorFlow."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import keras_distribute as kd
+
+from .comparing import as_run_returns, cases, check, check_error, entries, mirrored, value_of
+from .differences import because
+from .encoding import decode, is_error
+
+RAGGED = ("ragged rows", "ragged columns", "an empty replica", "mixed ranks")
+
+
+def run(entry, step):
+    strategy = mirrored(entry["replicas"])
+    return strategy.run(step, args=(value_of(strategy, entry["value"]),))
+
+
+@cases("all_reduce")
+def test_all_reduce(entry, case):
+    op, expected = case
+    strategy = mirrored(entry["replicas"])
+    if entry["name"] == "mixed dtypes" and is_error(expected):
+        expected = _mixed_dtypes(entry, op)
+    if entry["name"] in ("int scalar", "mixed dtypes") and op == "MEAN" and entry["replicas"] == 1:
+        expected = _floats(expected)
+    step = partial(lambda op, value: kd.get_replica_context().all_reduce(op, value), op)
+    check(strategy, lambda: run(entry, step), as_run_returns(expected, entry["replicas"]))
+
+
+def _mixed_dtypes(entry, op):
+    """TensorFlow refuses floats beside integers on CPUs; by itself each reduces as ever."""
+    assert because("mixed dtypes")
+    floats, ints = zip(*decode(entry["value"]), strict=True)
+    scale = len(floats) if op == "MEAN" else 1
+    reduced = [{"float32": float(sum(floats)) / scale}, {"int32" if op == "SUM" else "float32": int(sum(ints)) / scale}]
+    return {"tuple": [{"PerReplica": [value] * len(floats)} for value in reduced]}
+
+
+def _floats(expected):
+    """The mean of one integer: TensorFlow hands the integer back."""
+    assert because("no 64-bit")
+    if "tuple" in expected:
+        return {"tuple": [_floats(item) for item in expected["tuple"]]}
+    return {"float32": expected["int32"]} if "int32" in expected else expected
+
+
+@cases("all_gather")
+def test_all_gather(entry, case):
+    axis, expected = case
+    strategy = mirrored(entry["replicas"])
+
+    def call(axis=axis):
+        return run(entry, lambda value: kd.get_replica_context().all_gather(value, axis=axis))
+
+    if entry["name"] in RAGGED and entry["replicas"] > 1:
+        assert because("one shape")
+        check_error(call, {"error": "ValueError"})
+    elif entry["name"] == "scalars" or axis == 2:
+        assert because("refused early")
+        check_error(call, {"error": "ValueError"})
+    elif axis in (-1, -2) and is_error(expected):
+        assert because("negative axes")
+        expected = next(result for other, result in entry["results"] if other == 2 + axis)
+        check(strategy, call, as_run_returns(expected, entry["replicas"]))
+    else:
+        check(strategy, call, as_run_returns(expected, entry["replicas"]))
+
+
+@entries("gradients", "collective", "power")
+def test_gradient_through_a_collective(entry):
+    def step(value):
+        x, coefficient = value
+
+        def loss(x):
+            context = kd.get_replica_context()
+            if entry["collective"] == "all_gather":
+                y = context.all_gather(x, axis=0)
+            else:
+                y = context.all_reduce(entry["collective"], x)
+            weights = jnp.arange(1, y.size + 1, dtype="float32")
+            return coefficient * jnp.sum(weights * y ** entry["power"])
+
+        return jax.grad(loss)(x)
+
+    expected = as_run_returns(entry["result"], entry["replicas"])
+    check(mirrored(entry["replicas"]), lambda: run(entry, step), expected)
+
+
+@entries("merge_call", "name")
+def test_merge_call(entry):
+    def failing(strategy, value):
+        raise LookupError("raised in merge_call")
+
+    functions = {
+        "reduce": lambda strategy, value: strategy.reduce("SUM", value, axis=None),
+        "same": lambda strategy, value: value,
+        "structure": lambda strategy, value: {"mean": strategy.reduce("MEAN", value, axis=None), "own": value},
+        "last local result": lambda strategy, value: strategy.experimental_local_results(value)[-1],
+        "raises": failing,
+    }
+
+    def call():
+        return run(entry, lambda value: kd.get_replica_context().merge_call(functions[entry["name"]], args=(value,)))
+
+    if entry["name"] == "raises":  # the user's own error, as it is
+        check_error(call, entry["result"], fix=False)
+    elif entry["name"] == "last local result":
+        assert because("merge_call is traced")
+        check_error(call, {"error": "ValueError"})
+    else:
+        check(mirrored(entry["replicas"]), call, as_run_returns(entry["result"], entry["replicas"]))

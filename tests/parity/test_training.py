@@ -1,0 +1,108 @@
+"""Optimizers, metrics and loss scaling inside `run` against TensorFlow with its own Keras."""
+
+import jax.numpy as jnp
+import keras
+
+import keras_distribute as kd
+
+from .comparing import arrays, as_run_returns, assert_same, check, check_error, encoded, entries, mirrored, value_of
+from .differences import because
+from .encoding import decode, encode, is_error
+
+
+@entries("optimizers", "optimizer", "config")
+def test_optimizer_sums_raw_gradients(entry):
+    strategy = mirrored(entry["replicas"])
+    with strategy.scope():
+        optimizer = getattr(keras.optimizers, entry["optimizer"])(**entry["config"])
+        variables = [keras.Variable(value) for value in decode(entry["start"])]
+        optimizer.build(variables)
+
+    def step(gradients):
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    for gradients, expected in zip(entry["gradients"], entry["after"], strict=True):
+        strategy.run(step, args=(value_of(strategy, gradients),))
+        assert_same(encoded(strategy, [variable.value for variable in variables]), expected)
+    assert int(optimizer.iterations.value) == entry["iterations"]
+
+
+@entries("metrics", "metric", "weighted")
+def test_metric(entry):
+    strategy = mirrored(entry["replicas"])
+    with strategy.scope():
+        metric = getattr(keras.metrics, entry["metric"])(**entry["config"])
+    alone = [getattr(keras.metrics, entry["metric"])(**entry["config"]) for _ in range(entry["replicas"])]
+    batches = decode(entry["batch"])
+
+    def step(args, weights):
+        metric.update_state(*args, sample_weight=weights)
+        return metric.result()
+
+    def distribute(part):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: arrays(batches[context.replica_id_in_sync_group][part])
+        )
+
+    weights = None if batches[0][1] is None else distribute(1)
+    for expected in entry["updates"]:
+        inside = strategy.run(step, args=(distribute(0), weights))
+        assert because("keras 3 metrics")
+        assert_same(
+            encoded(strategy, inside), {"PerReplica": [_updated(*pair) for pair in zip(alone, batches, strict=True)]}
+        )
+        assert_same(encoded(strategy, metric.result()), expected["after"])
+    metric.reset_state()
+    assert_same(encoded(strategy, metric.result()), entry["after_reset"])
+
+
+def _updated(metric, batch):
+    """The result of a metric of one device that has seen one replica's batches."""
+    args, weights = arrays(batch)
+    metric.update_state(*args, sample_weight=weights)
+    return encode(metric.result())
+
+
+@entries("average_loss", "name")
+def test_compute_average_loss(entry):
+    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    if name in ("in scope", "no strategy"):
+        _check_outside_run(strategy, name, kd.nn.compute_average_loss, jnp.asarray([1.0, 2.0]), expected)
+        return
+    size = {"global_batch_size": entry["global_batch_size"]} if "global_batch_size" in entry else {}
+
+    def call():
+        def step(losses, weights):
+            return kd.nn.compute_average_loss(losses, sample_weight=weights, **size)
+
+        weights = entry["sample_weight"] and value_of(strategy, entry["sample_weight"])
+        return strategy.run(step, args=(value_of(strategy, entry["losses"]), weights))
+
+    if name.startswith("ragged") and entry["replicas"] > 1:
+        assert because("one shape")
+        check_error(call, {"error": "ValueError"})
+    else:
+        check(strategy, call, as_run_returns(expected, entry["replicas"]))
+
+
+@entries("regularization_loss", "name")
+def test_scale_regularization_loss(entry):
+    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    if name in ("in scope", "no strategy"):
+        _check_outside_run(strategy, name, kd.nn.scale_regularization_loss, jnp.asarray(2.0), expected)
+        return
+
+    def call():
+        return strategy.run(kd.nn.scale_regularization_loss, args=(value_of(strategy, entry["losses"]),))
+
+    check(strategy, call, as_run_returns(expected, entry["replicas"]))
+
+
+def _check_outside_run(strategy, name, fn, losses, expected):
+    """In a scope it is an error; where there is no strategy there is one replica."""
+    if name == "in scope":
+        assert is_error(expected)
+        with strategy.scope():
+            check_error(lambda: fn(losses), expected)
+    else:
+        check(strategy, lambda: fn(losses), expected)

@@ -1,0 +1,309 @@
+"""`reduce`, `gather`, the replica context's collectives, their gradients, and the `CrossDeviceOps`."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+RNG = np.random.RandomState(0)
+
+
+def mirrored(n, ops=None):
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)], ops)
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def strategy(request):
+    return mirrored(request.param)
+
+
+def distributed(strategy, parts):
+    return strategy.experimental_distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
+
+
+def parts_of(n, shape=(3, 4)):
+    return [RNG.randn(*shape).astype("float32") for _ in range(n)]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1), (-1, 0)])
+def test_reduce(strategy, op, axis):
+    parts = parts_of(strategy.num_replicas_in_sync)
+    result = strategy.reduce(op, distributed(strategy, parts), axis=axis)
+    reduce = np.sum if op == "SUM" else np.mean
+    stacked = np.stack(parts)
+    axes = () if axis is None else tuple(a % 2 + 1 for a in (axis if isinstance(axis, tuple) else (axis,)))
+    np.testing.assert_allclose(result, reduce(stacked, axis=(0, *axes)), rtol=1e-5, atol=1e-6)
+    assert isinstance(result, jax.Array)
+    for shard in result.addressable_shards:
+        np.testing.assert_array_equal(shard.data, result)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_reduce_of_ragged_components_divides_by_the_true_count(op):
+    strategy = mirrored(4)
+    parts = [np.arange(i + 1, dtype="float32") for i in range(3)] + [np.zeros(0, "float32")]
+    result = strategy.reduce(op, distributed(strategy, parts), axis=0)
+    reduce = np.sum if op == "SUM" else np.mean
+    assert float(result) == pytest.approx(float(reduce(np.concatenate(parts))))
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)shapes differ outside the reduced axes.*\(1,\), \(2,\).*Fix"):
+        strategy.reduce(op, distributed(strategy, parts), axis=None)
+
+
+def test_mean_of_integers_is_not_truncated(strategy):
+    n = strategy.num_replicas_in_sync
+    value = distributed(strategy, [np.int32(i) for i in range(n)])
+    assert float(strategy.reduce("MEAN", value, axis=None)) == pytest.approx((n - 1) / 2)
+    assert strategy.reduce("SUM", value, axis=None).dtype == jnp.int32
+    assert float(strategy.reduce("MEAN", distributed(strategy, [np.array([0, 1])] * n), axis=0)) == 0.5
+
+
+def test_reduce_of_structures_and_names(strategy):
+    n = strategy.num_replicas_in_sync
+    value = {"a": distributed(strategy, [np.float32(1)] * n), "b": [distributed(strategy, parts_of(n))]}
+    assert float(strategy.reduce("sum", value, axis=None)["a"]) == n
+    assert strategy.reduce(kd.ReduceOp.MEAN, value, axis=None)["b"][0].shape == (3, 4)
+
+
+def test_reduce_of_what_is_the_same_everywhere():
+    strategy = mirrored(2)
+    assert float(strategy.reduce("MEAN", 3.0, axis=None)) == 3.0
+    assert float(strategy.reduce("MEAN", np.array([1.0, 2.0]), axis=0)) == 1.5
+    assert float(strategy.reduce("SUM", 0.0, axis=None)) == 0.0
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)sum of a value that is the same.*Fix:.*MEAN"):
+        strategy.reduce("SUM", 3.0, axis=None)
+    assert float(mirrored(1).reduce("SUM", 3.0, axis=None)) == 3.0
+
+
+def test_reduce_refusals(strategy):
+    n = strategy.num_replicas_in_sync
+    value = distributed(strategy, parts_of(n))
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)ReduceOp.SUM or ReduceOp.MEAN.*'MAX'"):
+        strategy.reduce("MAX", value, axis=None)
+    with pytest.raises(TypeError, match="ReduceOp.SUM or ReduceOp.MEAN"):
+        strategy.reduce(3, value, axis=None)
+    with pytest.raises(errors.ValueStructureError, match="There is no axis 2 in a value of 2 dimension"):
+        strategy.reduce("SUM", value, axis=2)
+    with pytest.raises(errors.ValueStructureError, match="(?s)There is no axis 0 in a value of 0.*Fix: axis=None"):
+        strategy.reduce("SUM", distributed(strategy, [np.float32(1)] * n), axis=0)
+    with pytest.raises(errors.StructureTypeError, match="An axis is an integer"):
+        strategy.reduce("SUM", value, axis="x")
+    with pytest.raises(errors.StructureTypeError, match="Only arrays can be reduced"):
+        strategy.reduce("SUM", distributed(strategy, ["a"] * n), axis=None)
+    with pytest.raises(errors.StructureTypeError, match="Only arrays can be reduced"):
+        strategy.reduce("MEAN", "text", axis=None)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather(strategy, axis):
+    parts = parts_of(strategy.num_replicas_in_sync)
+    result = strategy.gather(distributed(strategy, parts), axis=axis)
+    np.testing.assert_array_equal(result, np.concatenate(parts, axis))
+
+
+def test_gather_of_ragged_components():
+    strategy = mirrored(3)
+    parts = [RNG.randn(2, size).astype("float32") for size in (1, 3, 0)]
+    np.testing.assert_array_equal(strategy.gather(distributed(strategy, parts), axis=1), np.concatenate(parts, 1))
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)all other dimensions.*float32\[2, 1\], float32\[2, 3\].*Fix"):
+        strategy.gather(distributed(strategy, parts), axis=0)
+    with pytest.raises(errors.ValueStructureError, match="no axis 0 in a value of 0"):
+        strategy.gather(distributed(strategy, [np.float32(1)] * 3), axis=0)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_all_reduce_in_a_replica(strategy, op):
+    parts = parts_of(strategy.num_replicas_in_sync)
+
+    def fn(x):
+        return kd.get_replica_context().all_reduce(op, {"x": x, "nested": [x * 2, None]})
+
+    result = strategy.run(fn, args=(distributed(strategy, parts),))
+    expected = (np.sum if op == "SUM" else np.mean)(np.stack(parts), 0)
+    for component in strategy.experimental_local_results(result):
+        np.testing.assert_allclose(component["x"], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(component["nested"][0], 2 * expected, rtol=1e-5, atol=1e-6)
+
+
+def test_all_gather_in_a_replica(strategy):
+    parts = parts_of(strategy.num_replicas_in_sync)
+
+    def fn(x):
+        return kd.get_replica_context().all_gather({"a": x, "b": (x[0],)}, axis=0)
+
+    for component in strategy.experimental_local_results(strategy.run(fn, args=(distributed(strategy, parts),))):
+        np.testing.assert_array_equal(component["a"], np.concatenate(parts))
+        np.testing.assert_array_equal(component["b"][0], np.concatenate([p[0] for p in parts]))
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]"):
+        strategy.run(lambda: kd.get_replica_context().all_gather(1.0, axis=0))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_gradients_through_collectives(strategy, op):
+    """The gradient of an all-reduce is the all-reduce of the gradients; of a gather, the sum of its part's."""
+    n = strategy.num_replicas_in_sync
+    parts, weights = parts_of(n, (3,)), np.arange(1.0, n + 1, dtype="float32")
+
+    def reduced(x, w):
+        return jax.grad(lambda x: w * jnp.sum(kd.get_replica_context().all_reduce(op, x) ** 1))(x)
+
+    def gathered(x, w):
+        return jax.grad(lambda x: w * jnp.sum(kd.get_replica_context().all_gather(x, axis=0)[:2]))(x)
+
+    args = (distributed(strategy, parts), distributed(strategy, list(weights)))
+    expected = weights.sum() if op == "SUM" else weights.mean()
+    for component in strategy.run(reduced, args=args).values:
+        np.testing.assert_allclose(component, np.full(3, expected), rtol=1e-6)
+    components = strategy.run(gathered, args=args).values
+    np.testing.assert_allclose(components[0], np.array([1.0, 1.0, 0.0]) * weights.sum())
+    for component in components[1:]:
+        np.testing.assert_allclose(component, np.zeros(3))
+
+
+OPS = {
+    "nccl": kd.NcclAllReduce(),
+    "nccl, one by one": kd.NcclAllReduce(num_packs=0),
+    "nccl, three packs": kd.NcclAllReduce(num_packs=3),
+    "hierarchical": kd.HierarchicalCopyAllReduce(),
+    "hierarchical, one by one": kd.HierarchicalCopyAllReduce(num_packs=0),
+    "one device": kd.ReductionToOneDevice(),
+    "one device, own sum": kd.ReductionToOneDevice(accumulation_fn=lambda parts: jnp.sum(jnp.stack(parts), 0)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_cross_device_ops_give_the_same_numbers(name, n):
+    strategy = mirrored(n, OPS[name])
+    shapes = [(5,), (), (2, 3), (7, 1), (1,)]
+    parts = [[np.asarray(RNG.randn(*shape), "float32") for shape in shapes] + [np.int32([i, 1])] for i in range(n)]
+    values = [distributed(strategy, [row[k] for row in parts]) for k in range(len(parts[0]))]
+    inside = strategy.run(lambda xs: kd.get_replica_context().all_reduce("SUM", xs), args=(values,))
+    outside = strategy.extended.batch_reduce_to("SUM", [(v, v) for v in values])
+    means = strategy.extended.batch_reduce_to("MEAN", [(v, v) for v in values])
+    for k, value in enumerate(values):
+        expected = np.sum([row[k] for row in parts], 0)
+        np.testing.assert_allclose(np.asarray(inside[k].values[-1]), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(outside[k]), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(means[k]), expected / n, rtol=1e-5, atol=1e-6)
+        assert isinstance(outside[k], kd.Mirrored)
+        assert float(jnp.sum(strategy.reduce("SUM", value, axis=None))) == pytest.approx(float(expected.sum()), rel=1e-4)
+
+
+def count_all_reduces(strategy, fn, *args):
+    strategy.run(fn, args=args)
+    program = next(iter(strategy.programs.programs_of(fn).values()))
+    text = program.compiled.lower(
+        [program.variables[i].stored for i in program.written],
+        [program.variables[i].stored for i in program.read],
+        list(args),
+    ).as_text()
+    return text.count("stablehlo.all_reduce"), text.count("stablehlo.reduce_scatter"), text.count("stablehlo.all_gather")
+
+
+def test_packs_are_real():
+    values = [np.ones(10, "float32") for _ in range(6)]
+
+    def counts(ops, options=None):
+        strategy = mirrored(2, ops)
+
+        def fn(*xs):
+            return kd.get_replica_context().all_reduce("SUM", list(xs), options)
+
+        return count_all_reduces(strategy, fn, *values)
+
+    assert counts(kd.NcclAllReduce(num_packs=0)) == (6, 0, 0)
+    assert counts(kd.NcclAllReduce(num_packs=1)) == (1, 0, 0)
+    assert counts(kd.NcclAllReduce(num_packs=2)) == (2, 0, 0)
+    assert counts(kd.HierarchicalCopyAllReduce(num_packs=1)) == (0, 1, 1)
+    assert counts(kd.ReductionToOneDevice())[0] == 0
+    assert counts(kd.NcclAllReduce(0), kd.experimental.CommunicationOptions(bytes_per_pack=80)) == (3, 0, 0)
+
+
+def test_cross_device_ops_of_ones_own():
+    class Negated(kd.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return -jax.lax.psum(per_replica_value.local, "replica")
+
+    strategy = mirrored(2, Negated())
+    value = strategy.run(lambda: jnp.float32(2))
+    assert float(strategy.reduce("SUM", value, axis=None)) == -4.0
+    with pytest.raises(errors.StructureTypeError, match="(?s)does not say how to reduce.*Fix: override"):
+        mirrored(2, kd.CrossDeviceOps()).reduce("SUM", value, axis=None)
+    with pytest.raises(errors.StructureTypeError, match="cross_device_ops says how"):
+        mirrored(2, "nccl")
+    with pytest.raises(errors.StructureTypeError, match="(?s)Only values that differ per replica.*Fix"):
+        kd.NcclAllReduce().reduce("SUM", 3.0, None)
+    with pytest.raises(errors.ValueStructureError, match="num_packs is the number of buffers"):
+        kd.NcclAllReduce(num_packs=-1)
+
+
+def test_broadcast():
+    strategy = mirrored(3)
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+    result = strategy.extended.cross_device_ops.broadcast(np.arange(2.0), variable)
+    assert [v.tolist() for v in result.values] == [[0.0, 1.0]] * 3
+
+
+def test_merge_call_sees_all_replicas(strategy):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+
+    def merged(strategy, x, *, factor):
+        assert isinstance(x, kd.PerReplica)
+        total = strategy.reduce("SUM", x, axis=None)
+        mean = strategy.extended.reduce_to("MEAN", x, variable)
+        joined = strategy.gather(x.__class__(local=x.local[None]), axis=0)
+        strategy.extended.update(variable, lambda v, t: v.assign_add(t * factor), args=(total,))
+        with pytest.raises(errors.ValueStructureError, match="cannot be read while the program is traced"):
+            x.values  # noqa: B018
+        return {"total": total, "joined": joined, "mean": mean, "own": x}
+
+    def fn(x):
+        return kd.get_replica_context().merge_call(merged, args=(x,), kwargs={"factor": 2.0})
+
+    result = strategy.run(fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),))
+    total = n * (n - 1) / 2
+    assert {float(v) for v in result["total"].values} == {total}
+    assert {float(v) for v in result["mean"].values} == {total / n}
+    assert [float(v) for v in result["own"].values] == list(range(n))
+    assert float(variable.numpy()) == 1.0 + 2 * total
+
+
+def test_values_from_a_function(strategy):
+    n = strategy.num_replicas_in_sync
+
+    def make(context):
+        assert context.num_replicas_in_sync == n
+        return {"x": np.full(2, context.replica_id_in_sync_group), "name": f"replica {context.replica_id_in_sync_group}"}
+
+    value = strategy.experimental_distribute_values_from_function(make)
+    assert isinstance(value["x"], kd.PerReplica)
+    assert [v.tolist() for v in value["x"].values] == [[i, i] for i in range(n)]
+    assert value["name"].values == tuple(f"replica {i}" for i in range(n))
+    if n > 1:
+        with pytest.raises(errors.ValueStructureError, match="(?s)different structures.*a list of 1 from replica 0, a list of 2"):
+            strategy.experimental_distribute_values_from_function(lambda c: [1.0] * (c.replica_id_in_sync_group + 1))
+        with pytest.raises(errors.ValueStructureError, match="(?s)a float from replica 0, a dict with the keys"):
+            strategy.experimental_distribute_values_from_function(
+                lambda c: {"a": 1} if c.replica_id_in_sync_group else 1.0
+            )
+
+
+def test_reduce_op():
+    assert kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.SUM) is kd.ReduceOp.SUM
+    with pytest.raises(errors.ValueStructureError, match="Only the aggregations SUM and MEAN"):
+        kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.ONLY_FIRST_REPLICA)
+
+
+def test_communication_options():
+    with pytest.raises(errors.ValueStructureError, match="number of bytes"):
+        kd.experimental.CommunicationOptions(bytes_per_pack=-1)
+    with pytest.raises(errors.ValueStructureError, match="no timeout of its own"):
+        kd.experimental.CommunicationOptions(timeout_seconds=1.0)

@@ -1,0 +1,83 @@
+"""Pins the public names, where they say they come from, and that their docstrings' examples are true."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+NAMES = [
+    "CrossDeviceOps",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "SyncOnReadVariable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "config",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nn",
+    "value_and_grad",
+]
+OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))]
+
+
+def test_the_public_names_are_these():
+    assert sorted(kd.__all__) == NAMES
+    assert kd.experimental.__all__ == ["CommunicationOptions", "ValueContext"]
+    assert kd.nn.__all__ == ["compute_average_loss", "scale_regularization_loss"]
+
+
+@pytest.mark.parametrize("thing", OBJECTS, ids=lambda thing: thing.__name__)
+def test_public_objects_come_from_the_package_itself(thing):
+    assert thing.__module__ == "keras_distribute"
+
+
+@pytest.mark.parametrize("thing", OBJECTS, ids=lambda thing: thing.__name__)
+def test_public_objects_and_their_methods_have_docstrings(thing):
+    assert thing.__doc__
+    if inspect.isclass(thing):
+        for name, member in vars(thing).items():
+            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                assert inspect.getdoc(getattr(thing, name)), f"{thing.__name__}.{name}"
+
+
+def _modules():
+    for info in pkgutil.walk_packages(kd.__path__, "keras_distribute."):
+        yield info.name
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    defined = [thing for thing in vars(module).values() if inspect.isclass(thing) or inspect.isfunction(thing)]
+    own = [thing for thing in defined if inspect.getsourcefile(thing) == module.__file__]
+    for thing in own:
+        for test in finder.find(thing, globs={"np": np, "keras": keras, "kd": kd}):
+            runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0

@@ -1,0 +1,262 @@
+"""`Strategy.run`: arguments, results, caching, lazily made variables, and refusals."""
+
+import collections
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+
+def mirrored(n):
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+
+
+@pytest.fixture(params=[1, 2, 8])
+def strategy(request):
+    return mirrored(request.param)
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows by one for each XLA compilation."""
+    seen = []
+
+    def listen(name, *args, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def distributed(strategy, fn):
+    return strategy.experimental_distribute_values_from_function(lambda c: fn(c.replica_id_in_sync_group))
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def test_results_keep_their_structure(strategy):
+    marker = object()
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+
+    def fn(x, *, scale):
+        i = kd.get_replica_context().replica_id_in_sync_group
+        return {"a": [x * scale, None], "b": Pair(i, "text"), "c": (marker, 5, variable), "d": np.ones(2)}
+
+    result = strategy.run(fn, args=(distributed(strategy, lambda i: np.full(3, i, "float32")),), kwargs={"scale": 2})
+    n = strategy.num_replicas_in_sync
+    assert [v.tolist() for v in result["a"][0].values] == [[2.0 * i] * 3 for i in range(n)]
+    assert result["a"][1] is None
+    assert isinstance(result["b"], Pair)
+    assert [int(v) for v in result["b"].left.values] == list(range(n))
+    assert result["b"].right == "text"
+    assert result["c"][0] is marker
+    assert result["c"][1] == 5
+    assert result["c"][2] is variable
+    assert isinstance(result["d"], kd.PerReplica)
+    local = strategy.experimental_local_results(result)
+    assert len(local) == n
+    assert local[-1]["a"][0].tolist() == [2.0 * (n - 1)] * 3
+    assert local[-1]["b"].right == "text"
+
+
+def test_arguments(strategy):
+    with strategy.scope():
+        variable = keras.Variable(2.0)
+    mirrored_value = strategy.extended.reduce_to("MEAN", distributed(strategy, lambda i: np.float32(3)), None)
+
+    def fn(per_replica, array, number, nested, v, same, flag):
+        assert isinstance(number, int)
+        assert flag is True
+        assert v is variable
+        return per_replica + array + number + nested["x"][0] + v.value + same
+
+    result = strategy.run(
+        fn,
+        args=(distributed(strategy, lambda i: np.float32(i)), np.float32(10), 100, {"x": [jnp.float32(1000)]}),
+        kwargs={"v": variable, "same": mirrored_value, "flag": True},
+    )
+    assert [float(v) for v in result.values] == [1115.0 + i for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_the_function_is_compiled_once(strategy, compilations):
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+
+    def fn(x, power):
+        variable.assign_add(jnp.sum(x) ** power)
+        return variable.value
+
+    x = np.ones(4, "float32")
+    strategy.run(fn, args=(x, 1))
+    before = len(compilations)
+    for _ in range(5):
+        strategy.run(fn, args=(x, 1))
+    assert len(compilations) == before
+    strategy.run(fn, args=(x, 2))
+    strategy.run(fn, args=(x[:3], 1))
+    assert len(compilations) == before + 2
+    strategy.run(fn, args=(x, 2))
+    assert len(compilations) == before + 2
+    assert float(variable.numpy()) == 4.0 * 6 + 16 + 3 + 16
+
+
+def test_python_values_of_equal_hash_are_told_apart(strategy):
+    fn = lambda x: {True: "bool", 1: "int", 1.0: "float"}[x] if False else type(x).__name__  # noqa: E731
+    assert [strategy.run(fn, args=(x,)) for x in (True, 1, 1.0)] == ["bool", "int", "float"]
+
+
+def test_models_and_optimizers_built_inside(strategy, compilations):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam()
+        metric = keras.metrics.Mean()
+
+    def step(x):
+        def loss_fn():
+            loss = keras.ops.mean(model(x, training=True) ** 2)
+            metric.update_state(loss)
+            return loss
+
+        if not model.built:
+            model(x)
+        loss, grads = kd.value_and_grad(loss_fn, model.trainable_variables)()
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    x = np.random.RandomState(0).randn(4, 5).astype("float32")
+    losses = [float(strategy.reduce("MEAN", strategy.run(step, args=(x,)), axis=None)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert {type(v) for v in model.trainable_variables} == {kd.MirroredVariable}
+    assert all(type(v) is not keras.Variable for v in optimizer.variables)
+    assert int(optimizer.iterations.numpy()) == 4
+    assert float(metric.variables[1].numpy()) == 4.0 * strategy.num_replicas_in_sync
+    before = len(compilations)
+    strategy.run(step, args=(x,))
+    assert len(compilations) == before
+
+
+def test_programs_are_forgotten_with_their_function():
+    strategy = mirrored(2)
+
+    def make():
+        large = np.zeros(1000)
+        return (lambda x: x + 1), large
+
+    fn, _ = make()
+    alive = weakref.ref(fn)
+    strategy.run(fn, args=(1,))
+    strategy.run(fn, args=(np.ones(2),))
+    del fn
+    gc.collect()
+    assert alive() is None
+
+
+def test_methods_partials_and_callable_objects():
+    strategy = mirrored(2)
+
+    class Doubler:
+        def twice(self, x):
+            return 2 * x
+
+        def thrice(self, x):
+            return 3 * x
+
+        def __call__(self, x):
+            return 5 * x
+
+    doubler, one = Doubler(), np.float32(1)
+    fns = [doubler.twice, doubler.thrice, doubler, functools.partial(doubler.twice, one)]
+    args = [(one,), (one,), (one,), ()]
+    for _ in range(2):
+        assert [float(strategy.run(f, args=a).values[1]) for f, a in zip(fns, args, strict=True)] == [2, 3, 5, 2]
+
+
+def test_a_new_function_in_each_call_is_warned_about():
+    strategy = mirrored(2)
+    with pytest.warns(UserWarning, match="has compiled .* 8 times, since each call passed a new function object"):
+        for _ in range(8):
+            strategy.run(lambda: 1)
+
+
+def test_random_layers_differ_per_replica_and_follow_the_seed():
+    def masks(seed, n=4):
+        keras.utils.set_random_seed(seed)
+        strategy = mirrored(n)
+        with strategy.scope():
+            layer = keras.layers.Dropout(0.5, seed=seed)
+        results = [strategy.run(lambda: layer(jnp.ones(64), training=True)) for _ in range(2)]
+        return [np.asarray(v) for result in results for v in result.values]
+
+    first, again, other = masks(1), masks(1), masks(2)
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for i, a in enumerate(first):
+        assert not any(np.array_equal(a, b) for b in first[i + 1 :])
+    assert not np.array_equal(first[0], other[0])
+    np.testing.assert_array_equal(masks(1, n=1)[0], np.asarray(keras.layers.Dropout(0.5, seed=1)(jnp.ones(64), training=True)))
+
+
+def test_xla_options():
+    strategy = mirrored(2)
+    options = kd.RunOptions(experimental_xla_options={"xla_cpu_enable_fast_min_max": True})
+    assert [float(v) for v in strategy.run(lambda x: x + 1, args=(np.float32(1),), options=options).values] == [2, 2]
+    with pytest.raises(errors.ValueStructureError, match="not padded to buckets"):
+        kd.RunOptions(experimental_bucketizing_dynamic_shape=True)
+
+
+def test_variables_of_others_are_refused():
+    strategy, other = mirrored(2), mirrored(2)
+    with other.scope():
+        foreign = keras.Variable(1.0, name="foreign")
+    plain = keras.Variable(1.0, name="plain")
+    with pytest.raises(errors.VariableScopeError, match=r"(?s)'foreign' lives on another strategy.*Fix: build the model"):
+        strategy.run(lambda: foreign.value + 1)
+    with pytest.raises(errors.VariableScopeError, match=r"(?s)1 variable\(s\) .*plain \(\).*Fix: create the model"):
+        strategy.run(lambda: plain.assign(2.0))
+    assert float(plain.numpy()) == 1.0
+    assert [float(v) for v in strategy.run(lambda: plain.value + 1).values] == [2.0, 2.0]
+
+
+def test_refusals(strategy):
+    ragged = distributed(strategy, lambda i: np.zeros(i + 1))
+    if strategy.num_replicas_in_sync > 1:
+        with pytest.raises(errors.ValueStructureError, match=r"(?s)components need one shape.*\(1,\), \(2,\).*Fix"):
+            strategy.run(lambda x: x, args=(ragged,))
+        with pytest.raises(errors.ValueStructureError, match="(?s)was passed to a strategy of 3"):
+            mirrored(3).run(lambda x: x, args=(distributed(strategy, lambda i: np.float32(1)),))
+    with pytest.raises(errors.StructureTypeError, match="runs a function"):
+        strategy.run(5)
+    with pytest.raises(errors.StructureTypeError, match="come as a tuple"):
+        strategy.run(lambda x: x, args=np.ones(3))
+    with pytest.raises(errors.ContextError, match="inside another traced function"):
+        jax.jit(lambda x: strategy.run(lambda y: y, args=(x,)))(1.0)
+
+
+def test_user_errors_come_out_as_they_are(strategy):
+    def fn():
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        strategy.run(fn)
+
+
+def test_per_replica_of_several_replicas_is_no_array():
+    strategy = mirrored(2)
+    value = strategy.run(lambda: jnp.float32(1))
+    for convert in (float, int, np.asarray, jnp.asarray):
+        with pytest.raises(errors.StructureTypeError, match="(?s)differs per replica is not one array.*Fix: strategy.reduce"):
+            convert(value)
+    assert float(mirrored(1).run(lambda: jnp.float32(1))) == 1.0
+    assert repr(value).startswith("PerReplica(\n  0: Array(1., dtype=float32),\n  1:")

@@ -1,0 +1,288 @@
+"""What a creation under scope yields, and the read and assign rules of every context."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+REPLICAS = (1, 2, 3, 8)
+
+
+def mirrored(n):
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+
+
+@pytest.fixture(params=REPLICAS)
+def strategy(request):
+    return mirrored(request.param)
+
+
+def shards(variable):
+    """What really stands on each device."""
+    return [np.asarray(s.data) for s in sorted(variable.stored.addressable_shards, key=lambda s: s.device.id)]
+
+
+def test_layers_optimizers_metrics_and_seeds():
+    with mirrored(2).scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(3),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.MeanSquaredError()
+    kinds = {v.path: type(v).__name__ for v in [*model.variables, *optimizer.variables, *metric.variables]}
+    by_end = {path.split("/")[-1]: kind for path, kind in kinds.items()}
+    assert by_end["kernel"] == by_end["bias"] == by_end["gamma"] == by_end["beta"] == "MirroredVariable"
+    assert by_end["moving_mean"] == by_end["moving_variance"] == "SyncOnReadVariable"
+    assert by_end["seed_generator_state"] == by_end["iteration"] == by_end["learning_rate"] == "MirroredVariable"
+    assert by_end["total"] == by_end["count"] == "SyncOnReadVariable"
+    accumulators = [kind for path, kind in kinds.items() if path.endswith("gradient_accumulator")]
+    assert accumulators == ["SyncOnReadVariable"] * 4
+    assert kinds[next(p for p in kinds if p.endswith("kernel_momentum"))] == "MirroredVariable"
+    moving = model.layers[1].moving_mean
+    assert (moving.synchronization, moving.aggregation) == ("on_read", "mean")
+    assert (metric.variables[0].synchronization, metric.variables[0].aggregation) == ("on_read", "sum")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({}, kd.MirroredVariable),
+        ({"trainable": False}, kd.MirroredVariable),
+        ({"aggregation": "sum"}, kd.MirroredVariable),
+        ({"synchronization": "on_write", "aggregation": "mean"}, kd.MirroredVariable),
+        ({"synchronization": "on_read"}, kd.SyncOnReadVariable),
+        ({"synchronization": "on_read", "aggregation": "only_first_replica"}, kd.SyncOnReadVariable),
+    ],
+)
+def test_bare_variables(arguments, kind):
+    with mirrored(2).scope():
+        variable = keras.Variable(np.ones(3, "float32"), **arguments)
+    assert type(variable) is kind
+    assert isinstance(variable, keras.Variable)
+    assert variable.aggregation == arguments.get("aggregation", "none")
+    np.testing.assert_array_equal(shards(variable)[1].reshape(3), np.ones(3))
+
+
+def test_layer_state_that_is_not_trained():
+    class Layer(keras.layers.Layer):
+        def build(self, input_shape):
+            self.average = self.add_weight(shape=(), trainable=False, name="average")
+            self.counter = self.add_weight(shape=(), trainable=False, dtype="int32", name="counter")
+            self.explicit = self.add_weight(shape=(), trainable=False, aggregation="sum", name="explicit")
+
+    with mirrored(2).scope():
+        layer = Layer()
+        layer.build((1, 1))
+    assert type(layer.average) is kd.SyncOnReadVariable
+    assert type(layer.counter) is kd.MirroredVariable
+    assert type(layer.explicit) is kd.MirroredVariable
+
+
+def test_no_synchronization_is_refused():
+    with (
+        mirrored(2).scope(),
+        pytest.raises(errors.AggregationError, match='(?s)synchronization="none" has no meaning.*Fix:'),
+    ):
+        keras.Variable(1.0, synchronization="none")
+
+
+def test_outside_a_scope_variables_are_keras_own():
+    assert type(keras.Variable(1.0)) is keras.Variable
+    strategy = mirrored(2)
+    with strategy.scope():
+        inside = keras.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(inside)
+    assert not strategy.extended.variable_created_in_scope(keras.Variable(1.0))
+    assert not mirrored(2).extended.variable_created_in_scope(inside)
+
+
+def test_one_device_strategy_places_variables():
+    with kd.OneDeviceStrategy("cpu:3").scope():
+        variable = keras.Variable(1.0)
+    assert variable.stored.devices() == {jax.devices()[3]}
+
+
+def test_random_initial_values_are_the_same_everywhere():
+    with mirrored(4).scope():
+        layer = keras.layers.Dense(5)
+        layer.build((1, 7))
+    for shard in shards(layer.kernel)[1:]:
+        np.testing.assert_array_equal(shard, shards(layer.kernel)[0])
+    assert np.std(shards(layer.kernel)[0]) > 0
+
+
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+def test_assigned_across_replicas_reads_back_exactly(strategy, kind, aggregation, dtype):
+    with strategy.scope():
+        variable = keras.Variable([1, 2], dtype=dtype, synchronization=kind, aggregation=aggregation)
+    for operation, expected in [
+        (lambda: variable.assign([7, 5]), [7, 5]),
+        (lambda: variable.assign_add([1, 1]), [8, 6]),
+        (lambda: variable.assign_sub([2, 0]), [6, 6]),
+    ]:
+        operation()
+        assert variable.numpy().tolist() == expected
+        assert variable.value.dtype == dtype
+        values = [np.asarray(v, "float64") for v in variable.values]
+        assert len(values) == strategy.num_replicas_in_sync
+        total = np.sum(values, 0) if kind == "on_read" and aggregation == "sum" else values[-1]
+        assert total.tolist() == expected
+
+
+def expected_after_run(kind, aggregation, operation, start, numbers):
+    """Each replica applies `operation` with its own number: what the components are then, and what is read."""
+    change = {"sum": sum(numbers), "mean": sum(numbers) / len(numbers), "only_first_replica": numbers[0]}[aggregation]
+    apply = {"assign": lambda a, b: b, "assign_add": lambda a, b: a + b, "assign_sub": lambda a, b: a - b}[operation]
+    if kind == "on_write":
+        return [apply(start, change)] * len(numbers), apply(start, change)
+    first = [start] + [0.0 if aggregation == "sum" else start] * (len(numbers) - 1)
+    components = [apply(a, b) for a, b in zip(first, numbers, strict=True)]
+    read = {"sum": sum, "mean": lambda c: sum(c) / len(c), "only_first_replica": lambda c: c[0]}[aggregation]
+    return components, read(components)
+
+
+@pytest.mark.parametrize(
+    ("kind", "aggregation", "operation"),
+    itertools.product(
+        ["on_write", "on_read"], ["sum", "mean", "only_first_replica"], ["assign", "assign_add", "assign_sub"]
+    ),
+)
+def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
+    with strategy.scope():
+        variable = keras.Variable(4.0, synchronization=kind, aggregation=aggregation)
+
+    def fn():
+        getattr(variable, operation)(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        return variable.value
+
+    inside = strategy.run(fn)
+    numbers = [i + 1.0 for i in range(strategy.num_replicas_in_sync)]
+    components, read = expected_after_run(kind, aggregation, operation, 4.0, numbers)
+    np.testing.assert_allclose([float(v) for v in variable.values], components, rtol=1e-6)
+    np.testing.assert_allclose([float(v) for v in inside.values], components, rtol=1e-6)
+    np.testing.assert_allclose(float(variable.numpy()), read, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_read_and_assigned_in_merge_call_and_update(strategy, kind, aggregation):
+    with strategy.scope():
+        variable = keras.Variable(4.0, synchronization=kind, aggregation=aggregation)
+
+    def merged(strategy):
+        across = variable.value
+        variable.assign(across * 2)
+        strategy.extended.update(variable, lambda v: v.assign_add(1.0 if kind == "on_write" else 0.0))
+        return across, variable.value
+
+    before, after = strategy.run(lambda: kd.get_replica_context().merge_call(merged))
+    assert {float(v) for v in strategy.experimental_local_results(before)} == {4.0}
+    expected = 9.0 if kind == "on_write" else 8.0
+    assert {float(v) for v in strategy.experimental_local_results(after)} == {expected}
+    assert float(variable.numpy()) == expected
+
+
+def test_without_aggregation_equal_values_may_be_assigned(strategy):
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+
+    def fn(x):
+        context = kd.get_replica_context()
+        variable.assign_add(x)
+        variable.assign_add(context.all_reduce("SUM", 1.0 * context.replica_id_in_sync_group))
+
+    strategy.run(fn, args=(np.float32(2.0),))
+    n = strategy.num_replicas_in_sync
+    assert [float(s) for s in shards(variable)] == [3.0 + n * (n - 1) / 2] * n
+
+
+def test_without_aggregation_differing_values_are_an_error():
+    strategy = mirrored(2)
+    with strategy.scope():
+        a, b, c = (keras.Variable(1.0, name=name) for name in "abc")
+
+    def fn():
+        i = kd.get_replica_context().replica_id_in_sync_group
+        a.assign(1.0 * i)
+        b.assign_sub(i / 2)
+        c.assign(5.0)
+
+    with pytest.raises(errors.AggregationError, match=r"(?s)different values to 2 mirrored.*a \(\), b \(\)") as caught:
+        strategy.run(fn)
+    assert 'Fix: combine the value first, kd.get_replica_context().all_reduce("SUM", value)' in str(caught.value)
+    assert [float(v.numpy()) for v in (a, b, c)] == [1.0, 1.0, 1.0], "nothing may be assigned by a program refused"
+
+
+def test_components_without_aggregation():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(1.0, synchronization="on_read")
+    strategy.run(lambda: variable.assign(1.0 * kd.get_replica_context().replica_id_in_sync_group))
+    assert [float(v) for v in variable.values] == [0.0, 1.0]
+    with pytest.raises(errors.AggregationError, match="(?s)no aggregation, so they cannot be read.*Fix: create it with"):
+        variable.numpy()
+    assert "aggregation=none" in repr(variable)
+
+
+def test_arithmetic_conversion_and_repr(strategy):
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0], synchronization="on_read", aggregation="sum")
+        scalar = keras.Variable(3.0)
+    assert (variable * 2 + 1).tolist() == [3.0, 5.0]
+    assert (1 - variable)[0] == 0.0
+    assert float(scalar) == 3.0
+    assert int(scalar) == 3
+    assert np.asarray(variable).tolist() == [1.0, 2.0]
+    assert jnp.sum(variable.value) == 3.0
+    assert keras.ops.matmul(variable, [1.0, 1.0]) == 3.0
+    n = strategy.num_replicas_in_sync
+    assert repr(scalar) == f"<MirroredVariable path={scalar.path}, shape=(), dtype=float32, num_replicas={n}, value=3.0>"
+    assert "SyncOnReadVariable" in repr(variable)
+    assert variable.distribute_strategy is strategy
+
+
+def test_bad_assignments():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)must match.*shape \(2,\).*shape \(3,\).*Fix"):
+        variable.assign([1.0, 2.0, 3.0])
+    differing = strategy.run(lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group)
+    with pytest.raises(errors.StructureTypeError, match="(?s)differs per replica cannot be assigned.*Fix: assign it inside"):
+        variable.assign(differing)
+    variable.assign(strategy.extended.reduce_to("SUM", differing, variable))
+    assert variable.numpy().tolist() == [1.0, 1.0]
+
+
+def test_every_copy_changes_and_values_survive_later_programs():
+    strategy = mirrored(4)
+    with strategy.scope():
+        variable = keras.Variable(np.arange(4.0, dtype="float32"))
+    held, components = variable.value, variable.values
+    strategy.run(lambda: variable.assign_add(jnp.ones(4)))
+    assert held.tolist() == [0, 1, 2, 3], "an array that the user holds is not given away"
+    assert components[3].tolist() == [0, 1, 2, 3]
+    for shard in shards(variable):
+        assert shard.tolist() == [1, 2, 3, 4]
+
+
+def test_autocast():
+    with mirrored(2).scope():
+        layer = keras.layers.Dense(2, dtype="mixed_bfloat16")
+        layer.build((1, 2))
+    assert layer(np.ones((1, 2))).dtype == "bfloat16"
+    assert layer.kernel.dtype == "float32"
