@@ -26,7 +26,7 @@ from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
-from keras_distribute.values import DistributedValues
+from keras_distribute.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -220,7 +220,8 @@ class SyncOnReadVariable(DistributedVariable):
     Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside `Strategy.run` communicate
     nothing. Differs from TF: assigned across replicas with `"sum"`, the first component takes the whole value and the
     others zero, so that any dtype reads back exactly (TensorFlow divides by the number of replicas); and `assign_add`
-    across replicas is allowed, since reading, adding and assigning is well defined.
+    across replicas is allowed: it changes the components so that what is read changes by as much. A `PerReplica` assigned
+    across replicas gives each replica its component.
     """
 
     def __init__(self, *args: Any, synchronization: str = "auto", aggregation: str = "none", **kwargs: Any) -> None:
@@ -238,7 +239,15 @@ class SyncOnReadVariable(DistributedVariable):
         shards = sorted(self._value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         return tuple(jnp.squeeze(shard.data, 0) for shard in shards)
 
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
+            return value
+        return super()._checked(value)
+
     def _direct_assign(self, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            self._value = value.stacked.astype(self._dtype)
+            return
         self._value = _spread(self.replica_mesh, self.aggregation == "sum")(_strong(value))
 
     def _assign_change(self, change: Any) -> Any:
@@ -335,6 +344,11 @@ def _spread(mesh: ReplicaMesh, first_only: bool) -> Any:
         return jnp.broadcast_to(value, shape)
 
     return jax.jit(spread, out_shardings=mesh.split)
+
+
+def spread_sum(mesh: ReplicaMesh) -> Any:
+    """A program from one value to components that add up to it."""
+    return _spread(mesh, True)
 
 
 @functools.lru_cache(maxsize=256)

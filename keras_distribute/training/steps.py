@@ -20,8 +20,8 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import batches
-from keras_distribute.variables import DistributedVariable
+from keras_distribute.training import accumulation, batches
+from keras_distribute.variables import DistributedVariable, spread_sum
 
 _ATTRIBUTE = "_keras_distribute_strategy"
 
@@ -70,7 +70,10 @@ class TrainerSeams:
         if strategy is None:
             return None
         _check_variables(strategy, compat.state_variables(trainer, kind))
-        return _traced(strategy, kind, step) if compat.is_traced(trainer) else _eager(strategy, step)
+        if not compat.is_traced(trainer):
+            return _eager(strategy, step)
+        indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
+        return _accumulating(trainer, strategy, indices, step) if indices else _traced(strategy, step)
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
@@ -78,7 +81,21 @@ def _strategy_of(trainer: Any) -> Strategy | None:
     return own if own is not None else context.get_strategy() if context.has_strategy() else None
 
 
-def _traced(strategy: Strategy, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+def _accumulating(trainer: Any, strategy: Strategy, indices: list[int], step: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = strategy.replica_mesh
+    slots = [mesh.split if i in indices else mesh.replicated for i in range(len(trainer.optimizer.variables))]
+    shardings = (mesh.replicated, mesh.replicated, slots, mesh.replicated)
+    compiled = _traced(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings)
+
+    def run(state: Any, data: Any) -> Any:
+        logs, state = compiled(accumulation.unwrapped(state, indices, spread_sum(mesh)), data)
+        return logs, accumulation.wrapped(state, indices)
+
+    run.program = compiled.program
+    return run
+
+
+def _traced(strategy: Strategy, step: Callable[..., Any], state_shardings: Any = None) -> Callable[..., Any]:
     mesh = strategy.replica_mesh
 
     def global_step(state: Any, data: Any, rows: batches.Rows, groups: int) -> Any:
@@ -88,7 +105,7 @@ def _traced(strategy: Strategy, kind: str, step: Callable[..., Any]) -> Callable
     def compiled(outputs: Any) -> Callable[..., Any]:
         # The state comes back as it went in, or the second call would compile again.
         return jax.jit(
-            global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=(outputs, mesh.replicated)
+            global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=(outputs, state_shardings or mesh.replicated)
         )
 
     even, uneven = compiled(None), compiled(mesh.replicated)  # An uneven split cannot leave a program.
@@ -98,6 +115,7 @@ def _traced(strategy: Strategy, kind: str, step: Callable[..., Any]) -> Callable
         divides = all(count == batches.WHOLE for count in rows)
         return (even if divides else uneven)(state, placed, rows, groups)
 
+    run.program = even  # To look at what is compiled.
     return run
 
 

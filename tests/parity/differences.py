@@ -20,6 +20,7 @@ DIFFERENCES = {
     "none": "None is a structure without values, and reduces to None; TensorFlow refuses its sum.",
     "common values": "The sum of a value that is no PerReplica is refused; TensorFlow multiplies it if there are axes.",
     "gathered structures": "`gather` joins each value of a structure; TensorFlow returns the first replica's.",
+    "updates are one program": "An update runs once for all replicas, so a result inside it is of all of them.",
     "merge_call is traced": "`merge_call` is part of the program, so it cannot pick the components of one replica.",
     "nothing to reduce": "`batch_reduce_to` of nothing is nothing; TensorFlow fails by accident.",
     "no single destination": "`reduce_to` gives the value on every replica; TensorFlow on the given device only.",

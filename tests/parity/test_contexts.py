@@ -6,7 +6,7 @@ import pytest
 
 import keras_distribute as kd
 
-from .comparing import as_run_returns, check, check_error, entries, mirrored, record
+from .comparing import as_run_returns, check, check_error, encoded, entries, mirrored, numbers, record
 from .differences import because
 from .encoding import is_error
 
@@ -81,6 +81,9 @@ def test_misuse(entry):
         check_error(call, expected, fix=False)
     elif is_error(expected):
         check_error(call, expected)
+    elif name.endswith("in update"):
+        assert because("updates are one program")
+        assert all(float(number) == 1.0 for number in numbers(encoded(strategy, call())))
     elif name.startswith("default") or name == "scope in own scope":
         check(strategy, call, expected)
     else:

@@ -81,7 +81,7 @@ def as_ours(entry, operation):
         if entry["context"] == "cross-replica":
             assert because("sum added")
             change = {"read": 0.0, "assign_add": COMMON, "assign_sub": -COMMON}[operation]
-            components = prepared if operation == "read" else [sum(prepared) + change] + [0.0] * (len(prepared) - 1)
+            components = [prepared[0] + change, *prepared[1:]]
             inside = sum(components)
         else:
             inside = {"components": components}

@@ -1,0 +1,98 @@
+"""Which of Keras's models treat each row of a batch by itself, but for batch normalization.
+
+Keras says this of no layer, so the packages of its built-in layers are listed; a layer that is not of them counts as one
+that may mix rows. `_operations` and `_flatten_layers` are the only complete lists of what a model calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.jax.trainer import JAXTrainer
+from keras.src.layers.layer import Layer
+from keras.src.models.functional import Functional
+from keras.src.models.sequential import Sequential
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.src.trainers.trainer import Trainer
+
+__all__ = ["get_keras_mask", "set_keras_mask", "unpack_x_y_sample_weight"]
+
+_ROW_WISE = tuple(
+    f"keras.src.layers.{name}."
+    for name in (
+        "activations",
+        "attention",
+        "convolutional",
+        "core.dense",
+        "core.einsum_dense",
+        "core.embedding",
+        "core.identity",
+        "core.input_layer",
+        "core.masking",
+        "merging",
+        "normalization",
+        "pooling",
+        "regularization",
+        "reshaping",
+        "rnn",
+    )
+)
+_STEP_METHODS = {
+    Trainer: ("compute_loss", "_compute_loss", "stateless_compute_loss"),
+    JAXTrainer: ("train_step", "compute_loss_and_updates", "_update_metrics_variables"),
+    Layer: ("stateless_call", "losses"),
+}
+
+
+def treats_rows_alone(trainer: Any) -> bool:
+    """Whether the forward pass of `trainer` is made of built-in layers that never mix rows."""
+    models = [layer for layer in [trainer, *_called(trainer)] if isinstance(layer, keras.Model)]
+    if any(type(model).call not in (Functional.call, Sequential.call) for model in models):
+        return False
+    others = [op for op in _called(trainer) if not isinstance(op, keras.Model)]
+    return all(
+        f"{type(op).__module__}.".startswith(_ROW_WISE) and not getattr(op, "stateful", False) for op in others
+    )
+
+
+def has_own_step(trainer: Any) -> bool:
+    """Whether the user replaced a method that Keras's training step consists of."""
+    return any(
+        getattr(type(trainer), name) is not getattr(owner, name)
+        for owner, names in _STEP_METHODS.items()
+        for name in names
+    )
+
+
+def stateless_loss(trainer: Any, losses: list[Any], variables: tuple[Any, ...], **batch: Any) -> Any:
+    """`stateless_compute_loss` with the losses that the forward pass collected, as Keras's own step calls it."""
+    if losses:
+        trainer._losses_override.clear()
+        trainer._losses_override = losses
+    try:
+        return trainer.stateless_compute_loss(*variables, **batch)
+    finally:
+        if losses:
+            trainer._losses_override.clear()
+
+
+def update_metrics(trainer: Any, metrics_variables: Any, loss: Any, x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+    """The logs and the new values of the metrics' variables."""
+    return trainer._update_metrics_variables(metrics_variables, loss, x, y, y_pred, weight)
+
+
+def _called(trainer: Any) -> list[Any]:
+    """All layers and operations that the model may call, nested ones included."""
+    found: dict[int, Any] = {}
+    todo = list(getattr(trainer, "_operations", [])) + list(trainer._flatten_layers(include_self=False))
+    while todo:
+        operation = todo.pop()
+        if id(operation) in found:
+            continue
+        found[id(operation)] = operation
+        todo += list(getattr(operation, "_operations", []))
+        if isinstance(operation, Layer):
+            todo += list(operation._flatten_layers(include_self=False))
+    return list(found.values())
