@@ -1,10 +1,10 @@
 """keras_distribute: the programming model of `tf.distribute.Strategy`, for Keras 3 on JAX.
 
-    import keras_distribute as kd
-    strategy = kd.MirroredStrategy()
-    with strategy.scope():
-        model = ...; model.compile(...)
-    model.fit(dataset, epochs=2)
+import keras_distribute as kd
+strategy = kd.MirroredStrategy()
+with strategy.scope():
+    model = ...; model.compile(...)
+model.fit(dataset, epochs=2)
 """
 
 from keras_distribute._compat import versions as _versions
@@ -82,14 +82,17 @@ __all__ = [
     "value_and_grad",
 ]
 
-for _module, _names in (
-    (errors, [name for name in vars(errors) if name.endswith("Error")]),
-    (experimental, experimental.__all__),
-    (nn, nn.__all__),
-    (None, __all__),
-):
-    for _name in _names:
-        _object = getattr(_module, _name) if _module else globals()[_name]
-        if hasattr(_object, "__module__"):
-            _object.__module__ = _module.__name__ if _module else __name__
-del _module, _names, _name, _object
+
+def _publish() -> None:
+    """Makes each public object say that it comes from where users find it."""
+    here = {name: globals()[name] for name in __all__}
+    everywhere = [(__name__, here)]
+    for module, names in ((experimental, experimental.__all__), (nn, nn.__all__)):
+        everywhere.append((module.__name__, {name: getattr(module, name) for name in names}))
+    for module_name, objects in everywhere:
+        for thing in objects.values():
+            if hasattr(thing, "__module__"):
+                thing.__module__ = module_name
+
+
+_publish()

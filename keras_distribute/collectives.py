@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import Mirrored, PerReplica, is_array
 
@@ -74,7 +74,7 @@ class CrossDeviceOps:
         if values[0].local is not None:
             return self.batch_reduce_implementation(op, [(v, None) for v in values], options)
         stacked = [_stacked(value) for value in values]
-        mesh = stacked[0].sharding.mesh
+        mesh = mesh_of_array(stacked[0])
 
         def implementation(*locals_: jax.Array) -> list[Any]:
             return self.batch_reduce_implementation(op, [(PerReplica(local=x), None) for x in locals_], options)
@@ -233,10 +233,8 @@ def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, a
     if value.stacked is not None:
         if not axes:
             return ops.reduce(reduce_op, value).value
-        mesh = value.stacked.sharding.mesh
-        compiled = _compiled(
-            None, reduce_op, axes, mesh, lambda local: reduce_along_axes_local(reduce_op, local, axes)
-        )
+        mesh = mesh_of_array(value.stacked)
+        compiled = _compiled(None, reduce_op, axes, mesh, lambda local: reduce_along_axes_local(reduce_op, local, axes))
         return compiled(value.stacked)
     return _reduce_ragged(reduce_op, value.values, axes)
 
@@ -247,7 +245,7 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
         return all_gather_local(value.local, axis)
     if value.stacked is not None:
         compiled = _compiled(
-            None, None, axis, value.stacked.sharding.mesh, lambda local: all_gather_local(local, axis)
+            None, None, axis, mesh_of_array(value.stacked), lambda local: all_gather_local(local, axis)
         )
         return compiled(value.stacked)
     parts = _arrays(value.values, "gathered")
@@ -289,7 +287,7 @@ def mesh_of(destinations: Any) -> ReplicaMesh | None:
     if isinstance(own, ReplicaMesh):
         return own
     sharding = getattr(destinations, "sharding", None)
-    return ReplicaMesh(sharding.mesh) if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return ReplicaMesh(mesh_of_array(destinations)) if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
 @functools.lru_cache(maxsize=512)

@@ -62,7 +62,7 @@ def set_cpu_devices(num_devices: int) -> None:
 def size_pool_for_requested_devices() -> None:
     """Sizes XLA's pool for virtual devices that were asked for by a flag or by JAX's option. Runs on import."""
     match = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
-    requested = int(match.group(1)) if match else max(1, jax.config.jax_num_cpu_devices)
+    requested = int(match.group(1)) if match else max(1, jax.config.values["jax_num_cpu_devices"])
     if not jax_internals.backends_are_initialized():
         _size_pool(requested)
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import enum
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from keras_distribute.errors import ContextError, StructureTypeError
@@ -82,7 +82,7 @@ def frame() -> Frame:
 
 
 @contextlib.contextmanager
-def entered(new: Frame) -> Iterator[Frame]:
+def entered(new: Frame) -> Generator[Frame]:
     """Makes `new` the innermost frame for a `with` block; removed again whatever happens inside."""
     _stack.frames.append(new)
     depth = len(_stack.frames)

@@ -51,6 +51,13 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
 
+def mesh_of_array(array: jax.Array) -> Mesh:
+    """The mesh that an array of this package's making lives on."""
+    assert isinstance(array.sharding, NamedSharding)
+    assert isinstance(array.sharding.mesh, Mesh)
+    return array.sharding.mesh
+
+
 def parse_device(name: str | jax.Device) -> jax.Device:
     """The local device that a name of TensorFlow's or JAX's stands for.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,7 +59,8 @@ def compute_average_loss(
         if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
         weights = jnp.reshape(weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim))
-        if weights.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False)):
+        fits = all(w in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False))
+        if weights.ndim > losses.ndim or not fits:
             raise ValueStructureError(
                 "The weights do not fit the losses.",
                 received=f"losses of shape {losses.shape}, sample_weight of shape {jnp.shape(sample_weight)}.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import sys
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -240,23 +242,8 @@ def _trace(
     options: RunOptions | None,
 ) -> _Program:
     while True:
-        scope = _Capture(strategy)
-        output: dict[str, Any] = {}
-
-        def local(values: list[Any], arrays: list[Any], scope: _Capture = scope, output: Any = output) -> Any:
-            scope.given = {id(v): value for v, value in zip(variables, values, strict=True)}
-            args, kwargs = call.rebuilt(arrays)
-            replica_context = strategy.make_replica_context() if mode is Mode.REPLICA else None
-            with context.entered(Frame(strategy, mode, replica_context, per_replica=True)):
-                result = function(*args, **kwargs)
-            leaves, output["structure"] = jax.tree.flatten(result, is_leaf=_is_leaf)
-            leaves = [_unwrapped(leaf) for leaf in leaves]
-            output["leaves"] = [None if isinstance(leaf, jax.Array) else _Static(leaf) for leaf in leaves]
-            output["written"] = list(scope.updated.values())
-            # Nothing of this trace may be read after it.
-            written, scope.updates, scope.given = [scope.updates[key] for key in scope.updated], {}, {}
-            return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
-
+        scope, output = _Capture(strategy), dict[str, Any]()
+        local = functools.partial(_trace_local, strategy, function, call, mode, variables, scope, output)
         trace = jax.make_jaxpr(local, axis_env=[(REPLICA_AXIS, strategy.num_replicas_in_sync)])
         with scope:
             program = trace([jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables], call.shapes)
@@ -267,6 +254,32 @@ def _trace(
         if not new:
             return _Program(strategy, program, call, variables, output, options)
         variables = [*variables, *new]
+
+
+def _trace_local(
+    strategy: Strategy,
+    function: Callable[..., Any],
+    call: _Call,
+    mode: Mode,
+    variables: list[Any],
+    scope: _Capture,
+    output: dict[str, Any],
+    values: list[Any],
+    arrays: list[Any],
+) -> Any:
+    """One replica's call: from the values of `variables` and the arguments' arrays to results and assigned values."""
+    scope.given = {id(v): value for v, value in zip(variables, values, strict=True)}
+    args, kwargs = call.rebuilt(arrays)
+    replica_context = strategy.make_replica_context() if mode is Mode.REPLICA else None
+    with context.entered(Frame(strategy, mode, replica_context, per_replica=True)):
+        result = function(*args, **kwargs)
+    leaves, output["structure"] = jax.tree.flatten(result, is_leaf=_is_leaf)
+    leaves = [_unwrapped(leaf) for leaf in leaves]
+    output["leaves"] = [None if isinstance(leaf, jax.Array) else _Static(leaf) for leaf in leaves]
+    output["written"] = list(scope.updated.values())
+    # Nothing of this trace may be read after it.
+    written, scope.updates, scope.given = [scope.updates[key] for key in scope.updated], {}, {}
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
 
 
 def _unwrapped(leaf: Any) -> Any:

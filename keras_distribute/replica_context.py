@@ -48,9 +48,7 @@ class ReplicaContext:
             return self._replica_id
         return lax.axis_index(REPLICA_AXIS) if context.frame().per_replica else 0
 
-    def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
-    ) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Sums or averages `value` over all replicas; each of them gets the result.
 
         Args:
@@ -131,7 +129,9 @@ class ReplicaContext:
         self._require("merge_call", "call merge_fn(strategy, ...) directly")
         if not callable(merge_fn):
             raise StructureTypeError(
-                "merge_call calls a function.", received=f"{merge_fn!r}.", fix="merge_call(lambda strategy, x: ..., args=(x,))"
+                "merge_call calls a function.",
+                received=f"{merge_fn!r}.",
+                fix="merge_call(lambda strategy, x: ..., args=(x,))",
             )
         per_replica = context.frame().per_replica
 

@@ -60,7 +60,7 @@ class ReduceOp(enum.Enum):
         )
 
     @staticmethod
-    def parse(value: ReduceOp | str) -> ReduceOp:
+    def parse(value: Any) -> ReduceOp:
         """A `ReduceOp` from itself or from its name in any case."""
         if isinstance(value, ReduceOp):
             return value

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,9 +55,7 @@ class PerReplica(DistributedValues):
                 ]
                 shape = (len(shards), *shards[0].shape[1:])
                 return PerReplica(stacked=jax.make_array_from_single_device_arrays(shape, mesh.split, shards))
-            return PerReplica(
-                components=tuple(jax.device_put(a, d) for a, d in zip(arrays, mesh.devices, strict=True))
-            )
+            return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, mesh.devices, strict=True)))
         return PerReplica(components=tuple(components))
 
     @property

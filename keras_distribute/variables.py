@@ -119,7 +119,7 @@ class DistributedVariable(compat.Variable):
     def _assign(self, value: Any) -> Any:
         current = self._own_frame()
         if compat.in_stateless_scope():
-            compat.get_stateless_scope().add_update((self, self._write_in_program(value, current)))
+            compat.add_stateless_update(self, self._write_in_program(value, current))
         else:
             self._direct_assign(value)
         return value
@@ -201,7 +201,7 @@ class MirroredVariable(DistributedVariable):
         if not self._aggregates(self._own_frame()):
             return super()._assign_change(change)
         value = self._own_dtype_value() + self._aggregated(change)
-        compat.get_stateless_scope().add_update((self, value))
+        compat.add_stateless_update(self, value)
         return value
 
     def _aggregates(self, current: Frame) -> bool:
@@ -220,8 +220,8 @@ class SyncOnReadVariable(DistributedVariable):
     Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside `Strategy.run` communicate
     nothing. Differs from TF: assigned across replicas with `"sum"`, the first component takes the whole value and the
     others zero, so that any dtype reads back exactly (TensorFlow divides by the number of replicas); and `assign_add`
-    across replicas is allowed: it changes the components so that what is read changes by as much. A `PerReplica` assigned
-    across replicas gives each replica its component.
+    across replicas is allowed: it changes the components so that what is read changes by as much. A `PerReplica`
+    assigned across replicas gives each replica its component.
     """
 
     def __init__(self, *args: Any, synchronization: str = "auto", aggregation: str = "none", **kwargs: Any) -> None:
@@ -246,7 +246,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, PerReplica):
-            self._value = value.stacked.astype(self._dtype)
+            self._value = jnp.asarray(value.stacked, self._dtype)
             return
         self._value = _spread(self.replica_mesh, self.aggregation == "sum")(_strong(value))
 
@@ -256,7 +256,7 @@ class SyncOnReadVariable(DistributedVariable):
         scoped = compat.stateless_value(self)
         if scoped is not None and current.per_replica:
             value = scoped + self._write_in_program(change, current)
-            compat.get_stateless_scope().add_update((self, value))
+            compat.add_stateless_update(self, value)
             return value
         if compat.in_stateless_scope():
             return super()._assign_change(change)

@@ -170,7 +170,9 @@ def test_training_goes_on_in_a_custom_loop():
         model.optimizer.apply(grads, model.trainable_variables)
 
     halves = [
-        strategy.experimental_distribute_values_from_function(lambda c, a=a: a[16 + 4 * c.replica_id_in_sync_group :][:4])
+        strategy.experimental_distribute_values_from_function(
+            lambda c, a=a: a[16 + 4 * c.replica_id_in_sync_group :][:4]
+        )
         for a in (x, y)
     ]
     strategy.run(step, args=tuple(halves))

@@ -50,7 +50,9 @@ def test_reduce_of_ragged_components_divides_by_the_true_count(op):
     result = strategy.reduce(op, distributed(strategy, parts), axis=0)
     reduce = np.sum if op == "SUM" else np.mean
     assert float(result) == pytest.approx(float(reduce(np.concatenate(parts))))
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)shapes differ outside the reduced axes.*\(1,\), \(2,\).*Fix"):
+    with pytest.raises(
+        errors.ValueStructureError, match=r"(?s)shapes differ outside the reduced axes.*\(1,\), \(2,\).*Fix"
+    ):
         strategy.reduce(op, distributed(strategy, parts), axis=None)
 
 
@@ -109,7 +111,9 @@ def test_gather_of_ragged_components():
     strategy = mirrored(3)
     parts = [RNG.randn(2, size).astype("float32") for size in (1, 3, 0)]
     np.testing.assert_array_equal(strategy.gather(distributed(strategy, parts), axis=1), np.concatenate(parts, 1))
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)all other dimensions.*float32\[2, 1\], float32\[2, 3\].*Fix"):
+    with pytest.raises(
+        errors.ValueStructureError, match=r"(?s)all other dimensions.*float32\[2, 1\], float32\[2, 3\].*Fix"
+    ):
         strategy.gather(distributed(strategy, parts), axis=0)
     with pytest.raises(errors.ValueStructureError, match="no axis 0 in a value of 0"):
         strategy.gather(distributed(strategy, [np.float32(1)] * 3), axis=0)
@@ -138,7 +142,9 @@ def test_all_gather_in_a_replica(strategy):
     for component in strategy.experimental_local_results(strategy.run(fn, args=(distributed(strategy, parts),))):
         np.testing.assert_array_equal(component["a"], np.concatenate(parts))
         np.testing.assert_array_equal(component["b"][0], np.concatenate([p[0] for p in parts]))
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]"):
+    with pytest.raises(
+        errors.ValueStructureError, match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]"
+    ):
         strategy.run(lambda: kd.get_replica_context().all_gather(1.0, axis=0))
 
 
@@ -191,7 +197,9 @@ def test_cross_device_ops_give_the_same_numbers(name, n):
         np.testing.assert_allclose(np.asarray(outside[k]), expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.asarray(means[k]), expected / n, rtol=1e-5, atol=1e-6)
         assert isinstance(outside[k], kd.Mirrored)
-        assert float(jnp.sum(strategy.reduce("SUM", value, axis=None))) == pytest.approx(float(expected.sum()), rel=1e-4)
+        assert float(jnp.sum(strategy.reduce("SUM", value, axis=None))) == pytest.approx(
+            float(expected.sum()), rel=1e-4
+        )
 
 
 def count_all_reduces(strategy, fn, *args):
@@ -202,7 +210,11 @@ def count_all_reduces(strategy, fn, *args):
         [program.variables[i].stored for i in program.read],
         list(args),
     ).as_text()
-    return text.count("stablehlo.all_reduce"), text.count("stablehlo.reduce_scatter"), text.count("stablehlo.all_gather")
+    return (
+        text.count("stablehlo.all_reduce"),
+        text.count("stablehlo.reduce_scatter"),
+        text.count("stablehlo.all_gather"),
+    )
 
 
 def test_packs_are_real():
@@ -281,14 +293,19 @@ def test_values_from_a_function(strategy):
 
     def make(context):
         assert context.num_replicas_in_sync == n
-        return {"x": np.full(2, context.replica_id_in_sync_group), "name": f"replica {context.replica_id_in_sync_group}"}
+        return {
+            "x": np.full(2, context.replica_id_in_sync_group),
+            "name": f"replica {context.replica_id_in_sync_group}",
+        }
 
     value = strategy.experimental_distribute_values_from_function(make)
     assert isinstance(value["x"], kd.PerReplica)
     assert [v.tolist() for v in value["x"].values] == [[i, i] for i in range(n)]
     assert value["name"].values == tuple(f"replica {i}" for i in range(n))
     if n > 1:
-        with pytest.raises(errors.ValueStructureError, match="(?s)different structures.*a list of 1 from replica 0, a list of 2"):
+        with pytest.raises(
+            errors.ValueStructureError, match="(?s)different structures.*a list of 1 from replica 0, a list of 2"
+        ):
             strategy.experimental_distribute_values_from_function(lambda c: [1.0] * (c.replica_id_in_sync_group + 1))
         with pytest.raises(errors.ValueStructureError, match="(?s)a float from replica 0, a dict with the keys"):
             strategy.experimental_distribute_values_from_function(

@@ -171,7 +171,10 @@ def test_calls_in_the_wrong_context(strategy):
     for call, text in [
         (lambda: strategy.scope().__enter__(), "cannot be entered inside Strategy.run"),
         (lambda: strategy.run(lambda: 1), r"strategy.run was called inside a replica.*\n.*replica context of Mirrored"),
-        (lambda: strategy.reduce("SUM", value, axis=None), r"strategy.reduce was called inside(.|\n)*Fix: .*all_reduce"),
+        (
+            lambda: strategy.reduce("SUM", value, axis=None),
+            r"strategy.reduce was called inside(.|\n)*Fix: .*all_reduce",
+        ),
         (lambda: strategy.gather(value, axis=0), r"strategy.gather was called inside(.|\n)*Fix: .*all_gather"),
         (lambda: strategy.extended.reduce_to("SUM", value, None), "reduce_to was called inside"),
         (lambda: kd.experimental_set_strategy(None), "cannot be changed inside a scope"),
@@ -179,7 +182,9 @@ def test_calls_in_the_wrong_context(strategy):
         with pytest.raises(errors.ContextError, match=text):
             in_run(call)()
     context = kd.ReplicaContext(strategy)
-    with pytest.raises(errors.ContextError, match=r"all_reduce was called outside Strategy.run.*\n(.|\n)*Fix: strategy.reduce"):
+    with pytest.raises(
+        errors.ContextError, match=r"all_reduce was called outside Strategy.run.*\n(.|\n)*Fix: strategy.reduce"
+    ):
         context.all_reduce("SUM", 1.0)
     with strategy.scope(), pytest.raises(errors.ContextError, match="merge_call was called outside"):
         context.merge_call(lambda s: None)

@@ -57,7 +57,11 @@ def train(strategy, make_optimizer, loss=keras.losses.MeanSquaredError, steps=4,
         return value
 
     losses = [
-        float(strategy.reduce("SUM", strategy.run(step, args=(distributed(strategy, x), distributed(strategy, y))), axis=None))
+        float(
+            strategy.reduce(
+                "SUM", strategy.run(step, args=(distributed(strategy, x), distributed(strategy, y))), axis=None
+            )
+        )
         for x, y in zip(X[:steps], Y[:steps], strict=True)
     ]
     state = [np.asarray(v) for v in (*model.variables, *optimizer.variables)]
@@ -69,7 +73,10 @@ def plain(make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, **batch_n
     model, optimizer, loss_object = make_model(**batch_norm), make_optimizer(), loss()
     metric = keras.metrics.MeanSquaredError()
     optimizer.build(model.trainable_variables)
-    state = [[v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)]
+    state = [
+        [v.value for v in group]
+        for group in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    ]
     losses = []
 
     @jax.jit
@@ -89,7 +96,9 @@ def plain(make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, **batch_n
         value, predictions, state = step(state, x, y)
         metric.update_state(y, predictions)
         losses.append(float(value))
-    for group, values in zip((model.trainable_variables, model.non_trainable_variables, optimizer.variables), state, strict=True):
+    for group, values in zip(
+        (model.trainable_variables, model.non_trainable_variables, optimizer.variables), state, strict=True
+    ):
         for variable, value in zip(group, values, strict=True):
             variable.assign(value)
     return losses, float(metric.result()), [np.asarray(v) for v in (*model.variables, *optimizer.variables)]
@@ -275,7 +284,9 @@ def test_recurrent_layers():
     keras.utils.set_random_seed(0)
     plain_layer = keras.layers.LSTM(3)
     plain_layer.build((None, 4, 5))
-    expected, expected_grads = kd.value_and_grad(lambda: keras.ops.sum(plain_layer(x)), plain_layer.trainable_variables)()
+    expected, expected_grads = kd.value_and_grad(
+        lambda: keras.ops.sum(plain_layer(x)), plain_layer.trainable_variables
+    )()
     np.testing.assert_allclose(strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5)
     for grad, other in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(strategy.reduce("SUM", grad, axis=None), other, rtol=1e-4, atol=1e-5)
@@ -283,7 +294,9 @@ def test_recurrent_layers():
 
 def test_value_and_grad_outside_run_keeps_updates():
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    )
     metric = keras.metrics.Mean()
     before = model.layers[1].seed_generator.state.numpy()
 
@@ -308,7 +321,9 @@ def test_value_and_grad_refusals():
         kd.value_and_grad(lambda: 1.0, [3.0])
     with pytest.raises(errors.StructureTypeError, match="int32, which has no gradient"):
         kd.value_and_grad(lambda: 1.0, [keras.Variable(1, dtype="int32")])
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)Only a scalar has gradients.*shape \(2,\).*Fix: reduce it"):
+    with pytest.raises(
+        errors.ValueStructureError, match=r"(?s)Only a scalar has gradients.*shape \(2,\).*Fix: reduce it"
+    ):
         kd.value_and_grad(lambda: variable * 2, [variable])()
 
 

@@ -34,12 +34,14 @@ def test_a_jax_device_names_itself():
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:x", "cpu 1", 3, None, "a/b:0"])
 def test_what_is_no_device_name(name):
-    with pytest.raises(errors.DeviceError, match="named by its kind and its number.*\n.*Received.*\n.*Fix: \"GPU:0\""):
+    with pytest.raises(errors.DeviceError, match='named by its kind and its number.*\n.*Received.*\n.*Fix: "GPU:0"'):
         mesh.parse_device(name)
 
 
 def test_a_device_that_does_not_exist():
-    with pytest.raises(errors.DeviceError, match=r"no device cpu:8.*\n.*'cpu:8', with the devices cpu:0, cpu:1") as caught:
+    with pytest.raises(
+        errors.DeviceError, match=r"no device cpu:8.*\n.*'cpu:8', with the devices cpu:0, cpu:1"
+    ) as caught:
         kd.MirroredStrategy(["cpu:0", "cpu:8"])
     assert "Fix: kd.config.set_cpu_devices(9)" in str(caught.value)
     with pytest.raises(errors.DeviceError, match="no device gpu:0"):

@@ -233,7 +233,9 @@ def test_components_without_aggregation():
         variable = keras.Variable(1.0, synchronization="on_read")
     strategy.run(lambda: variable.assign(1.0 * kd.get_replica_context().replica_id_in_sync_group))
     assert [float(v) for v in variable.values] == [0.0, 1.0]
-    with pytest.raises(errors.AggregationError, match="(?s)no aggregation, so they cannot be read.*Fix: create it with"):
+    with pytest.raises(
+        errors.AggregationError, match="(?s)no aggregation, so they cannot be read.*Fix: create it with"
+    ):
         variable.numpy()
     assert "aggregation=none" in repr(variable)
 
@@ -250,7 +252,9 @@ def test_arithmetic_conversion_and_repr(strategy):
     assert jnp.sum(variable.value) == 3.0
     assert keras.ops.matmul(variable, [1.0, 1.0]) == 3.0
     n = strategy.num_replicas_in_sync
-    assert repr(scalar) == f"<MirroredVariable path={scalar.path}, shape=(), dtype=float32, num_replicas={n}, value=3.0>"
+    assert (
+        repr(scalar) == f"<MirroredVariable path={scalar.path}, shape=(), dtype=float32, num_replicas={n}, value=3.0>"
+    )
     assert "SyncOnReadVariable" in repr(variable)
     assert variable.distribute_strategy is strategy
 
@@ -262,7 +266,9 @@ def test_bad_assignments():
     with pytest.raises(errors.ValueStructureError, match=r"(?s)must match.*shape \(2,\).*shape \(3,\).*Fix"):
         variable.assign([1.0, 2.0, 3.0])
     differing = strategy.run(lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group)
-    with pytest.raises(errors.StructureTypeError, match="(?s)differs per replica cannot be assigned.*Fix: assign it inside"):
+    with pytest.raises(
+        errors.StructureTypeError, match="(?s)differs per replica cannot be assigned.*Fix: assign it inside"
+    ):
         variable.assign(differing)
     variable.assign(strategy.extended.reduce_to("SUM", differing, variable))
     assert variable.numpy().tolist() == [1.0, 1.0]

@@ -5,6 +5,7 @@
 - `SeedGenerator.next` is where every random layer gets its seed.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
@@ -69,4 +70,3 @@ def install(
 def statistics(layer: Any) -> list[Any]:
     """The layer's non-trainable variables, which its `call` updates."""
     return list(layer.non_trainable_variables)
-

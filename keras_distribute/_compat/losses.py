@@ -4,6 +4,7 @@
 `tf.distribute` in the same place, and only there.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,14 +17,14 @@ Undo = Callable[[], None]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def install(global_sum: Callable[[Any], Any] | None) -> Undo:
+def install(global_sum: Callable[[Any], Any]) -> Undo:
     """Divides means by the global count.
 
     Args:
         global_sum: Returns the sum over the replicas of a count, or `None` where there is nothing to sum over.
     """
-    reduce_values = loss_module.reduce_values
-    apply_mask = loss_module.apply_mask
+    reduce_values: Callable[..., Any] = loss_module.reduce_values
+    apply_mask: Callable[..., Any] = loss_module.apply_mask
 
     def share(local: Any) -> Any:
         """This replica's count over the count of all."""

@@ -4,6 +4,7 @@ Keras's JAX optimizers have no hook for aggregation. `apply` is the one place be
 loss-scale checks.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,10 +15,11 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 Undo = Callable[[], None]
-Apply = Callable[[Any, list[Any], list[Any] | None], None]
+Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
+AroundApply = Callable[[Any, list[Any], "list[Any] | None", Apply], None]
 
 
-def install(around_apply: Callable[[Any, list[Any], list[Any] | None, Apply], None], all_of: Callable[[Any], Any]) -> Undo:
+def install(around_apply: AroundApply, all_of: Callable[[Any], Any]) -> Undo:
     """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and `all_of` around `check_finite`."""
     originals = [(cls, cls.apply) for cls in (BaseOptimizer, LossScaleOptimizer)]
     check_finite = LossScaleOptimizer.check_finite

@@ -1,7 +1,7 @@
 """Which of Keras's models treat each row of a batch by itself, but for batch normalization.
 
-Keras says this of no layer, so the packages of its built-in layers are listed; a layer that is not of them counts as one
-that may mix rows. `_operations` and `_flatten_layers` are the only complete lists of what a model calls.
+Keras says this of no layer, so the packages of its built-in layers are listed; any other layer counts as one that may
+mix rows. `_operations` and `_flatten_layers` are the only complete lists of what a model calls.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def treats_rows_alone(trainer: Any) -> bool:
     if any(type(model).call not in (Functional.call, Sequential.call) for model in models):
         return False
     others = [op for op in _called(trainer) if not isinstance(op, keras.Model)]
-    return all(
-        f"{type(op).__module__}.".startswith(_ROW_WISE) and not getattr(op, "stateful", False) for op in others
-    )
+    return all(f"{type(op).__module__}.".startswith(_ROW_WISE) and not getattr(op, "stateful", False) for op in others)
 
 
 def has_own_step(trainer: Any) -> bool:

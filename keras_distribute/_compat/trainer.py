@@ -10,6 +10,7 @@ Methods are replaced on `JAXTrainer` itself, since `keras.Model` and bare traine
 Keras lets a trainer choose how its steps are compiled.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import contextlib
@@ -95,12 +96,20 @@ def install(seams: Seams) -> Undo:
         replace(trainer, f"make_{kind}_function", makes(kind))
     replace(trainer, "__init__", adopting)
     replace(base, "compile", lambda original: adopting(in_context(original)))
-    replace(jax_trainer, "_distribute_data", lambda original: lambda data, layouts=None: (
-        seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
-    ))
-    replace(iterator, "_get_iterator", lambda original: lambda self: (
-        self.data_adapter.get_jax_iterator() if seams.takes_host_batches() else original(self)
-    ))
+    replace(
+        jax_trainer,
+        "_distribute_data",
+        lambda original: (
+            lambda data, layouts=None: seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
+        ),
+    )
+    replace(
+        iterator,
+        "_get_iterator",
+        lambda original: (
+            lambda self: self.data_adapter.get_jax_iterator() if seams.takes_host_batches() else original(self)
+        ),
+    )
 
     def undo() -> None:
         for owner, name, original in reversed(saved):

@@ -1,16 +1,16 @@
 """How Keras creates and reads variables: the places where ours take over.
 
 - `keras.Variable.__new__`: Keras has no hook for the class of a new variable. Goes if it gets one.
-- `StatelessScope`: the stack of scopes is private; a variable of ours looks through all of them, not only the innermost.
+- `StatelessScope`: the stack of scopes is private; our variables look through all of them, not only the innermost.
 - `name_scope_stack`: tells whether a layer creates the variable; Keras passes no creator.
 - `BaseOptimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from keras.src.backend import Variable
@@ -81,15 +81,11 @@ def stateless_value(variable: Variable) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def no_stateless_scope() -> Iterator[None]:
-    """Leaves all stateless scopes for a `with` block, so that variables are created and assigned for real."""
+def add_stateless_update(variable: Variable, value: Any) -> None:
+    """Assigns in the innermost stateless scope, which must exist."""
     scope = get_stateless_scope()
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
+    assert scope is not None
+    scope.add_update((variable, value))
 
 
 def uninitialized_value(variable: Variable) -> Any:

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from keras_distribute import collectives, context, program, values
-from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.collectives import CrossDeviceOps
+from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
@@ -133,7 +133,7 @@ class Strategy:
 
         Raises:
             ContextError: Inside `run`; use `all_reduce` of the replica context there.
-            ValueStructureError: For a dimension that does not exist, and for the sum of a value that is not per-replica.
+            ValueStructureError: For a dimension that does not exist, and for the sum of a common value.
 
         Example:
             >>> import keras_distribute as kd
@@ -238,14 +238,17 @@ class Strategy:
     def _check_run(self, fn: Any, args: Any, options: Any) -> None:
         context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
         current = context.frame()
-        if current.per_replica or current.mode is Mode.UPDATE or (context.has_strategy() and current.strategy is not self):
+        foreign = context.has_strategy() and current.strategy is not self
+        if current.per_replica or current.mode is Mode.UPDATE or foreign:
             raise ContextError(
                 "strategy.run was called inside the program or the scope of another call or strategy.",
                 received=context.describe(current),
                 fix="call strategy.run in the scope of the same strategy, or in none.",
             )
         if not callable(fn):
-            raise StructureTypeError("strategy.run runs a function.", received=f"{fn!r}.", fix="strategy.run(step, args=(x,))")
+            raise StructureTypeError(
+                "strategy.run runs a function.", received=f"{fn!r}.", fix="strategy.run(step, args=(x,))"
+            )
         if not isinstance(args, tuple | list):
             raise StructureTypeError(
                 "The arguments of strategy.run come as a tuple.",
@@ -253,7 +256,9 @@ class Strategy:
                 fix="strategy.run(step, args=(x,))",
             )
         if not isinstance(options, RunOptions | None):
-            raise StructureTypeError("The options of strategy.run are RunOptions.", received=f"{options!r}.", fix="kd.RunOptions()")
+            raise StructureTypeError(
+                "The options of strategy.run are RunOptions.", received=f"{options!r}.", fix="kd.RunOptions()"
+            )
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
         if isinstance(leaf, PerReplica):

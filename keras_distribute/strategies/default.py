@@ -27,9 +27,11 @@ class DefaultStrategy(Strategy):
     def num_replicas_in_sync(self) -> int:
         return 1
 
-    @functools.cached_property
-    def replica_mesh(self) -> ReplicaMesh:  # Made when first asked for: it starts the JAX client.
-        return ReplicaMesh.of(jax.local_devices()[:1])
+    @property
+    def replica_mesh(self) -> ReplicaMesh:
+        if self._mesh is None:  # Made when first asked for: it starts the JAX client.
+            self._mesh = ReplicaMesh.of(jax.local_devices()[:1])
+        return self._mesh
 
     def __repr__(self) -> str:
         return "DefaultStrategy()"

@@ -1,13 +1,13 @@
 """Gradient accumulation in `fit` that communicates gradients only when it updates.
 
-In a step over the global batch XLA reduces a gradient where it is computed, at each micro-step. Here the forward pass runs
-per replica, with a copy of the weights on each; its outputs are the global predictions, from which loss and metrics are
-computed as ever. The gradients with respect to the copies are each replica's own: they are added to its accumulators,
-which are summed on the last micro-step only.
+In a step over the global batch XLA reduces a gradient where it is computed, at each micro-step. Here the forward pass
+runs per replica, with a copy of the weights on each; its outputs are the global predictions, from which loss and
+metrics are computed as ever. The gradients with respect to the copies are each replica's own: they are added to its
+accumulators, which are summed on the last micro-step only.
 
-This needs a forward pass that treats each row by itself. Where that is not certain (layers or steps of the user's own, an
-`add_loss` on activations, rows that do not divide, loss scaling) the step stays the global one: exact, and reducing at each
-micro-step.
+This needs a forward pass that treats each row by itself. Where that is not certain (layers or steps of the user's own,
+an `add_loss` on activations, rows that do not divide, loss scaling) the step stays the global one: exact, and reducing
+at each micro-step.
 """
 
 from __future__ import annotations
@@ -164,10 +164,11 @@ def _forward(trainer: Any, strategy: Strategy, trained: list[Any], others: list[
         return outputs, [mask for mask in masks if mask is not None], others, list(losses)
 
     def shape(value: Any, divided: bool = False) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape, value.dtype)
+        own = (value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape
+        return jax.ShapeDtypeStruct(own, value.dtype)
 
     arguments = (list(map(shape, trained)), list(map(shape, others)), jax.tree.map(lambda leaf: shape(leaf, True), x))
-    program, (outputs, masks, new_others, losses) = jax.make_jaxpr(
+    program, (outputs, masks, _, _) = jax.make_jaxpr(
         one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
     )(*arguments)
     same = [True] * (len(trained) + len(others)) + [False] * len(leaves)

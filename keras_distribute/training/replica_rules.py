@@ -2,8 +2,8 @@
 
 In `Strategy.run` (each value is one replica's own):
 
-- gradients given to an optimizer are summed over the replicas once, before clipping, weight decay and loss-scale checks;
-  while accumulating over micro-steps, only when it updates;
+- gradients given to an optimizer are summed over the replicas once, before clipping, weight decay and loss-scale
+  checks; while accumulating over micro-steps, only when it updates;
 - the mean of a Keras loss is this replica's share of the global mean, so that the shares add up to it;
 - random layers draw from a stream of their own on each replica;
 - `BatchNormalization(synchronized=True)` takes statistics over all replicas.

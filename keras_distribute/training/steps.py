@@ -73,7 +73,7 @@ class TrainerSeams:
         if not compat.is_traced(trainer):
             return _eager(strategy, step)
         indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
-        return _accumulating(trainer, strategy, indices, step) if indices else _traced(strategy, step)
+        return _AccumulatingStep(strategy, trainer, indices, step) if indices else _GlobalStep(strategy, step)
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
@@ -81,42 +81,44 @@ def _strategy_of(trainer: Any) -> Strategy | None:
     return own if own is not None else context.get_strategy() if context.has_strategy() else None
 
 
-def _accumulating(trainer: Any, strategy: Strategy, indices: list[int], step: Callable[..., Any]) -> Callable[..., Any]:
-    mesh = strategy.replica_mesh
-    slots = [mesh.split if i in indices else mesh.replicated for i in range(len(trainer.optimizer.variables))]
-    shardings = (mesh.replicated, mesh.replicated, slots, mesh.replicated)
-    compiled = _traced(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings)
+class _GlobalStep:
+    """A step compiled for the global batch: `program(state, placed batch, true rows, groups)`."""
 
-    def run(state: Any, data: Any) -> Any:
-        logs, state = compiled(accumulation.unwrapped(state, indices, spread_sum(mesh)), data)
-        return logs, accumulation.wrapped(state, indices)
+    def __init__(self, strategy: Strategy, step: Callable[..., Any], state_shardings: Any = None) -> None:
+        self._mesh = mesh = strategy.replica_mesh
 
-    run.program = compiled.program
-    return run
+        def global_step(state: Any, data: Any, rows: batches.Rows, groups: int) -> Any:
+            with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
+                return step(state, batches.trim(data, rows, mesh))
 
+        def compiled(outputs: Any) -> Any:
+            # The state comes back as it went in, or the second call would compile again.
+            shardings = (outputs, state_shardings or mesh.replicated)
+            return jax.jit(global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=shardings)
 
-def _traced(strategy: Strategy, step: Callable[..., Any], state_shardings: Any = None) -> Callable[..., Any]:
-    mesh = strategy.replica_mesh
+        self.program = compiled(None)
+        self._uneven = compiled(mesh.replicated)  # An uneven split cannot leave a program.
 
-    def global_step(state: Any, data: Any, rows: batches.Rows, groups: int) -> Any:
-        with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
-            return step(state, batches.trim(data, rows, mesh))
-
-    def compiled(outputs: Any) -> Callable[..., Any]:
-        # The state comes back as it went in, or the second call would compile again.
-        return jax.jit(
-            global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=(outputs, state_shardings or mesh.replicated)
-        )
-
-    even, uneven = compiled(None), compiled(mesh.replicated)  # An uneven split cannot leave a program.
-
-    def run(state: Any, data: Any) -> Any:
-        placed, rows, groups = batches.place(data, mesh)
+    def __call__(self, state: Any, data: Any) -> Any:
+        placed, rows, groups = batches.place(data, self._mesh)
         divides = all(count == batches.WHOLE for count in rows)
-        return (even if divides else uneven)(state, placed, rows, groups)
+        return (self.program if divides else self._uneven)(state, placed, rows, groups)
 
-    run.program = even  # To look at what is compiled.
-    return run
+
+class _AccumulatingStep(_GlobalStep):
+    """A training step that keeps gradient accumulators per replica between calls."""
+
+    def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Callable[..., Any]) -> None:
+        mesh = strategy.replica_mesh
+        slots = [mesh.split if i in indices else mesh.replicated for i in range(len(trainer.optimizer.variables))]
+        shardings = (mesh.replicated, mesh.replicated, slots, mesh.replicated)
+        super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings)
+        self._indices = indices
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        state = accumulation.unwrapped(state, self._indices, spread_sum(self._mesh))
+        logs, state = super().__call__(state, data)
+        return logs, accumulation.wrapped(state, self._indices)
 
 
 def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
