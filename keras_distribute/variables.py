@@ -24,7 +24,7 @@ from jax import lax
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import AggregationError, ContextError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values import DistributedValues, PerReplica
 
@@ -295,6 +295,17 @@ class SyncOnReadVariable(DistributedVariable):
         return super().__repr__()
 
 
+def refuse_keras_distribution(strategy: Strategy) -> None:
+    """Raises `ContextError` where a `keras.distribution` is in force beside a strategy."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise ContextError(
+            "A Keras distribution and a strategy cannot both say where variables and batches go.",
+            received=f"{distribution!r} beside {strategy!r}.",
+            fix="keras.distribution.set_distribution(None), or leave the strategy's scope.",
+        )
+
+
 def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
     """The class of a variable that is created now, from its named arguments; `None` for Keras's own.
 
@@ -304,9 +315,11 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
 
     Raises:
         AggregationError: For `synchronization="none"`, as in TensorFlow.
+        ContextError: Where a `keras.distribution` is in force.
     """
     if not context.has_strategy():
         return None
+    refuse_keras_distribution(context.get_strategy())
     synchronization = arguments.get("synchronization", "auto")
     aggregation = arguments.get("aggregation", "none")
     if synchronization in ("none", None):

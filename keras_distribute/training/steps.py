@@ -21,7 +21,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import accumulation, batches
-from keras_distribute.variables import DistributedVariable, spread_sum
+from keras_distribute.variables import DistributedVariable, refuse_keras_distribution, spread_sum
 
 _ATTRIBUTE = "_keras_distribute_strategy"
 
@@ -54,6 +54,7 @@ class TrainerSeams:
                 received=f"a call inside {context.describe(current)}",
                 fix="call them outside strategy.run.",
             )
+        refuse_keras_distribution(strategy)
         return context.entered(Frame(strategy, Mode.CROSS))
 
     def takes_host_batches(self) -> bool:

@@ -1,0 +1,1 @@
+"""Compatibility: Keras's own test suites pass under a strategy."""

@@ -1,0 +1,87 @@
+"""Keras's own trainer, callback, epoch iterator and compile suites, with every test in the scope of two replicas.
+
+Each suite runs in a process of its own (`suites`, `scope_plugin`). What passes without a strategy has to pass with one,
+and the run has to prove that it was one: variables, the state of the steps and the halves of batches on two devices.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from . import suites
+
+DIFFERENT = {
+    # Opens Keras's own `DataParallel` inside the scope, which is refused: two things cannot both place a variable.
+    "keras.src.trainers.trainer_test::JAXTrainerCorrectnessTest::test_jit_fit_with_out_shardings_logic_distributed": (
+        "A Keras distribution and a strategy cannot both say where variables and batches go."
+    ),
+}
+"""Tests that fail under a strategy on purpose, and a part of their error."""
+
+PROOF = {
+    "trainer": {
+        "variable": 140,
+        "train compiled": 50,
+        "train eager": 40,
+        "test compiled": 30,
+        "test eager": 35,
+        "predict compiled": 20,
+        "predict eager": 35,
+        "batch split": 120,
+        "batch uneven": 25,
+        "batch sparse": 18,
+        "output split": 20,
+    },
+    "callbacks": {"variable": 70, "train compiled": 45, "test compiled": 15, "batch split": 35},
+    "compile_utils": {"variable": 20},
+    "epoch_iterator": {},  # It has no models.
+}
+"""By suite, in how many tests at least each of the counts of `scope_plugin.Watch` has to occur."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * suites.TIMEOUT + 60)
+@pytest.mark.parametrize("name", suites.SUITES)
+def test_suite_passes_in_scope_what_it_passes_without(name: str) -> None:
+    found = suites.run_suite(name, "mirrored")
+    check_outcomes(name, found, DIFFERENT)
+    check_proof(name, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * suites.TIMEOUT + 60)
+def test_importing_the_package_changes_nothing_outside_a_scope() -> None:
+    found = suites.run_suite("trainer", "imported")
+    check_outcomes("trainer", found, {})
+    trained = {
+        test: result.counts for test, result in found.items() if any("train" in count for count in result.counts)
+    }
+    assert len(trained) > 90
+    on_two = {test for test, counts in trained.items() if {"train compiled", "train eager"} & counts.keys()}
+    assert on_two == set(DIFFERENT)  # Keras's `DataParallel`; so the watch tells two devices from one.
+
+
+def check_outcomes(name: str, found: dict[str, suites.TestResult], different: dict[str, str]) -> None:
+    """Asserts that the tests of a suite end as in the baseline, but for the `different` ones."""
+    expected = suites.baseline(name)
+    outcomes = {test: result.outcome for test, result in found.items()}
+    print(f"{name}: {suites.tally(expected)} without a strategy, {suites.tally(outcomes)} here")
+    differences = suites.differences(expected, found)
+    unexpected = [d for d in differences if different.get(d.test, "nothing") not in d.error]
+    assert not unexpected, "\n\n".join(["", *map(str, unexpected)])
+    outdated = {test for test in different if test in expected} - {d.test for d in differences}
+    assert not outdated, f"these end as in the baseline: {outdated}"
+
+
+def check_proof(name: str, found: dict[str, suites.TestResult]) -> None:
+    """Asserts that the tests of a suite really ran on all replicas."""
+    outside = {test for test, result in found.items() if result.outcome == "passed" and "in scope" not in result.counts}
+    assert not outside, f"ended outside the scope: {outside}"
+    wrong = {
+        test: result.counts
+        for test, result in found.items()
+        if any(count.endswith(("elsewhere", "not split")) for count in result.counts)
+    }
+    assert not wrong, "state or batches were not where they belong"
+    tests = {count: sum(count in result.counts for result in found.values()) for count in PROOF[name]}
+    assert all(tests[count] >= least for count, least in PROOF[name].items()), f"{tests}; at least: {PROOF[name]}"

@@ -1,0 +1,1 @@
+"""Exactness: training under a strategy equals training on one device."""
