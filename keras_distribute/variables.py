@@ -24,7 +24,7 @@ from jax import lax
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import AggregationError, ContextError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values import DistributedValues, PerReplica
 
@@ -295,17 +295,6 @@ class SyncOnReadVariable(DistributedVariable):
         return super().__repr__()
 
 
-def refuse_keras_distribution(strategy: Strategy) -> None:
-    """Raises `ContextError` where a `keras.distribution` is in force beside a strategy."""
-    distribution = keras.distribution.distribution()
-    if distribution is not None:
-        raise ContextError(
-            "A Keras distribution and a strategy cannot both say where variables and batches go.",
-            received=f"{distribution!r} beside {strategy!r}.",
-            fix="keras.distribution.set_distribution(None), or leave the strategy's scope.",
-        )
-
-
 def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
     """The class of a variable that is created now, from its named arguments; `None` for Keras's own.
 
@@ -313,13 +302,13 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
     variables are created `on_read` by Keras, floating state of layers that is not trained (batch normalization's moving
     statistics) is sync-on-read with the mean, gradient accumulators sync-on-read with the sum, all else is mirrored.
 
+    A `keras.distribution` opened inside the scope is the inner one, and places the variable.
+
     Raises:
         AggregationError: For `synchronization="none"`, as in TensorFlow.
-        ContextError: Where a `keras.distribution` is in force.
     """
-    if not context.has_strategy():
+    if not context.has_strategy() or keras.distribution.distribution() is not None:
         return None
-    refuse_keras_distribution(context.get_strategy())
     synchronization = arguments.get("synchronization", "auto")
     aggregation = arguments.get("aggregation", "none")
     if synchronization in ("none", None):

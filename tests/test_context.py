@@ -211,14 +211,22 @@ def test_get_loss_reduction():
     assert kd.get_loss_reduction() is kd.ReduceOp.SUM
 
 
-def test_a_keras_distribution_beside_a_strategy_is_refused(strategy):
+def test_a_keras_distribution_around_a_strategy_is_refused(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
-        with strategy.scope(), pytest.raises(errors.ContextError, match="(?s)cannot both say where.*DataParallel.*Fix: keras"):
-            keras.Variable(1.0)
+        with pytest.raises(errors.ContextError, match="(?s)cannot both say where.*DataParallel.*around.*Fix: keras"):
+            strategy.scope()
         with pytest.raises(errors.ContextError, match="cannot both say where"):
             model.predict(np.ones((2, 2)), verbose=0)
     assert not kd.has_strategy()
     assert model.predict(np.ones((2, 2)), verbose=0).shape == (2, 1)
+
+
+def test_a_keras_distribution_inside_a_scope_is_the_inner_one(strategy):
+    with strategy.scope(), keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        assert type(model.weights[0]) is keras.Variable
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)

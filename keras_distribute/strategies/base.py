@@ -71,7 +71,8 @@ class Strategy:
         entered again, also inside itself.
 
         Raises:
-            ContextError: On entering it inside the scope of another strategy, or inside `run`.
+            ContextError: Inside a `keras.distribution`; on entering it inside the scope of another strategy, or
+                inside `run`.
 
         Example:
             >>> import keras, keras_distribute as kd
@@ -80,6 +81,7 @@ class Strategy:
             ...     model = keras.Sequential([keras.layers.Dense(1)])
             ...     model.compile("sgd", "mse")
         """
+        refuse_keras_distribution(self)
         return Scope(self)
 
     def run(
@@ -412,6 +414,17 @@ class StrategyExtended:
 
 def _is_value(leaf: Any) -> bool:
     return isinstance(leaf, DistributedValues | keras.Variable)
+
+
+def refuse_keras_distribution(strategy: Strategy) -> None:
+    """Raises `ContextError` where a `keras.distribution` is in force: both would place variables and batches."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise ContextError(
+            "A Keras distribution and a strategy cannot both say where variables and batches go.",
+            received=f"{distribution!r} around {strategy!r}.",
+            fix="keras.distribution.set_distribution(None) first.",
+        )
 
 
 def get_loss_reduction() -> ReduceOp:

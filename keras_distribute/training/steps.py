@@ -13,15 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, VariableScopeError
-from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches
-from keras_distribute.variables import DistributedVariable, refuse_keras_distribution, spread_sum
+from keras_distribute.variables import DistributedVariable, spread_sum
 
 _ATTRIBUTE = "_keras_distribute_strategy"
 
@@ -31,7 +32,7 @@ class TrainerSeams:
 
     def adopt(self, trainer: Any) -> None:
         """A trainer created or compiled under a scope remembers its strategy."""
-        if not context.has_strategy():
+        if _current_strategy() is None:
             return
         current, own = context.get_strategy(), getattr(trainer, _ATTRIBUTE, None)
         if own is not None and own is not current:
@@ -59,7 +60,7 @@ class TrainerSeams:
 
     def takes_host_batches(self) -> bool:
         """Whether steps of the current strategy place their batches by themselves."""
-        return context.has_strategy()
+        return _current_strategy() is not None
 
     def host_batch(self, data: Any) -> Any:
         """The batch as it is, but for Python numbers, which become arrays: Keras asks the leaves for a shape."""
@@ -79,7 +80,13 @@ class TrainerSeams:
 
 def _strategy_of(trainer: Any) -> Strategy | None:
     own = getattr(trainer, _ATTRIBUTE, None)
-    return own if own is not None else context.get_strategy() if context.has_strategy() else None
+    return own if own is not None else _current_strategy()
+
+
+def _current_strategy() -> Strategy | None:
+    """The strategy in force; `None` for the default one, and inside a Keras distribution opened in its scope."""
+    own = context.has_strategy() and keras.distribution.distribution() is None
+    return context.get_strategy() if own else None
 
 
 class _GlobalStep:

@@ -20,7 +20,6 @@ import keras_distribute as kd
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight", "mean", "scalar")
 INPUTS = ("numpy", "tf.data", "generator", "pydataset")
-WEIGHTS = ("none", "sample", "class")
 
 
 @dataclass(frozen=True)
