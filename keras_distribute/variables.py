@@ -13,10 +13,14 @@ carries their values, as Keras does it; this room says what a read or an assignm
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import keras
 from jax import lax
@@ -26,7 +30,7 @@ from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
-from keras_distribute.values import DistributedValues, PerReplica
+from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -35,9 +39,9 @@ if TYPE_CHECKING:
 class DistributedVariable(compat.Variable):
     """Base of the variables that live on all replicas of a strategy; made by `keras.Variable` under its scope."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
-        super().__init__(*args, **kwargs)
+        super().__init__(_owned(initializer), *args, **kwargs)
 
     @property
     def distribute_strategy(self) -> Strategy:
@@ -106,7 +110,7 @@ class DistributedVariable(compat.Variable):
                 received=f"{value!r}.",
                 fix='assign it inside strategy.run, or reduce it first: strategy.reduce("SUM", value, axis=None).',
             )
-        value = self._convert_to_tensor(value, dtype=self._dtype)
+        value = self._convert_to_tensor(_owned(value), dtype=self._dtype)
         if not compat.shape_equal(value.shape, self.shape):
             raise ValueStructureError(
                 "The shape of the target variable and the shape of the target value in "
@@ -246,7 +250,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, PerReplica):
-            self._value = jnp.asarray(value.stacked, self._dtype)
+            self._value = jnp.asarray(_owned(value.stacked), self._dtype)
             return
         self._value = _spread(self.replica_mesh, self.aggregation == "sum")(_strong(value))
 
@@ -328,6 +332,31 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
         if untrained and compat.is_layer_state() and keras.backend.is_float_dtype(dtype):
             return SyncOnReadVariable
     return MirroredVariable
+
+
+class _Giving(threading.local):
+    away = False
+
+
+_giving = _Giving()
+
+
+@contextlib.contextmanager
+def given_away() -> Generator[None]:
+    """Arrays assigned in this `with` block are the variables' from now on: nobody else uses them."""
+    _giving.away = True
+    try:
+        yield
+    finally:
+        _giving.away = False
+
+
+def _owned(value: Any) -> Any:
+    """A copy of an array that the caller holds: a variable's own is given to each step, which deletes it."""
+    if isinstance(value, keras.Variable | Mirrored):
+        value = value.value
+    kept = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not _giving.away
+    return jnp.copy(value) if kept else value
 
 
 def _strong(value: Any) -> Any:

@@ -4,6 +4,7 @@ Keras's loop, callbacks, history and data adapters are used as they are. Replace
 
 - `make_train_function`, `make_test_function`, `make_predict_function`: how a step is compiled;
 - `_distribute_data` and `JAXEpochIterator._get_iterator`: batches stay on the host until the step takes them;
+- around `jax_state_sync`, variables take the arrays as they are;
 - around each public method, and `__init__` and `compile`, the strategy's context is entered.
 
 Methods are replaced on `JAXTrainer` itself, since `keras.Model` and bare trainers already inherit from it. Goes when
@@ -34,6 +35,10 @@ class Seams(Protocol):
 
     def entered(self, trainer: Any) -> contextlib.AbstractContextManager[Any]:
         """The trainer's strategy as the current one."""
+        ...
+
+    def given_away(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the assignment of a step's results to the variables."""
         ...
 
     def takes_host_batches(self) -> bool:
@@ -73,6 +78,13 @@ def install(seams: Seams) -> Undo:
 
         return method
 
+    def syncing(original: Any) -> Any:
+        def method(self: Any) -> None:
+            with seams.given_away():
+                original(self)
+
+        return method
+
     def makes(kind: str) -> Callable[[Any], Any]:
         function_name = f"{kind}_function"
 
@@ -94,6 +106,7 @@ def install(seams: Seams) -> Undo:
         replace(trainer, name, in_context)
     for kind in ("train", "test", "predict"):
         replace(trainer, f"make_{kind}_function", makes(kind))
+    replace(trainer, "jax_state_sync", syncing)
     replace(trainer, "__init__", adopting)
     replace(base, "compile", lambda original: adopting(in_context(original)))
     replace(

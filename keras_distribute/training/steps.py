@@ -22,7 +22,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches
-from keras_distribute.variables import DistributedVariable, spread_sum
+from keras_distribute.variables import DistributedVariable, given_away, spread_sum
 
 _ATTRIBUTE = "_keras_distribute_strategy"
 
@@ -57,6 +57,10 @@ class TrainerSeams:
             )
         refuse_keras_distribution(strategy)
         return context.entered(Frame(strategy, Mode.CROSS))
+
+    def given_away(self) -> contextlib.AbstractContextManager[Any]:
+        """Variables take the arrays of the last step, which nobody else will use."""
+        return given_away()
 
     def takes_host_batches(self) -> bool:
         """Whether steps of the current strategy place their batches by themselves."""
