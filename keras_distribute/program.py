@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -140,7 +141,7 @@ class _Call:
             self.arrays.append(array)
             self.split.append(split)
             shape = array.shape[1:] if split else array.shape
-            self.leaves.append(jax.ShapeDtypeStruct(shape, array.dtype))
+            self.leaves.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(array.dtype)))
         kinds = iter(self.split)
         self.signature = (
             self.structure,

@@ -1,0 +1,54 @@
+"""What every result file says of the machine and the versions it was measured with, and where it goes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("keras_distribute", "keras", "jax", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and the versions in use."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            versions[package] = project["version"]  # run from a source tree
+    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write(name: str, facts: dict[str, Any], markdown: str) -> None:
+    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter."""
+    RESULTS.mkdir(exist_ok=True)
+    about = machine()
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8")
+    versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
+    where = f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {versions}"
+    text = f"{markdown}\n\nMeasured by `benchmarks/{name}.py` on: {where}.\n"
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def table(header: list[str], rows: list[list[str]], align: str) -> str:
+    """A Markdown table; `align` has one of `l` and `r` for each column."""
+    rule = ["---:" if side == "r" else "---" for side in align]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])

@@ -1,0 +1,122 @@
+"""One set of contracts, over every strategy: what a user may rely on whichever one is chosen."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(46, 5).astype("float32")
+Y = RNG.randint(0, 3, 46)
+STRATEGIES = {
+    "default": kd.get_strategy,
+    "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
+    **{f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4, 8)},
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = make_model()
+    history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return history, model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0), model
+
+
+def test_training_gives_the_numbers_of_one_device(strategy, plain, tmp_path):
+    with strategy.scope():
+        model = make_model()
+    history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    for name, values in plain[0].items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+    np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), plain[1], rtol=1e-5)
+    np.testing.assert_allclose(model.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.variables, plain[3].variables, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6)
+
+
+def test_a_custom_loop_gives_the_numbers_of_one_device(strategy):
+    """The batch is split by hand, so it must divide: 24 rows over each of the replica counts."""
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        metric = keras.metrics.SparseCategoricalAccuracy()
+
+    def step(x, y):
+        def loss_fn():
+            logits = model(x, training=True)
+            metric.update_state(y, logits)
+            return loss(y, logits)
+
+        value, grads = kd.value_and_grad(loss_fn, model.trainable_variables)()
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return value
+
+    rows = 24 // strategy.num_replicas_in_sync
+    x, y = (
+        strategy.experimental_distribute_values_from_function(
+            lambda c, a=a: a[c.replica_id_in_sync_group * rows :][:rows]
+        )
+        for a in (X, Y)
+    )
+    if not kd.has_strategy() and strategy is kd.get_strategy():
+        x, y = X[:24], Y[:24]
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)) for _ in range(5)]
+
+    keras.utils.set_random_seed(0)
+    reference = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    expected = [reference.train_on_batch(X[:24], Y[:24], return_dict=True) for _ in range(5)]
+    np.testing.assert_allclose(losses, [e["loss"] for e in expected], rtol=1e-5)
+    assert float(metric.result()) == pytest.approx(np.mean([e["accuracy"] for e in expected]))
+    assert int(optimizer.iterations) == 5
+    for ours, theirs in zip(model.weights, reference.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_scope_and_contexts(strategy):
+    assert strategy.num_replicas_in_sync == len(strategy.extended.worker_devices)
+    with strategy.scope():
+        assert kd.get_strategy() is strategy
+        variable = keras.Variable(2.0)
+        assert strategy.extended.variable_created_in_scope(variable)
+
+    def fn():
+        context = kd.get_replica_context()
+        assert context.strategy is strategy
+        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+        assert not kd.in_cross_replica_context()
+        total = context.all_reduce("SUM", 1.0 + 0 * context.replica_id_in_sync_group)
+        variable.assign(total)
+        return context.all_gather(keras.ops.ones((1, 2)), axis=0)
+
+    result = strategy.run(fn)
+    n = strategy.num_replicas_in_sync
+    assert float(variable.numpy()) == n
+    assert all(np.shape(component) == (n, 2) for component in strategy.experimental_local_results(result))
+    assert float(strategy.reduce("MEAN", variable.value, axis=None)) == n
