@@ -58,9 +58,7 @@ def cnn() -> tuple[Any, tuple[int, ...], int, int]:
             layers.BatchNormalization(),
             layers.ReLU(),
         ]
-    model = keras.Sequential(
-        [keras.Input((28, 28, 1)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(10)]
-    )
+    model = keras.Sequential([keras.Input((28, 28, 1)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(10)])
     return model, (28, 28, 1), 128, 25
 
 

@@ -55,7 +55,9 @@ def imports_of(path: pathlib.Path) -> set[str]:
         base = ".".join(parts[1:])
         for alias in node.names:
             inner = f"{base}.{alias.name}".strip(".")
-            is_module = (PACKAGE / (inner.replace(".", "/") + ".py")).exists() or (PACKAGE / inner.replace(".", "/")).is_dir()
+            is_module = (PACKAGE / (inner.replace(".", "/") + ".py")).exists() or (
+                PACKAGE / inner.replace(".", "/")
+            ).is_dir()
             found.add(inner if is_module else base)
     return found
 
