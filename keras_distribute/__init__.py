@@ -31,8 +31,8 @@ from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
 from keras_distribute.context import in_cross_replica_context as in_cross_replica_context  # noqa: E402
 from keras_distribute.replica_context import ReplicaContext as ReplicaContext  # noqa: E402
 from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
-from keras_distribute.strategies.base import StrategyExtended as StrategyExtended  # noqa: E402
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
+from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended  # noqa: E402
 from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
 from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
 from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402

@@ -19,6 +19,7 @@ ROOMS = [
     "variables",
     "replication",
     "program",
+    "strategies.extended",
     "strategies.base",
     "strategies",
     "training",

@@ -1,4 +1,4 @@
-"""`Strategy` and its `extended` half: the API that all strategies share. Knows no strategy by name."""
+"""`Strategy`: the API that all strategies share. Knows no strategy by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 from keras_distribute import collectives, context, program, values
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
-from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
-from keras_distribute.types import CommunicationOptions, ReduceOp, RunOptions, ValueContext
+from keras_distribute.strategies.extended import StrategyExtended, is_value
+from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable
 
@@ -152,7 +153,7 @@ class Strategy:
         )
         op = ReduceOp.parse(reduce_op)
         axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
-        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axes), value, is_leaf=_is_value)
+        return jax.tree.map(lambda leaf: self.reduce_one(op, leaf, axes), value, is_leaf=is_value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' components joined along `axis`, in replica order.
@@ -186,7 +187,7 @@ class Strategy:
             collectives.check_axis(axis, array.ndim)
             return array
 
-        return jax.tree.map(gather_leaf, value, is_leaf=_is_value)
+        return jax.tree.map(gather_leaf, value, is_leaf=is_value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this process's replicas, in replica order; `(value,)` if it has none.
@@ -199,7 +200,7 @@ class Strategy:
             return value.values
         if not isinstance(value, dict | list | tuple):
             return (value,)
-        leaves, structure = jax.tree.flatten(value, is_leaf=_is_value)
+        leaves, structure = jax.tree.flatten(value, is_leaf=is_value)
         count = self.num_replicas_in_sync
         parts = [
             leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
@@ -262,7 +263,8 @@ class Strategy:
                 "The options of strategy.run are RunOptions.", received=f"{options!r}.", fix="kd.RunOptions()"
             )
 
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+    def reduce_one(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+        """`reduce` of one value, for both halves of the strategy."""
         if isinstance(leaf, PerReplica):
             return collectives.reduce_values(self.extended.cross_device_ops, op, leaf, axes)
         array = self._plain(leaf)
@@ -294,126 +296,6 @@ class Strategy:
     def __repr__(self) -> str:
         devices = ", ".join(f"{d.platform}:{d.id}" for d in self.replica_mesh.devices)
         return f"{type(self).__name__}([{devices}])"
-
-
-class StrategyExtended:
-    """The part of a strategy for library code. Source: `tf.distribute.StrategyExtended`."""
-
-    def __init__(self, strategy: Strategy, cross_device_ops: CrossDeviceOps) -> None:
-        self._strategy = strategy
-        self._cross_device_ops = cross_device_ops
-
-    @property
-    def cross_device_ops(self) -> CrossDeviceOps:
-        """How values are reduced over the replicas."""
-        return self._cross_device_ops
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that run the replicas, in replica order."""
-        return tuple(f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.devices)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold the variables: those of the replicas."""
-        return self.worker_devices
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """`True`: XLA compiles a program for each shape."""
-        return True
-
-    def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether the variable `v` was created under this strategy's scope.
-
-        Raises:
-            StructureTypeError: For anything that is not a variable.
-        """
-        if not isinstance(v, keras.Variable):
-            raise StructureTypeError("Only variables have a scope.", received=f"{v!r}.", fix="pass a keras.Variable.")
-        return self._owner(v) is self._strategy
-
-    def value_container(self, value: Any) -> Any:
-        """The variable or value that a component belongs to: here always `value` itself."""
-        return value
-
-    def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
-        """The sum or mean of a `PerReplica` over the replicas, on every replica.
-
-        Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            value: A `PerReplica`; what is the same on all replicas can only be averaged.
-            destinations: Accepted for compatibility: the result is on every replica.
-            options: How to pack and communicate.
-
-        Raises:
-            ContextError: Inside a replica.
-        """
-        return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """`reduce_to` of several values together; one result for each pair of a value and its destinations."""
-        op = ReduceOp.parse(reduce_op)
-        context.require_cross_replica("reduce_to", f'kd.get_replica_context().all_reduce("{op.name}", value)')
-        pairs = list(value_destination_pairs)
-        results: list[Any] = [None] * len(pairs)
-        differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
-        reduced = self._cross_device_ops.batch_reduce(op, [pairs[i] for i in differing], options)
-        for i, result in zip(differing, reduced, strict=True):
-            results[i] = result
-        for i, (value, _) in enumerate(pairs):
-            if not isinstance(value, PerReplica):
-                results[i] = self._strategy._reduce_leaf(op, value, ())
-        return results
-
-    def update(
-        self, var: Any, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, group: bool = True
-    ) -> Any:
-        """Calls `fn(var, *args, **kwargs)` to update one variable on every replica, in the update context.
-
-        Args:
-            var: A variable of this strategy.
-            fn: Assigns to it. Of a `PerReplica` argument it gets each replica's component.
-            args: Further arguments.
-            kwargs: Named arguments.
-            group: Whether to return nothing of the components; `False` returns them as a tuple.
-
-        Raises:
-            VariableScopeError: For a variable of another strategy, or of none.
-            AggregationError: When the copies of a mirrored variable would come to differ.
-        """
-        if not self.variable_created_in_scope(var):
-            raise VariableScopeError(
-                f"The variable {var.path!r} was not created under this strategy.",
-                received=f"a variable of {self._owner(var)!r}.",
-                fix="create it inside `with strategy.scope():`.",
-            )
-        current = context.frame()
-        if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
-            return current.replica_context.merge_call(
-                lambda strategy, *a: strategy.extended.update(var, fn, a, kwargs, group), args=tuple(args)
-            )
-        if current.per_replica:
-            local = [a.local if isinstance(a, PerReplica) else a for a in args]
-            with context.entered(Frame(self._strategy, Mode.UPDATE, per_replica=True)):
-                result = fn(var, *local, **(kwargs or {}))
-            return result if group else (result,)
-        result = program.run(self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE)
-        return result if group else jax.tree.map(self._strategy.experimental_local_results, result, is_leaf=_is_value)
-
-    def _owner(self, variable: Any) -> Strategy:
-        return getattr(variable, "distribute_strategy", None) or context.default_strategy()
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | keras.Variable)
 
 
 def refuse_keras_distribution(strategy: Strategy) -> None:
