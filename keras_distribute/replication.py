@@ -3,7 +3,8 @@
 `shard_map` without its own checks lets an array that differs per device pass as replicated, silently; with them, common
 programs (a Keras LSTM) are refused and gradients change meaning. This analysis is one-sided: a value that it calls
 equal is equal, by this rule: an operation whose inputs are equal on every replica gives equal outputs; so does one that
-combines all replicas (`psum`, `all_gather`, ...); `axis_index` differs.
+combines all replicas (`psum`, `all_gather`, ...). Any other operation over the replicas (`axis_index`, `ppermute`,
+`psum_scatter`, ...) and any call back into Python counts as different.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from jax.extend import core
 
+from keras_distribute.mesh import REPLICA_AXIS
+
 _COMBINING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"}
-_DIFFERING = {"axis_index"}
 
 
 def equal_on_all_replicas(program: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -42,10 +44,10 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 def _equation(eqn: Any, inputs: list[bool]) -> list[bool]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in _DIFFERING:
-        return [False] * count
     if name in _COMBINING and eqn.params.get("axis_index_groups") is None:
         return [True] * count
+    if _differs_by_itself(eqn):
+        return [False] * count
     params = eqn.params
     if name == "cond":
         index, operands = inputs[0], inputs[1:]
@@ -54,14 +56,14 @@ def _equation(eqn: Any, inputs: list[bool]) -> list[bool]:
     if name == "while":
         return _while(params, inputs)
     if name == "scan":
-        return _scan(params, inputs)
+        return _scan(eqn, inputs)
     inner = _called(params, len(inputs), count)
     if inner is not None:
         return _outputs(inner, inputs)
     if any(_holds_jaxpr(value) for value in params.values()):
-        # An operation with a body that this analysis does not know: equal inputs still give equal outputs,
-        # unless the body asks for the replica's number, which only the cases above may do.
-        return [all(inputs) and not _asks_replica(eqn)] * count
+        # An operation with a body that this analysis does not know: equal inputs still give equal outputs, unless
+        # something in the body differs by itself.
+        return [all(inputs) and not _holds_difference(eqn)] * count
     return [all(inputs)] * count
 
 
@@ -78,11 +80,18 @@ def _while(params: Any, inputs: list[bool]) -> list[bool]:
         carry = new
 
 
-def _scan(params: Any, inputs: list[bool]) -> list[bool]:
-    consts_n, carry_n = params["num_consts"], params["num_carry"]
+def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
+    body = eqn.params["jaxpr"].jaxpr
+
+    def sliced(outer: Any, inner: Any) -> int:
+        """How many values the loop takes apart or stacks up: inside, these have one dimension less."""
+        return sum(o.aval.ndim != i.aval.ndim for o, i in zip(outer, inner, strict=True))
+
+    carry_n = len(eqn.outvars) - sliced(eqn.outvars, body.outvars)
+    consts_n = len(eqn.invars) - sliced(eqn.invars, body.invars) - carry_n
     consts, carry, xs = inputs[:consts_n], inputs[consts_n : consts_n + carry_n], inputs[consts_n + carry_n :]
     while True:
-        outputs = _outputs(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        outputs = _outputs(body, [*consts, *carry, *xs])
         new = [before and result for before, result in zip(carry, outputs[:carry_n], strict=True)]
         if new == carry:
             return [*carry, *outputs[carry_n:]]
@@ -104,15 +113,18 @@ def _holds_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-def _asks_replica(eqn: Any) -> bool:
-    def bodies(params: Any) -> Any:
-        for value in params.values():
-            for item in value if isinstance(value, tuple | list) else [value]:
-                if _holds_jaxpr(item):
-                    yield getattr(item, "jaxpr", item)
+def _differs_by_itself(eqn: Any) -> bool:
+    """Whether an operation may give another result on each replica from the same inputs."""
+    axes = [eqn.params.get("axis_name", ()), eqn.params.get("axes", ())]
+    over_replicas = any(REPLICA_AXIS in (names if isinstance(names, tuple | list) else [names]) for names in axes)
+    return over_replicas or "callback" in eqn.primitive.name
 
-    return any(
-        inner.primitive.name in _DIFFERING or _asks_replica(inner)
-        for jaxpr in bodies(eqn.params)
-        for inner in jaxpr.eqns
-    )
+
+def _holds_difference(eqn: Any) -> bool:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else [value]:
+            if _holds_jaxpr(item):
+                body = getattr(item, "jaxpr", item)
+                if any(_differs_by_itself(inner) or _holds_difference(inner) for inner in body.eqns):
+                    return True
+    return False
