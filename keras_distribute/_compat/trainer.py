@@ -5,6 +5,8 @@ Keras's loop, callbacks, history and data adapters are used as they are. Replace
 - `make_train_function`, `make_test_function`, `make_predict_function`: how a step is compiled;
 - `_distribute_data` and `JAXEpochIterator._get_iterator`: batches stay on the host until the step takes them;
 - around `jax_state_sync`, variables take the arrays as they are;
+- `_get_jax_state` takes the values out of the variables for an epoch; when the input or a callback raises before the
+  first step, Keras never puts them back, so they are remembered and put back here;
 - around each public method, and `__init__` and `compile`, the strategy's context is entered.
 
 Methods are replaced on `JAXTrainer` itself, since `keras.Model` and bare trainers already inherit from it. Goes when
@@ -23,6 +25,8 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers import trainer as base_trainer
 
 Undo = Callable[[], None]
+_REMEMBERED = "_keras_distribute_state"
+_GROUPS = ("trainable_variables", "non_trainable_variables")
 ENTRY_POINTS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
@@ -43,6 +47,10 @@ class Seams(Protocol):
 
     def takes_host_batches(self) -> bool:
         """Whether the current strategy puts batches on devices by itself."""
+        ...
+
+    def refuse_empty(self) -> None:
+        """Raises the error for data without a single batch."""
         ...
 
     def host_batch(self, data: Any) -> Any:
@@ -67,7 +75,25 @@ def install(seams: Seams) -> Undo:
     def in_context(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with seams.entered(self):
-                return original(self, *args, **kwargs)
+                try:
+                    return original(self, *args, **kwargs)
+                except BaseException:
+                    with seams.given_away():
+                        _put_back(self)
+                    raise
+                finally:
+                    _remember(self, None)
+
+        return method
+
+    def remembering(original: Any) -> Any:
+        def method(self: Any, **which: bool) -> Any:
+            groups = [getattr(self, name) for name in _GROUPS if which.get(name)]
+            groups += [self.optimizer.variables] if which.get("optimizer_variables") else []
+            groups += [self.metrics_variables] if which.get("metrics_variables") else []
+            state = original(self, **which)
+            _remember(self, list(zip(groups, state, strict=True)))
+            return state
 
         return method
 
@@ -84,6 +110,16 @@ def install(seams: Seams) -> Undo:
                 original(self)
 
         return method
+
+    def from_host(original: Any) -> Any:
+        def host_batches(self: Any) -> Any:
+            for batch in self.data_adapter.get_jax_iterator():
+                _remember(self, True)
+                yield batch
+            if not getattr(self, _REMEMBERED, False):
+                seams.refuse_empty()
+
+        return lambda self: host_batches(self) if seams.takes_host_batches() else original(self)
 
     def makes(kind: str) -> Callable[[Any], Any]:
         function_name = f"{kind}_function"
@@ -107,6 +143,7 @@ def install(seams: Seams) -> Undo:
     for kind in ("train", "test", "predict"):
         replace(trainer, f"make_{kind}_function", makes(kind))
     replace(trainer, "jax_state_sync", syncing)
+    replace(trainer, "_get_jax_state", remembering)
     replace(trainer, "__init__", adopting)
     replace(base, "compile", lambda original: adopting(in_context(original)))
     replace(
@@ -116,19 +153,27 @@ def install(seams: Seams) -> Undo:
             lambda data, layouts=None: seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
         ),
     )
-    replace(
-        iterator,
-        "_get_iterator",
-        lambda original: (
-            lambda self: self.data_adapter.get_jax_iterator() if seams.takes_host_batches() else original(self)
-        ),
-    )
+    replace(iterator, "_get_iterator", from_host)
 
     def undo() -> None:
         for owner, name, original in reversed(saved):
             setattr(owner, name, original)
 
     return undo
+
+
+def _remember(owner: Any, state: Any) -> None:
+    object.__setattr__(owner, _REMEMBERED, state)  # Not Keras's `__setattr__`, which would track the arrays.
+
+
+def _put_back(trainer: Any) -> None:
+    """Gives the variables their values again after an exception: those of the last step, or the remembered ones."""
+    trainer.jax_state_sync()
+    for variables, values in getattr(trainer, _REMEMBERED, None) or []:
+        for variable, value in zip(variables, values, strict=True):
+            if variable._value is None and not value.is_deleted():
+                variable.assign(value)
+    trainer._jax_state = None
 
 
 def state_variables(trainer: Any, kind: str) -> list[list[Any]]:

@@ -19,7 +19,7 @@ import numpy as np
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import ContextError, VariableScopeError
+from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches
 from keras_distribute.variables import DistributedVariable, given_away, spread_sum
@@ -65,6 +65,14 @@ class TrainerSeams:
     def takes_host_batches(self) -> bool:
         """Whether steps of the current strategy place their batches by themselves."""
         return _current_strategy() is not None
+
+    def refuse_empty(self) -> None:
+        """Raises the error for data without a single batch."""
+        raise ValueStructureError(
+            "There is nothing to train, evaluate or predict on: the data has no batch.",
+            received="arrays without rows, or a dataset that ends at once.",
+            fix="pass at least one row; check the paths, filters and `take` of the dataset.",
+        )
 
     def host_batch(self, data: Any) -> Any:
         """The batch as it is, but for Python numbers, which become arrays: Keras asks the leaves for a shape."""
