@@ -121,12 +121,13 @@ class _Packed(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
-        return _scaled(reduce_op, self._sum(per_replica_value.local))
+        value = _widened(reduce_op, per_replica_value.local)
+        return _scaled(reduce_op, self._sum(value), per_replica_value.local)
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
     ) -> list[jax.Array]:
-        values = [pair[0].local for pair in value_destination_pairs]
+        values = [_widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
         packs = _packs(values, self._num_packs, options.bytes_per_pack)
         results: list[Any] = [None] * len(values)
         for pack in packs:
@@ -136,7 +137,7 @@ class _Packed(CrossDeviceOps):
             for i in pack:
                 size = values[i].size
                 piece = total if len(pack) == 1 else total[offset : offset + size].reshape(values[i].shape)
-                results[i] = _scaled(reduce_op, piece)
+                results[i] = _scaled(reduce_op, piece, value_destination_pairs[i][0].local)
                 offset += size
         return results
 
@@ -193,8 +194,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
-        gathered = lax.all_gather(jnp.asarray(per_replica_value.local), REPLICA_AXIS)
-        return _scaled(reduce_op, self._accumulate([gathered[i] for i in range(gathered.shape[0])]))
+        gathered = lax.all_gather(_widened(reduce_op, per_replica_value.local), REPLICA_AXIS)
+        total = self._accumulate([gathered[i] for i in range(gathered.shape[0])])
+        return _scaled(reduce_op, total, per_replica_value.local)
 
 
 def reduce_locals(
@@ -214,10 +216,12 @@ def all_gather_local(value: Any, axis: int) -> jax.Array:
 def reduce_along_axes_local(reduce_op: ReduceOp, value: Any, axes: tuple[int, ...]) -> jax.Array:
     """Reduces over `axes` of this replica's value and over the replicas; the mean is over all elements."""
     value = jnp.asarray(value)
-    axes = tuple(check_axis(axis, value.ndim) for axis in axes)
-    total = lax.psum(jnp.sum(value, axes), REPLICA_AXIS)
+    axes = check_axes(axes, value.ndim)
+    total = lax.psum(jnp.sum(_widened(reduce_op, value), axes), REPLICA_AXIS)
     count = lax.axis_size(REPLICA_AXIS) * math.prod(value.shape[a] for a in axes)
-    return total / count if reduce_op is ReduceOp.MEAN else total
+    if reduce_op is not ReduceOp.MEAN:
+        return total
+    return (total / count).astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else total / count
 
 
 def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, axes: tuple[int, ...]) -> Any:
@@ -243,7 +247,7 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
     """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every replica."""
     if value.local is not None:
         return all_gather_local(value.local, axis)
-    if value.stacked is not None:
+    if value.stacked is not None and value.stacked.size:
         compiled = _compiled(
             None, None, axis, mesh_of_array(value.stacked), lambda local: all_gather_local(local, axis)
         )
@@ -290,6 +294,16 @@ def mesh_of(destinations: Any) -> ReplicaMesh | None:
     return ReplicaMesh(mesh_of_array(destinations)) if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
+def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """`axes` as numbers from 0 to `ndim - 1`, each once."""
+    checked = tuple(check_axis(axis, ndim) for axis in axes)
+    if len(set(checked)) < len(checked):
+        raise ValueStructureError(
+            "Each axis can be reduced once.", received=f"axis={list(axes)}.", fix="name each axis once."
+        )
+    return checked
+
+
 @functools.lru_cache(maxsize=512)
 def _compiled_for(key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box) -> Callable[..., Any]:
     split = PartitionSpec(REPLICA_AXIS)
@@ -318,8 +332,20 @@ def _compiled(ops: Any, reduce_op: Any, extra: Any, mesh: Any, function: Callabl
     return _compiled_for((ops, reduce_op, extra), mesh, _Box(function))
 
 
-def _scaled(reduce_op: ReduceOp, total: Any) -> Any:
-    return total / lax.axis_size(REPLICA_AXIS) if reduce_op is ReduceOp.MEAN else total
+def _widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
+    """What is summed: booleans are counted, and the sum behind a 16-bit mean must not overflow."""
+    value = jnp.asarray(value)
+    if value.dtype == jnp.bool_:
+        return value.astype(jnp.int32)
+    half = reduce_op is ReduceOp.MEAN and value.dtype in (jnp.float16, jnp.bfloat16)
+    return value.astype(jnp.float32) if half else value
+
+
+def _scaled(reduce_op: ReduceOp, total: Any, value: Any) -> Any:
+    if reduce_op is not ReduceOp.MEAN:
+        return total
+    mean = total / lax.axis_size(REPLICA_AXIS)
+    return mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else mean
 
 
 def _add_in_order(parts: list[jax.Array]) -> jax.Array:
@@ -351,7 +377,7 @@ def _packs(values: Sequence[Any], num_packs: int, bytes_per_pack: int) -> list[l
 
 def _reduce_ragged(reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]) -> jax.Array:
     parts = [np.asarray(part) for part in _arrays(components, "reduced")]
-    normal = [tuple(check_axis(axis, part.ndim) for axis in axes) for part in parts]
+    normal = [check_axes(axes, part.ndim) for part in parts]
     sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]
     if len({s.shape for s in sums}) > 1:
         raise ValueStructureError(

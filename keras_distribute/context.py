@@ -39,6 +39,7 @@ class Frame:
         replica_context: The replica's context, in `Mode.REPLICA`.
         per_replica: Whether values here are one replica's own, inside a program over all replicas (`Strategy.run`).
         groups: In a step of `fit`, how many replicas the rows of its batch are spread over evenly; else 1.
+        rows: In a step of `fit`, how many rows its batch has.
         named: Whether the user opened it with `scope()`: these guard against mixed strategies.
     """
 
@@ -47,6 +48,7 @@ class Frame:
     replica_context: ReplicaContext | None = None
     per_replica: bool = False
     groups: int = 1
+    rows: int = 0
     named: bool = False
 
 
@@ -145,6 +147,12 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is current."""
     return get_strategy() is not default_strategy()
+
+
+def scope_strategy() -> Strategy | None:
+    """The strategy whose scope the user opened around this code, or set for the process; `None` for neither."""
+    named = [entry.strategy for entry in _stack.frames if entry.named]
+    return named[-1] if named else _process_strategy
 
 
 def in_cross_replica_context() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import sys
 import warnings
 import weakref
@@ -33,32 +34,35 @@ from keras_distribute.errors import AggregationError, ContextError, ValueStructu
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.types import RunOptions
 from keras_distribute.values import Mirrored, PerReplica
-from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
+from keras_distribute.variables import DistributedVariable, SyncOnReadVariable, taken_error
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
 
 _MANY_FUNCTIONS = 8
+_traces = itertools.count()
 
 
 class ProgramCache:
     """The compiled programs of one strategy, by function and signature; forgotten with the function."""
 
     def __init__(self) -> None:
-        self._by_anchor: weakref.WeakKeyDictionary[Any, dict[Any, _Program]] = weakref.WeakKeyDictionary()
+        self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
         self._functions_of_code: collections.Counter[Any] = collections.Counter()
 
     def programs_of(self, function: Callable[..., Any]) -> dict[Any, _Program]:
         """The programs compiled from `function`, to look up and to add to."""
-        anchor, name = getattr(function, "__self__", function), getattr(function, "__name__", "")
-        try:
-            known = self._by_anchor.get(anchor)
-        except TypeError:  # Not hashable, or without weak references: nothing to hang the programs on.
-            return {}
-        if known is None:
-            known = self._by_anchor[anchor] = {}
+        # A bound method is a new object at each access: its object and its function last. Equal is not the same here.
+        anchor, code = getattr(function, "__self__", function), getattr(function, "__func__", None)
+        key = id(anchor)
+        if key not in self._by_anchor:
+            try:
+                reference = weakref.ref(anchor, lambda _: self._by_anchor.pop(key, None))
+            except TypeError:  # Nothing to hang the programs on.
+                return {}
+            self._by_anchor[key] = (reference, {})
             self._warn_if_made_anew(function)
-        return known.setdefault(("function", name), {})  # type: ignore[return-value]
+        return self._by_anchor[key][1].setdefault(code, {})
 
     def _warn_if_made_anew(self, function: Callable[..., Any]) -> None:
         code = getattr(function, "__code__", None)
@@ -103,6 +107,13 @@ def run(
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
         program = programs[key] = _trace(strategy, function, call, mode, guess, options)
+        if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, _Static) for leaf in call.leaves):
+            warnings.warn(
+                f"strategy.run has compiled {getattr(function, '__qualname__', function)!r} {len(programs)} times, "
+                "once for each new shape and each new Python value among its arguments. Pass numbers that change as "
+                "arrays: np.int32(step).",
+                stacklevel=3,
+            )
     return program(call.arrays)
 
 
@@ -115,7 +126,8 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static) or type(self.value) is not type(other.value):
             return False
-        return self.value is other.value or (_by_value(self.value) and self.value == other.value)
+        same = _by_value(self.value) and self.value == other.value and repr(self.value) == repr(other.value)
+        return self.value is other.value or same  # 0.0 == -0.0, but they compute differently.
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value if _by_value(self.value) else id(self.value)))
@@ -141,7 +153,9 @@ class _Call:
             self.arrays.append(array)
             self.split.append(split)
             shape = array.shape[1:] if split else array.shape
-            self.leaves.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(array.dtype)))
+            special = jnp.issubdtype(array.dtype, jax.dtypes.extended)  # Keys of random numbers.
+            dtype = array.dtype if special else jax.dtypes.canonicalize_dtype(array.dtype)
+            self.leaves.append(jax.ShapeDtypeStruct(shape, dtype))
         kinds = iter(self.split)
         self.signature = (
             self.structure,
@@ -188,7 +202,10 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
             received=f"{leaf!r}.",
             fix="call strategy.run outside jax.jit and jax.grad: it compiles by itself.",
         )
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+    if isinstance(leaf, jax.Array):
+        elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
+        return (jax.device_put(leaf, mesh.replicated) if elsewhere else leaf), False
+    if isinstance(leaf, np.ndarray | np.generic):
         return leaf, False
     if leaf is not None and not isinstance(leaf, compat.Variable | type) and hasattr(leaf, "__array__"):
         return np.asarray(leaf), False
@@ -206,6 +223,7 @@ class _Capture(compat.StatelessScope):
         self.updated: dict[int, Any] = {}
         self.unknown: dict[int, Any] = {}
         self.foreign: dict[int, Any] = {}
+        self.created: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
         key = id(variable)
@@ -223,6 +241,7 @@ class _Capture(compat.StatelessScope):
             )
         self.unknown[key] = variable
         if getattr(variable, "_value", None) is None:
+            self.created[key] = variable
             return None  # Created inside the function: Keras shows its initial value until the trace ends.
         return jnp.zeros(variable.shape, variable._dtype)
 
@@ -242,10 +261,14 @@ def _trace(
     variables: list[Any],
     options: RunOptions | None,
 ) -> _Program:
+    created: list[Any] = []
     while True:
         scope, output = _Capture(strategy), dict[str, Any]()
         local = functools.partial(_trace_local, strategy, function, call, mode, variables, scope, output)
-        trace = jax.make_jaxpr(local, axis_env=[(REPLICA_AXIS, strategy.num_replicas_in_sync)])
+        # JAX keeps the traces of inner functions (`jit`, `checkpoint`, `scan`, ...) by their context. A name that no
+        # other trace has keeps one trace from finding what another left behind.
+        axes = [(REPLICA_AXIS, strategy.num_replicas_in_sync), (f"trace {next(_traces)}", 1)]
+        trace = jax.make_jaxpr(local, axis_env=axes)
         with scope:
             program = trace([jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables], call.shapes)
         if scope.foreign:
@@ -254,6 +277,9 @@ def _trace(
         new = [v for key, v in (scope.unknown | scope.updated).items() if key not in known]
         if not new:
             return _Program(strategy, program, call, variables, output, options)
+        if created and scope.created:
+            raise _creating_error(list(scope.created.values()))
+        created = created or list(scope.created.values())
         variables = [*variables, *new]
 
 
@@ -312,15 +338,17 @@ class _Program:
         self.read = [i for i in range(len(self.variables)) if i not in set(self.written)]
         local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
         num_results = sum(leaf is None for leaf in self._leaves)
-        equal = replication.equal_on_all_replicas(
-            program, [not split for split in local_split] + [not split for split in call.split]
-        )
+        same = [not split for split in local_split] + [not split for split in call.split]
+        if strategy.num_replicas_in_sync > 1:
+            equal = replication.equal_on_all_replicas(program, same)
+        else:
+            equal = [True] * len(program.jaxpr.outvars)
         differing = [
             self.variables[i]
             for i, same in zip(self.written, equal[num_results:], strict=True)
             if not same and not local_split[i]
         ]
-        if differing and strategy.num_replicas_in_sync > 1:
+        if differing:
             raise _differing_error(differing)
 
         evaluate, call_split = core.jaxpr_as_fun(program), list(call.split)
@@ -332,7 +360,7 @@ class _Program:
                 values[i] = value[0] if local_split[i] else value
             local = [a[0] if split else a for a, split in zip(arrays, call_split, strict=True)]
             outputs = evaluate(*values, *local)
-            outputs = [jnp.asarray(o) for o in outputs]  # A constant comes out as a number.
+            outputs = [o if isinstance(o, jax.Array) else jnp.asarray(o) for o in outputs]  # A constant is a number.
             results = [o[None] for o in outputs[:num_results]]
             new = zip(self.written, outputs[num_results:], strict=True)
             return results, [o[None] if local_split[i] else o for i, o in new]
@@ -367,8 +395,19 @@ class _Program:
 def _donatable(variable: Any) -> Any:
     """The variable's array, to be given away: a copy if anyone else holds it, since a donated array is deleted."""
     value = variable._value
+    if value is None:
+        raise taken_error(variable)
     # References: the variable's, this frame's, and the argument of getrefcount.
     return jnp.copy(value) if sys.getrefcount(value) > 3 else value
+
+
+def _creating_error(variables: list[Any]) -> VariableScopeError:
+    names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
+    return VariableScopeError(
+        f"The function given to strategy.run creates variables each time it is called:\n    {names}",
+        received="a layer, metric or seed generator that is made inside the function.",
+        fix="make it once, inside `with strategy.scope():`, and use it in the function.",
+    )
 
 
 def _foreign_error(strategy: Strategy, variables: list[Any]) -> VariableScopeError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
+from keras_distribute.errors import ContextError
 from keras_distribute.mesh import REPLICA_AXIS
 
 _COMBINING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"}
@@ -46,17 +47,19 @@ def _equation(eqn: Any, inputs: list[bool]) -> list[bool]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _COMBINING and eqn.params.get("axis_index_groups") is None:
         return [True] * count
-    if _differs_by_itself(eqn):
-        return [False] * count
     params = eqn.params
     if name == "cond":
         index, operands = inputs[0], inputs[1:]
+        if not index:
+            _refuse_collectives([branch.jaxpr for branch in params["branches"]], "a condition")
         branches = [_outputs(branch.jaxpr, operands) for branch in params["branches"]]
         return [index and all(results) for results in zip(*branches, strict=True)]
     if name == "while":
         return _while(params, inputs)
     if name == "scan":
         return _scan(eqn, inputs)
+    if not any(_holds_jaxpr(value) for value in params.values()) and _differs_by_itself(eqn):
+        return [False] * count
     inner = _called(params, len(inputs), count)
     if inner is not None:
         return _outputs(inner, inputs)
@@ -74,6 +77,8 @@ def _while(params: Any, inputs: list[bool]) -> list[bool]:
     while True:
         runs_alike = _outputs(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])[0]
         after = _outputs(params["body_jaxpr"].jaxpr, [*body_consts, *carry])
+        if not runs_alike:
+            _refuse_collectives([params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr], "the length of a loop")
         new = [runs_alike and before and result for before, result in zip(carry, after, strict=True)]
         if new == carry:
             return carry
@@ -113,18 +118,38 @@ def _holds_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
+def _refuse_collectives(bodies: Sequence[Any], what: str) -> None:
+    """Raises where only some replicas would reach an operation over all of them, which would wait forever."""
+    if any(_talks(eqn) for body in bodies for eqn in body.eqns):
+        raise ContextError(
+            f"Replicas would wait for each other forever: {what} differs by replica, and inside it they communicate.",
+            received="a collective (all_reduce, all_gather, an aggregated assignment, ...) under lax.cond or a loop.",
+            fix="communicate outside of it, and choose with keras.ops.where; or make the condition the same on all "
+            "replicas: kd.get_replica_context().all_reduce(...).",
+        )
+
+
+def _over_replicas(eqn: Any) -> bool:
+    axes = [eqn.params.get("axis_name", ()), eqn.params.get("axes", ())]
+    return any(REPLICA_AXIS in (names if isinstance(names, tuple | list) else [names]) for names in axes)
+
+
+def _talks(eqn: Any) -> bool:
+    if _over_replicas(eqn) and eqn.primitive.name != "axis_index":
+        return True
+    return any(_talks(inner) for body in _bodies(eqn) for inner in body.eqns)
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    values = [item for value in eqn.params.values() for item in (value if isinstance(value, tuple | list) else [value])]
+    return [getattr(item, "jaxpr", item) for item in values if _holds_jaxpr(item)]
+
+
 def _differs_by_itself(eqn: Any) -> bool:
     """Whether an operation may give another result on each replica from the same inputs."""
-    axes = [eqn.params.get("axis_name", ()), eqn.params.get("axes", ())]
-    over_replicas = any(REPLICA_AXIS in (names if isinstance(names, tuple | list) else [names]) for names in axes)
-    return over_replicas or "callback" in eqn.primitive.name
+    stateful = bool(eqn.effects) or "callback" in eqn.primitive.name or eqn.primitive.name == "rng_uniform"
+    return _over_replicas(eqn) or stateful
 
 
 def _holds_difference(eqn: Any) -> bool:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else [value]:
-            if _holds_jaxpr(item):
-                body = getattr(item, "jaxpr", item)
-                if any(_differs_by_itself(inner) or _holds_difference(inner) for inner in body.eqns):
-                    return True
-    return False
+    return any(_differs_by_itself(inner) or _holds_difference(inner) for body in _bodies(eqn) for inner in body.eqns)

@@ -47,7 +47,7 @@ class PerReplica(DistributedValues):
     def of(components: Sequence[Any], mesh: ReplicaMesh) -> PerReplica:
         """From one component a replica; arrays of one shape and dtype are stored as one split array."""
         if all(is_array(c) for c in components):
-            arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
+            arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
             if len({(a.shape, a.dtype) for a in arrays}) == 1:
                 shards = [
                     jax.device_put(jnp.expand_dims(a, 0) if isinstance(a, jax.Array) else a[None], device)
@@ -78,7 +78,8 @@ class PerReplica(DistributedValues):
                     fix="strategy.reduce, strategy.gather or strategy.extended.reduce_to, which are collectives.",
                 )
             shards = sorted(self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-            self._components = tuple(jnp.squeeze(shard.data, 0) for shard in shards)
+            with jax.ensure_compile_time_eval():  # Also where a program is being traced: these are real arrays.
+                self._components = tuple(jnp.squeeze(shard.data, 0) for shard in shards)
         return self._components
 
     def _only(self) -> Any:
@@ -139,11 +140,24 @@ class Mirrored(DistributedValues):
         return f"Mirrored({self._value!r})"
 
 
+def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array itself, whose integers must survive JAX's 32 bits."""
+    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
+        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.size and (array.max() > limits.max or array.min() < limits.min):
+            raise ValueStructureError(
+                "JAX computes with 32-bit integers, and these do not fit.",
+                received=f"{array.dtype} values from {array.min()} to {array.max()}.",
+                fix='jax.config.update("jax_enable_x64", True) at the start of the program, or floating values.',
+            )
+    return array
+
+
 def is_array(value: Any) -> bool:
     """Whether `value` is an array, or a number that stands for one."""
-    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
-        value, bool
-    )
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2  # 2: the 16-bit and smaller floats of JAX.
+    return isinstance(value, jax.Array | int | float | complex) and not isinstance(value, bool)
 
 
 def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:

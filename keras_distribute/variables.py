@@ -28,7 +28,13 @@ from jax import lax
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import AggregationError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import (
+    AggregationError,
+    ContextError,
+    StructureTypeError,
+    ValueStructureError,
+    VariableScopeError,
+)
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 
@@ -73,6 +79,8 @@ class DistributedVariable(compat.Variable):
         scoped = compat.stateless_value(self)
         if scoped is not None:
             return self._maybe_autocast(self._read_in_program(scoped, context.frame()))
+        if self._value is None and self._initializer is None:
+            raise taken_error(self)
         if self._value is None:
             return self._maybe_autocast(compat.uninitialized_value(self))
         return self._maybe_autocast(self._read_stored())
@@ -162,6 +170,15 @@ class DistributedVariable(compat.Variable):
         )
 
 
+def taken_error(variable: Any) -> ContextError:
+    """The error for a variable whose value is with a `fit` that is running."""
+    return ContextError(
+        f"The value of {variable.path!r} is with the running fit, evaluate or predict.",
+        received="a read in the middle of an epoch.",
+        fix="ask for it through `self.model` in the callback, or call model.jax_state_sync() first.",
+    )
+
+
 class MirroredVariable(DistributedVariable):
     """A variable with the same value on every replica, stored as one replicated array.
 
@@ -183,6 +200,8 @@ class MirroredVariable(DistributedVariable):
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
+        if compat.in_stateless_scope():
+            return (self.value,)
         # Copies, since the next program may give the variable's own buffers away.
         return () if self._value is None else tuple(jnp.copy(s.data) for s in self._value.addressable_shards)
 
@@ -215,7 +234,8 @@ class MirroredVariable(DistributedVariable):
         if self.aggregation == "only_first_replica":
             return lax.psum(jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value)), REPLICA_AXIS)
         total = lax.psum(value, REPLICA_AXIS)
-        return total if self.aggregation == "sum" else (total / lax.axis_size(REPLICA_AXIS)).astype(value.dtype)
+        mean = self.aggregation == "mean"
+        return (total / lax.axis_size(REPLICA_AXIS) if mean else total).astype(value.dtype)
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -238,6 +258,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
+        if compat.in_stateless_scope():
+            return (self.value,)
         if self._value is None:
             return ()
         shards = sorted(self._value.addressable_shards, key=lambda shard: shard.index[0].start or 0)

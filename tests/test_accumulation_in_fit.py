@@ -94,9 +94,9 @@ def compiled_step(model, rows):
         )
         if indices:
             state = accumulation.unwrapped(state, indices, steps.spread_sum(strategy.replica_mesh))
-        data, true_rows, groups = batches.place((TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh)
+        data, true_rows, spread = batches.place((TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh)
         run = seams.compile_step(model, "train", model.train_step)
-        return run.program.lower(state, data, true_rows, groups).compile().as_text()
+        return run.program.lower(state, data, true_rows, spread).compile().as_text()
 
 
 def test_gradients_travel_only_when_the_optimizer_updates():

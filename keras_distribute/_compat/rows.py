@@ -49,16 +49,33 @@ _STEP_METHODS = {
 def treats_rows_alone(trainer: Any) -> bool:
     """Whether the forward pass of `trainer` is made of built-in layers that never mix rows."""
     models = [layer for layer in [trainer, *_called(trainer)] if isinstance(layer, keras.Model)]
-    if any(type(model).call not in (Functional.call, Sequential.call) for model in models):
+    if any(type(model).call not in (Functional.call, Sequential.call) or "call" in vars(model) for model in models):
         return False
     others = [op for op in _called(trainer) if not isinstance(op, keras.Model)]
-    return all(f"{type(op).__module__}.".startswith(_ROW_WISE) and not getattr(op, "stateful", False) for op in others)
+    return all(f"{type(op).__module__}.".startswith(_ROW_WISE) and not _may_mix(op) for op in others)
+
+
+def _may_mix(layer: Any) -> bool:
+    """Whether an option of a built-in layer makes it mix rows, or may: state, functions and axes of the user's own."""
+    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
+    own = any(f is not None and not f.__module__.startswith("keras.src.activations") for f in functions)
+    axes = [axis for name in ("axis", "axes") for axis in _numbers(getattr(layer, name, None))]
+    noise = getattr(layer, "noise_shape", None)
+    fixed = noise is not None and noise[0] is not None
+    replaced = "call" in vars(layer)
+    return getattr(layer, "stateful", False) or own or any(axis == 0 or axis < -1 for axis in axes) or fixed or replaced
+
+
+def _numbers(value: Any) -> list[int]:
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, int) else []
 
 
 def has_own_step(trainer: Any) -> bool:
     """Whether the user replaced a method that Keras's training step consists of."""
     return any(
-        getattr(type(trainer), name) is not getattr(owner, name)
+        getattr(type(trainer), name) is not getattr(owner, name) or name in vars(trainer)
         for owner, names in _STEP_METHODS.items()
         for name in names
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -268,7 +269,13 @@ class Strategy:
         if isinstance(leaf, PerReplica):
             return collectives.reduce_values(self.extended.cross_device_ops, op, leaf, axes)
         array = self._plain(leaf)
-        axes = tuple(collectives.check_axis(axis, array.ndim) for axis in axes)
+        if isinstance(array, jax.core.Tracer):
+            raise ContextError(
+                "In a step of fit, and in any other traced function, there is nothing to reduce.",
+                received=f"{leaf!r} in {context.describe(context.frame())}",
+                fix="use the value as it is: a step of fit sees the global batch.",
+            )
+        axes = collectives.check_axes(axes, array.ndim)
         if op is ReduceOp.MEAN:
             return jnp.mean(array, axes) if axes else array
         if self.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):

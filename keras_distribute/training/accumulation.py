@@ -12,12 +12,14 @@ at each micro-step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from keras_distribute import context, replication
@@ -176,8 +178,13 @@ def _forward(trainer: Any, strategy: Strategy, trained: list[Any], others: list[
     if not all(equal) or any(o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]):
         return None
 
+    evaluate = core.jaxpr_as_fun(program)
+    sizes = [len(outputs), len(masks), len(others)]
+
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
-        return one_replica([copy[0] for copy in copies], others, x)
+        results = [jnp.asarray(r) for r in evaluate(*[copy[0] for copy in copies], *others, *jax.tree.leaves(x))]
+        ends = list(itertools.accumulate(sizes))
+        return results[: ends[0]], results[ends[0] : ends[1]], results[ends[1] : ends[2]], results[ends[2] :]
 
     mapped = jax.shard_map(
         body,

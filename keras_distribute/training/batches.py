@@ -18,10 +18,11 @@ from jax.experimental import sparse
 from keras_distribute.mesh import ReplicaMesh
 
 Rows = tuple[int, ...]
+Spread = tuple[int, int]
 WHOLE = -1  # In place of a number of rows: the array is on every replica, and all of it is meant.
 
 
-def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, Rows, int]:
+def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, Rows, Spread]:
     """The batch on the devices of `mesh`.
 
     Args:
@@ -32,19 +33,19 @@ def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, R
             every replica whole.
 
     Returns:
-        The structure of placed arrays, the true number of rows of each leaf (or `WHOLE`), and over how many replicas
-        the rows of the first one are spread evenly.
+        The structure of placed arrays, the true number of rows of each leaf (or `WHOLE`), and the rows of the first
+        one with the number of replicas that they are spread over evenly.
     """
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     replicas = mesh.num_replicas
     placed: list[Any] = []
     rows: list[int] = []
-    groups = 0
+    spread: Spread | None = None
     for leaf in leaves:
         array = leaf if isinstance(leaf, jax.Array) or _is_sparse(leaf) else np.asarray(leaf)
         count = array.shape[0] if array.ndim else 0
         extra = -count % replicas
-        groups = groups or (1 if extra or not count else replicas)
+        spread = spread or (count, 1 if extra or not count else replicas)
         if count == 0 or _is_sparse(leaf) or (extra and not traced):
             placed.append(jax.device_put(array, mesh.replicated))
             rows.append(WHOLE)
@@ -54,7 +55,7 @@ def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, R
             array = numpy_like.concatenate([array, numpy_like.repeat(array[-1:], extra, axis=0)])
         placed.append(jax.device_put(array, mesh.split))
         rows.append(count if extra else WHOLE)
-    return jax.tree.unflatten(structure, placed), tuple(rows), groups or 1
+    return jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1)
 
 
 def trim(batch: Any, rows: Rows, mesh: ReplicaMesh) -> Any:

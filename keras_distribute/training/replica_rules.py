@@ -76,9 +76,10 @@ def replica_seed(seed: Any) -> Any:
 
 def batch_normalization(layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any) -> Any:
     """`BatchNormalization.call`: in a step of `fit`, each replica's rows by their own statistics."""
-    groups = context.frame().groups
+    current = context.frame()
+    groups = current.groups
     whole = groups == 1 or not training or not layer.trainable or layer.synchronized
-    if whole or inputs.shape[0] % groups or layer.axis % inputs.ndim == 0:
+    if whole or inputs.shape[0] != current.rows or layer.axis % inputs.ndim == 0:  # Not the batch's rows: as they come.
         return original(layer, inputs, training, mask)
     variables = compat_layers.statistics(layer)
     values = [variable.value for variable in variables]

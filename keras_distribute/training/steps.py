@@ -46,9 +46,11 @@ class TrainerSeams:
     def entered(self, trainer: Any) -> contextlib.AbstractContextManager[Any]:
         """The trainer's strategy, as the current one in the cross-replica context."""
         strategy = _strategy_of(trainer)
-        if strategy is None:
-            return contextlib.nullcontext()
         current = context.frame()
+        if strategy is None and current.strategy is context.default_strategy():
+            return contextlib.nullcontext()
+        if strategy is None:  # A plain model, in a callback of another's fit.
+            return context.entered(context.default_strategy().top_frame)
         if current.per_replica:
             raise ContextError(
                 "A model's fit, evaluate and predict run on all replicas by themselves.",
@@ -64,7 +66,7 @@ class TrainerSeams:
 
     def takes_host_batches(self) -> bool:
         """Whether steps of the current strategy place their batches by themselves."""
-        return _current_strategy() is not None
+        return context.has_strategy() and keras.distribution.distribution() is None
 
     def refuse_empty(self) -> None:
         """Raises the error for data without a single batch."""
@@ -91,24 +93,27 @@ class TrainerSeams:
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
-    own = getattr(trainer, _ATTRIBUTE, None)
-    return own if own is not None else _current_strategy()
+    """The strategy that the trainer was created or compiled under, or of the scope around, or of its variables."""
+    own = getattr(trainer, _ATTRIBUTE, None) or _current_strategy()
+    if own is None:
+        variables = [*getattr(trainer, "trainable_variables", []), *getattr(trainer, "non_trainable_variables", [])]
+        own = next((v.distribute_strategy for v in variables if isinstance(v, DistributedVariable)), None)
+    return own
 
 
 def _current_strategy() -> Strategy | None:
-    """The strategy in force; `None` for the default one, and inside a Keras distribution opened in its scope."""
-    own = context.has_strategy() and keras.distribution.distribution() is None
-    return context.get_strategy() if own else None
+    """The strategy whose scope is open; `None` inside a Keras distribution opened in its scope."""
+    return context.scope_strategy() if keras.distribution.distribution() is None else None
 
 
 class _GlobalStep:
-    """A step compiled for the global batch: `program(state, placed batch, true rows, groups)`."""
+    """A step compiled for the global batch: `program(state, placed batch, true rows, spread)`."""
 
     def __init__(self, strategy: Strategy, step: Callable[..., Any], state_shardings: Any = None) -> None:
         self._mesh = mesh = strategy.replica_mesh
 
-        def global_step(state: Any, data: Any, rows: batches.Rows, groups: int) -> Any:
-            with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
+        def global_step(state: Any, data: Any, rows: batches.Rows, spread: batches.Spread) -> Any:
+            with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])):
                 return step(state, batches.trim(data, rows, mesh))
 
         def compiled(outputs: Any) -> Any:
@@ -120,9 +125,9 @@ class _GlobalStep:
         self._uneven = compiled(mesh.replicated)  # An uneven split cannot leave a program.
 
     def __call__(self, state: Any, data: Any) -> Any:
-        placed, rows, groups = batches.place(data, self._mesh)
+        placed, rows, spread = batches.place(data, self._mesh)
         divides = all(count == batches.WHOLE for count in rows)
-        return (self.program if divides else self._uneven)(state, placed, rows, groups)
+        return (self.program if divides else self._uneven)(state, placed, rows, spread)
 
 
 class _AccumulatingStep(_GlobalStep):
@@ -145,8 +150,8 @@ def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
     mesh = strategy.replica_mesh
 
     def run(state: Any, data: Any) -> Any:
-        placed, _, groups = batches.place(data, mesh, traced=False)
-        with context.entered(Frame(strategy, Mode.CROSS, groups=groups)):
+        placed, _, spread = batches.place(data, mesh, traced=False)
+        with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])):
             return step(state, placed)
 
     return run

@@ -1,0 +1,307 @@
+"""Uses at the edge of what a traced program allows: right, or refused with a remedy."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax import lax
+from keras import layers
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+X = np.ones((4, 2), "float32")
+
+
+@pytest.fixture
+def strategy():
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+
+
+def distributed(strategy, array):
+    return strategy.experimental_distribute_values_from_function(lambda c: array[c.replica_id_in_sync_group][None])
+
+
+def test_variables_read_inside_transformed_functions(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1, kernel_initializer="ones")])
+        k = keras.Variable(1.0)
+
+    def body(carry, _):
+        return carry + k.value, None
+
+    remat = jax.checkpoint(model)
+    jitted = jax.jit(lambda x: model(x))
+    for _ in range(2):  # Also when another signature has been traced in between.
+        for rows in (4, 2):
+            for fn in (remat, jitted, lambda x: lax.cond(x[0, 0] > 0, model, model, x)):
+                result = strategy.run(lambda x, fn=fn: fn(x), (X[:rows],)).values[3]
+                np.testing.assert_array_equal(result, np.full((rows, 1), 2.0))
+    assert float(strategy.run(lambda: lax.scan(body, 0.0, None, 3)[0]).values[0]) == 3.0
+    value, grads = strategy.run(
+        lambda x: kd.value_and_grad(lambda: jnp.sum(jax.checkpoint(model)(x)), model.trainable_variables)(), (X,)
+    )
+    assert float(value.values[0]) == 8.0
+    np.testing.assert_array_equal(grads[0].values[1], [[4.0], [4.0]])
+
+
+def test_methods_are_told_apart(strategy):
+    def timed(f):
+        def wrapper(self, *args):
+            return f(self, *args)
+
+        return wrapper
+
+    class Loop:
+        @timed
+        def train(self, x):
+            return x + 1
+
+        @timed
+        def evaluate(self, x):
+            return x * 100
+
+        def step(self, x):
+            return x + 1
+
+    class Child(Loop):
+        def step(self, x):
+            return x * 100
+
+        def both(self):
+            return self.step, super().step
+
+    loop, x = Child(), np.float32(3)
+    methods = [loop.train, loop.evaluate, *loop.both()]
+    methods += [types.MethodType(lambda self, x, n=n: x * 0 + n, loop) for n in (1, 2)]
+    assert [float(strategy.run(m, (x,)).values[0]) for m in methods] == [4, 300, 300, 4, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: layers.Dense(2)(x), lambda x: layers.Dropout(0.5)(x, training=True)],
+    ids=["layer", "seed"],
+)
+def test_variables_made_at_each_call_are_refused(strategy, make):
+    with pytest.raises(
+        errors.VariableScopeError, match="(?s)creates variables each time it is called.*Fix: make it once"
+    ):
+        strategy.run(make, (X,))
+
+
+def test_communication_that_only_some_replicas_would_reach_is_refused(strategy):
+    def in_condition():
+        context = kd.get_replica_context()
+        first = context.replica_id_in_sync_group == 0
+        return lax.cond(first, lambda: context.all_reduce("SUM", 1.0), lambda: jnp.float32(0))
+
+    def in_loop():
+        context = kd.get_replica_context()
+        rounds = context.replica_id_in_sync_group
+        return lax.fori_loop(0, rounds, lambda i, c: context.all_reduce("SUM", c), jnp.float32(1))
+
+    for fn in (in_condition, in_loop):
+        with pytest.raises(errors.ContextError, match="(?s)wait for each other forever.*Fix: communicate outside"):
+            strategy.run(fn)
+    assert float(kd.MirroredStrategy(["cpu:0"]).run(in_condition).values[0]) == 1.0
+
+
+def test_references_and_callbacks_prove_nothing(strategy):
+    with strategy.scope():
+        v = keras.Variable(0.0)
+
+    def through_reference():
+        reference = jax.new_ref(jnp.float32(0))
+        reference[...] = lax.axis_index("replica").astype("float32")
+        v.assign(jax.freeze(reference))
+
+    with pytest.raises(errors.AggregationError, match="different values"):
+        strategy.run(through_reference)
+
+
+def test_components_read_while_tracing(strategy):
+    with strategy.scope():
+        v = keras.Variable(1.0)
+
+    def fn():
+        return v.values[0] * 1.0
+
+    assert float(strategy.run(fn).values[0]) == 1.0
+    v.assign(9.0)
+    assert float(strategy.run(fn).values[0]) == 9.0
+    value = strategy.run(lambda: jnp.float32(1))
+    with pytest.raises(errors.StructureTypeError, match="not one array"):
+        strategy.run(lambda: jnp.asarray(value) + 1)
+    assert int(value.values[0]) == 1
+
+
+def test_arrays_from_elsewhere_and_keys(strategy):
+    x = jax.device_put(jnp.ones(3), jax.devices()[6])
+    np.testing.assert_array_equal(strategy.run(lambda x: x + 1, (x,)).values[2], [2, 2, 2])
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(
+        strategy.run(lambda k: jax.random.normal(k, (2,)), (key,)).values[1], jax.random.normal(key, (2,))
+    )
+
+
+def test_reductions_of_unusual_values(strategy):
+    def all_of(value):
+        return strategy.experimental_distribute_values_from_function(lambda c: value)
+
+    assert float(strategy.reduce("MEAN", all_of(np.float16(30000)), axis=None)) == 30000
+    assert int(strategy.reduce("SUM", all_of(np.bool_(True)), axis=None)) == 4
+    assert strategy.gather(all_of(np.zeros((0, 2))), axis=0).shape == (0, 2)
+    with pytest.raises(errors.StructureTypeError, match="Only arrays can be reduced"):
+        strategy.reduce("SUM", all_of(np.array(["a"])), axis=None)
+    with pytest.raises(errors.ValueStructureError, match="Each axis can be reduced once"):
+        strategy.reduce("SUM", all_of(np.zeros((2, 2))), axis=(0, 0))
+    with pytest.raises(errors.ValueStructureError, match="(?s)32-bit integers, and these do not fit.*Fix: jax.config"):
+        all_of(2**40)
+
+
+def test_scalar_losses_and_penalties_are_shares(strategy):
+    a = np.arange(4, dtype="float32")[:, None]
+
+    class Own(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return keras.ops.mean((y_true - y_pred) ** 2)
+
+    loss = Own()
+    shares = strategy.run(lambda p: loss(0 * p, p), (distributed(strategy, a),))
+    assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(float(loss(0 * a, a)))
+    with strategy.scope():
+        dense = layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(1.0))
+        model = keras.Sequential([keras.Input((1,)), dense])
+        model.compile("sgd", "mse")
+    shares = strategy.run(lambda p: model.compute_loss(x=p, y=p, y_pred=model(p)), (distributed(strategy, a),))
+    assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(1.0)
+
+
+def mean_free(z):
+    return z - keras.ops.mean(z, axis=0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: layers.Softmax(axis=0),
+        lambda: layers.UnitNormalization(axis=0),
+        lambda: layers.Activation(mean_free),
+        lambda: layers.Dense(6, activation=mean_free),
+        lambda: layers.Dropout(0.5, noise_shape=(16, 6), seed=1),
+    ],
+    ids=["softmax", "unit normalization", "activation", "dense", "fixed noise"],
+)
+def test_accumulation_with_layers_that_mix_rows(strategy, layer):
+    def train():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), layer(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+        rng = np.random.default_rng(0)
+        return model.fit(
+            rng.normal(size=(32, 6)), rng.normal(size=(32, 1)), batch_size=16, shuffle=False, verbose=0, epochs=2
+        ).history["loss"]
+
+    with strategy.scope():
+        ours = train()
+    np.testing.assert_allclose(ours, train(), rtol=1e-5)
+
+
+def test_batch_normalization_of_what_is_not_the_batch(strategy):
+    """Per replica only where its rows are the batch's: a table of weights, or two batches joined, are one group."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(momentum=0.0)
+            self.out = layers.Dense(1)
+
+        def call(self, x, training=False):
+            both = self.norm(keras.ops.concatenate([x, 100 + x]), training=training)
+            return self.out(both)[: x.shape[0]]
+
+    def train():
+        keras.utils.set_random_seed(0)
+        model = Model()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        x = np.random.RandomState(0).randn(8, 3).astype("float32")
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        return model.norm.moving_variance.numpy()
+
+    with strategy.scope():
+        ours = train()
+    np.testing.assert_allclose(ours, train(), rtol=1e-4)
+    assert ours.min() > 2000
+
+
+def test_models_around_and_beside(strategy):
+    """A model of parts from a scope runs on its replicas; a plain model in a callback stays plain."""
+    with strategy.scope():
+        backbone = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
+    extractor = keras.Model(backbone.inputs, backbone.layers[0].output)
+    extractor.make_predict_function()
+    seams_step = extractor.predict(np.ones((8, 2)), verbose=0)
+    np.testing.assert_allclose(seams_step, backbone.predict(np.ones((8, 2)), verbose=0), rtol=1e-6)
+    mixed = keras.Sequential([backbone, layers.Dense(1)])
+    mixed.build((None, 2))
+    with pytest.raises(errors.VariableScopeError, match="2 variable.*do not belong"):
+        mixed.predict(np.ones((8, 2)), verbose=0)
+    plain = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    seen = []
+
+    class Beside(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(plain.predict(np.ones((3, 2)), verbose=0))
+            made = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            seen.append(made.predict(np.ones((3, 2)), verbose=0))
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X, X[:, :1], verbose=0, callbacks=[Beside()])
+    assert [s.shape for s in seen] == [(3, 1), (3, 1)]
+    assert type(plain.weights[0]) is keras.Variable
+
+
+def test_reading_a_variable_in_the_middle_of_an_epoch(strategy):
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(errors.ContextError, match=r"(?s)is with the running fit.*Fix: ask for it through"):
+                model.weights[0].numpy()
+            with pytest.raises(errors.ContextError, match="is with the running fit"):
+                strategy.run(step)
+            model.jax_state_sync()
+            assert strategy.run(step).values[0].shape == (2, 1)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def step():
+        return model.weights[0].value
+
+    model.fit(X, X[:, :1], batch_size=2, verbose=0, callbacks=[Look()])
+
+
+def test_reduce_inside_a_step_of_fit(strategy):
+    class Model(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return kd.get_strategy().reduce("SUM", keras.ops.mean(y_pred), axis=None)
+
+    with strategy.scope():
+        model = Model([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd")
+    with pytest.raises(errors.ContextError, match="(?s)nothing to reduce.*Fix: use the value as it is"):
+        model.fit(X, X[:, :1], verbose=0)
+
+
+def test_many_python_values_are_warned_about(strategy):
+    def fn(x, i):
+        return x + i
+
+    with pytest.warns(UserWarning, match=r"(?s)has compiled .*fn' 8 times.*np.int32\(step\)"):
+        for i in range(8):
+            strategy.run(fn, (X, i))
