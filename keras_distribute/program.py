@@ -241,6 +241,8 @@ class _Capture(compat.StatelessScope):
             )
         self.unknown[key] = variable
         if getattr(variable, "_value", None) is None:
+            if variable._initializer is None:
+                raise taken_error(variable)
             self.created[key] = variable
             return None  # Created inside the function: Keras shows its initial value until the trace ends.
         return jnp.zeros(variable.shape, variable._dtype)
@@ -383,7 +385,7 @@ class _Program:
     def __call__(self, arrays: list[Any]) -> Any:
         variables = self.variables
         results, new = self.compiled(
-            [_donatable(variables[i]) for i in self.written], [variables[i]._value for i in self.read], arrays
+            [_donatable(variables[i]) for i in self.written], [_value_of(variables[i]) for i in self.read], arrays
         )
         for i, value in zip(self.written, new, strict=True):
             variables[i]._value = value
@@ -392,11 +394,15 @@ class _Program:
         return jax.tree.unflatten(self._structure, leaves)
 
 
+def _value_of(variable: Any) -> Any:
+    if variable._value is None:
+        raise taken_error(variable)
+    return variable._value
+
+
 def _donatable(variable: Any) -> Any:
     """The variable's array, to be given away: a copy if anyone else holds it, since a donated array is deleted."""
-    value = variable._value
-    if value is None:
-        raise taken_error(variable)
+    value = _value_of(variable)
     # References: the variable's, this frame's, and the argument of getrefcount.
     return jnp.copy(value) if sys.getrefcount(value) > 3 else value
 
