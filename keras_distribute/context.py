@@ -150,9 +150,10 @@ def has_strategy() -> bool:
 
 
 def scope_strategy() -> Strategy | None:
-    """The strategy whose scope the user opened around this code, or set for the process; `None` for neither."""
+    """The strategy whose scope the user opened around this code, or set for the process; `None` for the default one."""
     named = [entry.strategy for entry in _stack.frames if entry.named]
-    return named[-1] if named else _process_strategy
+    chosen = named[-1] if named else _process_strategy
+    return None if chosen is default_strategy() else chosen
 
 
 def in_cross_replica_context() -> bool:
