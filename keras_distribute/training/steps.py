@@ -122,12 +122,12 @@ class _GlobalStep:
             return jax.jit(global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=shardings)
 
         self.program = compiled(None)
-        self._uneven = compiled(mesh.replicated)  # An uneven split cannot leave a program.
+        self.uneven = compiled(mesh.replicated)  # An uneven split cannot leave a program.
 
     def __call__(self, state: Any, data: Any) -> Any:
         placed, rows, spread = batches.place(data, self._mesh)
         divides = all(count == batches.WHOLE for count in rows)
-        return (self.program if divides else self._uneven)(state, placed, rows, spread)
+        return (self.program if divides else self.uneven)(state, placed, rows, spread)
 
 
 class _AccumulatingStep(_GlobalStep):

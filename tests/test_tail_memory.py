@@ -1,0 +1,40 @@
+"""A batch that does not divide needs no more memory on a device than a full one that does."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.training import batches, steps
+
+
+def temporary_bytes(model, strategy, rows):
+    """What the compiled training step for `rows` rows needs on each device, beside its arguments and results."""
+    seams = steps.TrainerSeams()
+    x, y = np.zeros((rows, 32, 32, 3), "float32"), np.zeros((rows, 10), "float32")
+    with seams.entered(model):
+        model.train_on_batch(x, y)
+        step = seams.compile_step(model, "train", model.train_step)
+        state = model._get_jax_state(
+            trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+        )
+        data, true_rows, spread = batches.place((x, y, None), strategy.replica_mesh)
+        program = step.program if all(count == batches.WHOLE for count in true_rows) else step.uneven
+        return program.lower(state, data, true_rows, spread).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("tail", [62, 61, 33])
+def test_a_tail_needs_no_more_than_a_full_batch(tail):
+    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((32, 32, 3)),
+                keras.layers.Conv2D(16, 3, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile("sgd", "mse")
+    assert temporary_bytes(model, strategy, tail) <= 1.02 * temporary_bytes(model, strategy, 64)
