@@ -64,10 +64,6 @@ class DistributedVariable(compat.Variable):
         """The array that stands on the devices; `None` before the variable is initialized."""
         return self._value
 
-    @stored.setter
-    def stored(self, value: jax.Array) -> None:
-        self._value = value
-
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """The components on this process's replicas, in replica order."""
@@ -218,24 +214,17 @@ class MirroredVariable(DistributedVariable):
         return scoped
 
     def _write_in_program(self, value: Any, current: Frame) -> Any:
-        return self._aggregated(value) if self._aggregates(current) else value
+        return _combined(self.aggregation, value) if self._aggregates(current) else value
 
     def _assign_change(self, change: Any) -> Any:
         if not self._aggregates(self._own_frame()):
             return super()._assign_change(change)
-        value = self._own_dtype_value() + self._aggregated(change)
+        value = self._own_dtype_value() + _combined(self.aggregation, change)
         compat.add_stateless_update(self, value)
         return value
 
     def _aggregates(self, current: Frame) -> bool:
         return current.per_replica and current.mode is Mode.REPLICA and self.aggregation != "none"
-
-    def _aggregated(self, value: Any) -> Any:
-        if self.aggregation == "only_first_replica":
-            return lax.psum(jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value)), REPLICA_AXIS)
-        total = lax.psum(value, REPLICA_AXIS)
-        mean = self.aggregation == "mean"
-        return (total / lax.axis_size(REPLICA_AXIS) if mean else total).astype(value.dtype)
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -297,14 +286,11 @@ class SyncOnReadVariable(DistributedVariable):
         if not (current.per_replica and current.mode is Mode.CROSS):
             return scoped
         self._check_readable()
-        if self.aggregation == "only_first_replica":
-            return lax.all_gather(scoped, REPLICA_AXIS)[0]
-        total = lax.psum(scoped, REPLICA_AXIS)
-        return total if self.aggregation == "sum" else (total / lax.axis_size(REPLICA_AXIS)).astype(scoped.dtype)
+        return _combined(self.aggregation, scoped)
 
     def _write_in_program(self, value: Any, current: Frame) -> Any:
         if current.per_replica and current.mode is Mode.CROSS and self.aggregation == "sum":
-            return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value))
+            return _of_first(value)
         return value
 
     def _check_readable(self) -> None:
@@ -366,11 +352,11 @@ _giving = _Giving()
 @contextlib.contextmanager
 def given_away() -> Generator[None]:
     """Arrays assigned in this `with` block are the variables' from now on: nobody else uses them."""
-    _giving.away = True
+    before, _giving.away = _giving.away, True
     try:
         yield
     finally:
-        _giving.away = False
+        _giving.away = before
 
 
 def _owned(value: Any) -> Any:
@@ -379,6 +365,17 @@ def _owned(value: Any) -> Any:
         value = value.value
     kept = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not _giving.away
     return jnp.copy(value) if kept else value
+
+
+def _of_first(value: Any) -> Any:
+    """The value on the first replica, zeros on the others; inside a program."""
+    return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, jnp.zeros_like(value))
+
+
+def _combined(aggregation: str, value: Any) -> Any:
+    """The replicas' values as one, by an aggregation other than `"none"`; inside a program."""
+    total = lax.psum(_of_first(value) if aggregation == "only_first_replica" else value, REPLICA_AXIS)
+    return (total / lax.axis_size(REPLICA_AXIS) if aggregation == "mean" else total).astype(value.dtype)
 
 
 def _strong(value: Any) -> Any:

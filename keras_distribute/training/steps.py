@@ -32,9 +32,9 @@ class TrainerSeams:
 
     def adopt(self, trainer: Any) -> None:
         """A trainer created or compiled under a scope remembers its strategy."""
-        if _current_strategy() is None:
+        current, own = _current_strategy(), getattr(trainer, _ATTRIBUTE, None)
+        if current is None:
             return
-        current, own = context.get_strategy(), getattr(trainer, _ATTRIBUTE, None)
         if own is not None and own is not current:
             raise ContextError(
                 "A model belongs to the strategy under whose scope it was created.",
