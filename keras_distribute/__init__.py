@@ -20,6 +20,9 @@ config.size_pool_for_requested_devices()
 from keras_distribute import _install  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
 from keras_distribute import nn as nn  # noqa: E402
+from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
+from keras_distribute.checkpoint import CheckpointManager as CheckpointManager  # noqa: E402
+from keras_distribute.checkpoint import RestoreStatus as RestoreStatus  # noqa: E402
 from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps  # noqa: E402
 from keras_distribute.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce  # noqa: E402
 from keras_distribute.collectives import NcclAllReduce as NcclAllReduce  # noqa: E402
@@ -29,6 +32,14 @@ from keras_distribute.context import get_replica_context as get_replica_context 
 from keras_distribute.context import get_strategy as get_strategy  # noqa: E402
 from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
 from keras_distribute.context import in_cross_replica_context as in_cross_replica_context  # noqa: E402
+from keras_distribute.input.arrays import ArrayDataset as ArrayDataset  # noqa: E402
+from keras_distribute.input.datasets import DistributedDataset as DistributedDataset  # noqa: E402
+from keras_distribute.input.datasets import DistributedIterator as DistributedIterator  # noqa: E402
+from keras_distribute.input.options import AutoShardPolicy as AutoShardPolicy  # noqa: E402
+from keras_distribute.input.options import ElementSpec as ElementSpec  # noqa: E402
+from keras_distribute.input.options import InputContext as InputContext  # noqa: E402
+from keras_distribute.input.options import InputOptions as InputOptions  # noqa: E402
+from keras_distribute.input.options import InputReplicationMode as InputReplicationMode  # noqa: E402
 from keras_distribute.replica_context import ReplicaContext as ReplicaContext  # noqa: E402
 from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
@@ -51,9 +62,19 @@ _install.install()
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayDataset",
+    "AutoShardPolicy",
+    "Checkpoint",
+    "CheckpointManager",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
+    "ElementSpec",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
@@ -63,6 +84,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RestoreStatus",
     "RunOptions",
     "Strategy",
     "StrategyExtended",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keras_distribute import context
-from keras_distribute._compat import layers, losses, optimizer, trainer, variables
+from keras_distribute._compat import adapters, layers, losses, optimizer, trainer, variables
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import replica_rules, steps
 from keras_distribute.variables import choose_class
@@ -21,13 +21,14 @@ def install() -> None:
     _undo.extend(
         [
             variables.install(choose_class),
-            trainer.install(steps.TrainerSeams()),
+            trainer.install(seams := steps.TrainerSeams()),
+            adapters.install(seams.adapter),
             optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree),
-            losses.install(replica_rules.global_sum),
+            losses.install(replica_rules.global_sum, replica_rules.in_replica, replica_rules.shapes_differ),
             layers.install(
                 replica_rules.batch_normalization,
                 replica_rules.synchronized_moments,
-                replica_rules.all_rows,
+                replica_rules.global_sum,
                 replica_rules.replica_seed,
             ),
         ]

@@ -1,202 +1,35 @@
-"""Reductions and gathers over the replicas, and the `CrossDeviceOps` that choose how. Knows no Keras.
+"""Reductions and gathers over the replicas. Knows no Keras.
 
 Two kinds of function: those on `local` values run inside a program over all replicas, where a value is this replica's
-own; those on a `PerReplica` outside compile the former.
+own; those on a `PerReplica` outside compile the former. Components whose shapes differ are reduced and gathered on the
+devices, too: masked or cut to their true shapes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
+from keras_distribute import context
+from keras_distribute.cross_device import CrossDeviceOps as CrossDeviceOps
+from keras_distribute.cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from keras_distribute.cross_device import NcclAllReduce as NcclAllReduce
+from keras_distribute.cross_device import ReductionToOneDevice as ReductionToOneDevice
+from keras_distribute.cross_device import checked_arrays, compiled, of_this_replica, widened
+from keras_distribute.cross_device import mesh_of as mesh_of
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
+from keras_distribute.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values import Mirrored, PerReplica, is_array
+from keras_distribute.values import PerReplica
 
-
-class CrossDeviceOps:
-    """How values are reduced over the replicas: the base of the choices that `MirroredStrategy` takes.
-
-    A subclass implements `reduce_implementation` (and, where several values can go together,
-    `batch_reduce_implementation`). Both may be called while a program over all replicas is traced: the values are then
-    this replica's own, and the implementation uses JAX's collectives over the mesh axis `"replica"`.
-    Source: `tf.distribute.CrossDeviceOps`.
-    """
-
-    def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any = None,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """The sum or mean of a `PerReplica` over the replicas.
-
-        Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            per_replica_value: A `PerReplica`.
-            destinations: Accepted for compatibility: the result is on every replica of the strategy.
-            options: How to pack and communicate.
-
-        Returns:
-            A `Mirrored` of the components' shape; inside a program, the array itself.
-        """
-        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
-
-    def batch_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """`reduce` of several values together; one result for each pair of a value and its destinations."""
-        op = ReduceOp.parse(reduce_op)
-        options = options or CommunicationOptions()
-        values = [pair[0] for pair in value_destination_pairs]
-        for value in values:
-            if not isinstance(value, PerReplica):
-                raise StructureTypeError(
-                    "Only values that differ per replica can be reduced.",
-                    received=f"{value!r}.",
-                    fix="pass a result of strategy.run, or strategy.experimental_distribute_values_from_function.",
-                )
-        if not values:
-            return []
-        if values[0].local is not None:
-            return self.batch_reduce_implementation(op, [(v, None) for v in values], options)
-        stacked = [_stacked(value) for value in values]
-        mesh = mesh_of_array(stacked[0])
-
-        def implementation(*locals_: jax.Array) -> list[Any]:
-            return self.batch_reduce_implementation(op, [(PerReplica(local=x), None) for x in locals_], options)
-
-        return [Mirrored(x) for x in _compiled(self, op, options, mesh, implementation)(*stacked)]
-
-    def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
-    ) -> jax.Array:
-        """Reduces one value, inside a program: `per_replica_value.local` is this replica's component."""
-        raise StructureTypeError(
-            f"{type(self).__name__} does not say how to reduce.",
-            fix="override reduce_implementation, or use kd.NcclAllReduce().",
-        )
-
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
-    ) -> list[jax.Array]:
-        """Reduces several values, inside a program; by default one after the other."""
-        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
-
-    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """`tensor` on every device of `destinations` (a value, a variable or a strategy's mesh)."""
-        return self.broadcast_implementation(tensor, destinations)
-
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies one array to the devices of `destinations`."""
-        mesh = mesh_of(destinations)
-        return Mirrored(tensor if mesh is None else jax.device_put(tensor, mesh.replicated))
-
-
-class _Packed(CrossDeviceOps):
-    """Reduces values as a few flat buffers a dtype, or one by one."""
-
-    def __init__(self, num_packs: int = 1) -> None:
-        if num_packs < 0:
-            raise ValueStructureError(
-                "num_packs is the number of buffers; 0 reduces each value by itself.",
-                received=f"num_packs={num_packs}.",
-                fix="a number >= 0.",
-            )
-        self._num_packs = num_packs
-
-    def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
-    ) -> jax.Array:
-        value = _widened(reduce_op, per_replica_value.local)
-        return _scaled(reduce_op, self._sum(value), per_replica_value.local)
-
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
-    ) -> list[jax.Array]:
-        values = [_widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
-        packs = _packs(values, self._num_packs, options.bytes_per_pack)
-        results: list[Any] = [None] * len(values)
-        for pack in packs:
-            flat = jnp.concatenate([jnp.ravel(values[i]) for i in pack]) if len(pack) > 1 else values[pack[0]]
-            total = self._sum(flat)
-            offset = 0
-            for i in pack:
-                size = values[i].size
-                piece = total if len(pack) == 1 else total[offset : offset + size].reshape(values[i].shape)
-                results[i] = _scaled(reduce_op, piece, value_destination_pairs[i][0].local)
-                offset += size
-        return results
-
-    def _sum(self, value: Any) -> jax.Array:
-        return lax.psum(value, REPLICA_AXIS)
-
-
-class NcclAllReduce(_Packed):
-    """All-reduce: NCCL on GPUs, ICI on TPUs, XLA's own on CPUs, of at most `num_packs` buffers a dtype.
-
-    Source: `tf.distribute.NcclAllReduce`. Differs from TF: it also works, with the same numbers, where there is no
-    NCCL.
-
-    Args:
-        num_packs: Into how many buffers the gradients are packed; 0 reduces each by itself, which leaves the packing
-            to XLA (it combines by itself on GPU and TPU, not on CPU).
-    """
-
-
-class HierarchicalCopyAllReduce(_Packed):
-    """Reduces in two phases: each replica sums one part of the buffer, then the parts are gathered.
-
-    Source: `tf.distribute.HierarchicalCopyAllReduce`. Differs from TF, whose two phases are copies over a hierarchy
-    of links that XLA does not expose: the phases are a reduce-scatter and an all-gather over all replicas.
-
-    Args:
-        num_packs: As for `NcclAllReduce`.
-    """
-
-    def _sum(self, value: Any) -> jax.Array:
-        replicas = lax.axis_size(REPLICA_AXIS)
-        flat = jnp.ravel(value)
-        padded = jnp.pad(flat, (0, -flat.size % replicas))
-        part = lax.psum_scatter(padded, REPLICA_AXIS, tiled=True)
-        return lax.all_gather(part, REPLICA_AXIS, tiled=True)[: flat.size].reshape(jnp.shape(value))
-
-
-class ReductionToOneDevice(CrossDeviceOps):
-    """Gathers the components and adds them in replica order, so that the order never depends on the topology.
-
-    Source: `tf.distribute.ReductionToOneDevice`. Differs from TF: a program over all replicas has no single device to
-    reduce on, so each device does the same additions; `reduce_to_device` is accepted and has no effect.
-
-    Args:
-        reduce_to_device: Accepted for compatibility.
-        accumulation_fn: Takes the list of components in replica order and returns their sum; `sum` by default.
-    """
-
-    def __init__(
-        self, reduce_to_device: Any = None, accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None
-    ) -> None:
-        self._accumulate = accumulation_fn or _add_in_order
-
-    def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
-    ) -> jax.Array:
-        gathered = lax.all_gather(_widened(reduce_op, per_replica_value.local), REPLICA_AXIS)
-        total = self._accumulate([gathered[i] for i in range(gathered.shape[0])])
-        return _scaled(reduce_op, total, per_replica_value.local)
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def reduce_locals(
@@ -213,15 +46,25 @@ def all_gather_local(value: Any, axis: int) -> jax.Array:
     return lax.all_gather(value, REPLICA_AXIS, axis=check_axis(axis, value.ndim), tiled=True)
 
 
+def total_count(count: int) -> Any:
+    """The sum over the replicas of how many of something this one has, inside a program.
+
+    Returns:
+        A number, or a traced one where the replicas' shapes differ.
+    """
+    if context.in_ragged_program():
+        return lax.psum(of_this_replica(count), REPLICA_AXIS)
+    return count * lax.axis_size(REPLICA_AXIS)
+
+
 def reduce_along_axes_local(reduce_op: ReduceOp, value: Any, axes: tuple[int, ...]) -> jax.Array:
     """Reduces over `axes` of this replica's value and over the replicas; the mean is over all elements."""
     value = jnp.asarray(value)
     axes = check_axes(axes, value.ndim)
-    total = lax.psum(jnp.sum(_widened(reduce_op, value), axes), REPLICA_AXIS)
-    count = lax.axis_size(REPLICA_AXIS) * math.prod(value.shape[a] for a in axes)
+    total = lax.psum(jnp.sum(widened(reduce_op, of_this_replica(value)), axes), REPLICA_AXIS)
     if reduce_op is not ReduceOp.MEAN:
         return total
-    return (total / count).astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else total / count
+    return _mean(total, total_count(math.prod(value.shape[a] for a in axes)), value.dtype)
 
 
 def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, axes: tuple[int, ...]) -> Any:
@@ -238,30 +81,43 @@ def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, a
         if not axes:
             return ops.reduce(reduce_op, value).value
         mesh = mesh_of_array(value.stacked)
-        compiled = _compiled(None, reduce_op, axes, mesh, lambda local: reduce_along_axes_local(reduce_op, local, axes))
-        return compiled(value.stacked)
-    return _reduce_ragged(reduce_op, value.values, axes)
+        program = compiled(None, reduce_op, axes, mesh, lambda local: reduce_along_axes_local(reduce_op, local, axes))
+        return program(value.stacked)
+    if value.padded is not None and value.shapes is not None:
+        shapes = value.shapes
+        axes = check_axes(axes, len(shapes[0]))
+        _check_reducible([tuple(np.delete(shape, axes)) for shape in shapes], shapes, axes)
+        mesh = mesh_of_array(value.padded)
+        program = compiled(
+            None, reduce_op, (axes, shapes), mesh, lambda local: _reduce_padded_local(reduce_op, local, shapes, axes)
+        )
+        return program(value.padded)
+    return _reduce_unlike(reduce_op, value.values, axes)
 
 
 def gather_values(value: PerReplica, axis: int) -> jax.Array:
     """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every replica."""
     if value.local is not None:
         return all_gather_local(value.local, axis)
-    if value.stacked is not None and value.stacked.size:
-        compiled = _compiled(
-            None, None, axis, mesh_of_array(value.stacked), lambda local: all_gather_local(local, axis)
-        )
-        return compiled(value.stacked)
-    parts = _arrays(value.values, "gathered")
-    axis = check_axis(axis, parts[0].ndim)
-    others = [part.shape[:axis] + part.shape[axis + 1 :] for part in parts]
-    if len(set(others)) > 1 or len({part.dtype for part in parts}) > 1:
-        raise ValueStructureError(
-            f"Values are gathered along axis {axis}; all other dimensions, and the dtypes, must be equal.",
-            received=", ".join(f"{part.dtype}{list(part.shape)}" for part in parts) + ".",
-            fix="gather along the axis whose size differs.",
-        )
-    return jnp.concatenate([jnp.asarray(np.asarray(part)) for part in parts], axis)
+    array = value.padded if value.stacked is None else value.stacked
+    if array is None:
+        parts = checked_arrays(value.values, "gathered")
+        check_axis(axis, parts[0].ndim)
+        raise _ungatherable([(part.dtype, part.shape) for part in parts], axis)
+    shapes = (array.shape[1:],) * array.shape[0] if value.shapes is None else value.shapes
+    axis = check_axis(axis, array.ndim - 1)
+    if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
+        raise _ungatherable([(array.dtype, shape) for shape in shapes], axis)
+    if not array.size:
+        return jnp.zeros((*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :]), array.dtype)
+
+    def gather(local: jax.Array) -> jax.Array:
+        if value.shapes is None:
+            return all_gather_local(local, axis)
+        whole = lax.all_gather(local, REPLICA_AXIS)
+        return jnp.concatenate([lax.slice(whole[i], (0,) * local.ndim, s) for i, s in enumerate(shapes)], axis)
+
+    return compiled(None, None, (axis, value.shapes), mesh_of_array(array), gather)(array)
 
 
 def check_axis(axis: int, ndim: int) -> int:
@@ -279,21 +135,6 @@ def check_axis(axis: int, ndim: int) -> int:
     return int(axis) % ndim
 
 
-def mesh_of(destinations: Any) -> ReplicaMesh | None:
-    """The mesh on which a value, a variable or a strategy lives; `None` for a plain value."""
-    if isinstance(destinations, ReplicaMesh):
-        return destinations
-    if isinstance(destinations, PerReplica):
-        destinations = destinations.stacked
-    if isinstance(destinations, Mirrored):
-        destinations = destinations.value
-    own = getattr(destinations, "replica_mesh", None)
-    if isinstance(own, ReplicaMesh):
-        return own
-    sharding = getattr(destinations, "sharding", None)
-    return ReplicaMesh(mesh_of_array(destinations)) if isinstance(sharding, jax.sharding.NamedSharding) else None
-
-
 def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     """`axes` as numbers from 0 to `ndim - 1`, each once."""
     checked = tuple(check_axis(axis, ndim) for axis in axes)
@@ -304,109 +145,44 @@ def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     return checked
 
 
-@functools.lru_cache(maxsize=512)
-def _compiled_for(key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box) -> Callable[..., Any]:
-    split = PartitionSpec(REPLICA_AXIS)
-
-    def body(*stacked: jax.Array) -> Any:
-        return box.function(*(x[0] for x in stacked))
-
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
+    """The mean from a sum: of the values' dtype where that can hold one."""
+    return (total / count).astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else total / count
 
 
-class _Box:
-    """Carries a function past a cache: equal to every other box, so that the rest of the key decides."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Box)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _compiled(ops: Any, reduce_op: Any, extra: Any, mesh: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of local values as a program on stacked ones, compiled once for the arguments before it."""
-    return _compiled_for((ops, reduce_op, extra), mesh, _Box(function))
-
-
-def _widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
-    """What is summed: booleans are counted, and the sum behind a 16-bit mean must not overflow."""
-    value = jnp.asarray(value)
-    if value.dtype == jnp.bool_:
-        return value.astype(jnp.int32)
-    half = reduce_op is ReduceOp.MEAN and value.dtype in (jnp.float16, jnp.bfloat16)
-    return value.astype(jnp.float32) if half else value
-
-
-def _scaled(reduce_op: ReduceOp, total: Any, value: Any) -> Any:
+def _reduce_padded_local(reduce_op: ReduceOp, value: jax.Array, shapes: Shapes, axes: tuple[int, ...]) -> jax.Array:
+    """`reduce_along_axes_local` of a component that is filled up: only its true elements count."""
+    own = jnp.asarray(np.asarray(shapes, "int32"))[lax.axis_index(REPLICA_AXIS)]
+    true = functools.reduce(jnp.logical_and, [lax.broadcasted_iota("int32", value.shape, a) < own[a] for a in axes])
+    total = lax.psum(jnp.sum(widened(reduce_op, value), axes, where=true), REPLICA_AXIS)
     if reduce_op is not ReduceOp.MEAN:
         return total
-    mean = total / lax.axis_size(REPLICA_AXIS)
-    return mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else mean
+    return _mean(total, sum(math.prod(shape[a] for a in axes) for shape in shapes), value.dtype)
 
 
-def _add_in_order(parts: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, parts)
-
-
-def _packs(values: Sequence[Any], num_packs: int, bytes_per_pack: int) -> list[list[int]]:
-    """Indices of the values that go into one buffer together, in order; a buffer holds one dtype."""
-    if num_packs == 0 and bytes_per_pack == 0:
-        return [[i] for i in range(len(values))]
-    by_dtype: dict[Any, list[int]] = {}
-    for i, value in enumerate(values):
-        by_dtype.setdefault(value.dtype, []).append(i)
-    packs: list[list[int]] = []
-    for indices in by_dtype.values():
-        total = sum(values[i].nbytes for i in indices)
-        limit = bytes_per_pack or max(1, -(-total // num_packs))
-        pack: list[int] = []
-        filled = 0
-        for i in indices:
-            if pack and filled + values[i].nbytes > limit:
-                packs.append(pack)
-                pack, filled = [], 0
-            pack.append(i)
-            filled += values[i].nbytes
-        packs.append(pack)
-    return packs
-
-
-def _reduce_ragged(reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]) -> jax.Array:
-    parts = [np.asarray(part) for part in _arrays(components, "reduced")]
+def _reduce_unlike(reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]) -> jax.Array:
+    """Of components that differ in rank or dtype, on the host."""
+    parts = [np.asarray(part) for part in checked_arrays(components, "reduced")]
     normal = [check_axes(axes, part.ndim) for part in parts]
     sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]
-    if len({s.shape for s in sums}) > 1:
-        raise ValueStructureError(
-            "The components' shapes differ outside the reduced axes.",
-            received=", ".join(str(part.shape) for part in parts) + f" with axis={list(axes) or None}.",
-            fix="reduce over the axis whose size differs: strategy.reduce(op, value, axis=0).",
-        )
+    _check_reducible([s.shape for s in sums], [part.shape for part in parts], axes)
     count = sum(math.prod(p.shape[a] for a in axis) for p, axis in zip(parts, normal, strict=True))
     total = functools.reduce(np.add, sums)
     return jnp.asarray(total / count if reduce_op is ReduceOp.MEAN else total)
 
 
-def _arrays(components: Sequence[Any], verb: str) -> list[Any]:
-    for component in components:
-        if not is_array(component):
-            raise StructureTypeError(
-                f"Only arrays can be {verb} over the replicas.",
-                received=f"a {type(component).__name__}.",
-                fix="strategy.experimental_local_results(value) gives the objects themselves.",
-            )
-    return [np.asarray(c) if isinstance(c, int | float | complex) else c for c in components]
-
-
-def _stacked(value: PerReplica) -> jax.Array:
-    if value.stacked is None:
-        shapes = ", ".join(str(np.shape(part)) for part in _arrays(value.values, "reduced"))
+def _check_reducible(reduced: Sequence[Any], shapes: Sequence[Any], axes: tuple[int, ...]) -> None:
+    if len(set(reduced)) > 1:
         raise ValueStructureError(
-            "Components of different shapes cannot be reduced element by element.",
-            received=f"the shapes {shapes}.",
+            "The components' shapes differ outside the reduced axes.",
+            received=", ".join(map(str, shapes)) + f" with axis={list(axes) or None}.",
             fix="reduce over the axis whose size differs: strategy.reduce(op, value, axis=0).",
         )
-    return value.stacked
+
+
+def _ungatherable(forms: Sequence[tuple[Any, Any]], axis: int) -> ValueStructureError:
+    return ValueStructureError(
+        f"Values are gathered along axis {axis}; all other dimensions, and the dtypes, must be equal.",
+        received=", ".join(f"{dtype}{list(shape)}" for dtype, shape in forms) + ".",
+        fix="gather along the axis whose size differs.",
+    )

@@ -14,11 +14,42 @@ import re
 import jax
 
 from keras_distribute._compat import jax_internals
-from keras_distribute.errors import DeviceError
+from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _pool_size: int | None = None  # threads of XLA's CPU pool where we could choose it, else None
+
+
+_prefetch_steps = 2
+
+
+def set_prefetch_steps(num_steps: int) -> None:
+    """How many batches `fit`, `evaluate` and `predict` have ready on the devices ahead of the step that runs.
+
+    Args:
+        num_steps: At least 0; 0 reads each batch when its step is due, in the thread that called `fit`. 2 at first.
+
+    Raises:
+        ValueStructureError: For a negative number, or none.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.config.set_prefetch_steps(2)
+    """
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
+        raise ValueStructureError(
+            "Batches are made ready for a number of steps.",
+            received=f"set_prefetch_steps({num_steps!r}).",
+            fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is due.",
+        )
+    global _prefetch_steps
+    _prefetch_steps = num_steps
+
+
+def prefetch_steps() -> int:
+    """The number given to `set_prefetch_steps`."""
+    return _prefetch_steps
 
 
 def set_cpu_devices(num_devices: int) -> None:

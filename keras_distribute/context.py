@@ -41,6 +41,7 @@ class Frame:
         groups: In a step of `fit`, how many replicas the rows of its batch are spread over evenly; else 1.
         rows: In a step of `fit`, how many rows its batch has.
         named: Whether the user opened it with `scope()`: these guard against mixed strategies.
+        ragged: Whether the replicas of the program that is being traced hold arrays of different shapes.
     """
 
     strategy: Strategy
@@ -50,6 +51,7 @@ class Frame:
     groups: int = 1
     rows: int = 0
     named: bool = False
+    ragged: bool = False
 
 
 class _Stack(threading.local):
@@ -83,6 +85,11 @@ def frame() -> Frame:
     return default_strategy().top_frame
 
 
+def in_ragged_program() -> bool:
+    """Whether a program is being traced whose replicas hold different shapes, so that no count is known from one."""
+    return any(entry.ragged for entry in _stack.frames)
+
+
 @contextlib.contextmanager
 def entered(new: Frame) -> Generator[Frame]:
     """Makes `new` the innermost frame for a `with` block; removed again whatever happens inside."""
@@ -92,6 +99,21 @@ def entered(new: Frame) -> Generator[Frame]:
         yield new
     finally:
         del _stack.frames[depth - 1 :]
+
+
+def frames() -> list[Frame]:
+    """This thread's frames, to hand to another thread."""
+    return list(_stack.frames)
+
+
+@contextlib.contextmanager
+def inherited(frames: list[Frame]) -> Generator[None]:
+    """Gives this thread the frames of another one, for a `with` block."""
+    before, _stack.frames = _stack.frames, list(frames)
+    try:
+        yield
+    finally:
+        _stack.frames = before
 
 
 class Scope(contextlib.AbstractContextManager["Strategy"]):

@@ -7,7 +7,11 @@
     ├── ValueStructureError(ValueError) per-replica values of the wrong kind, shape or structure
     ├── StructureTypeError(TypeError)   an argument of the wrong type
     ├── VariableScopeError              a variable of another strategy, or of none: a ValueError, and a RuntimeError
-    └── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
+    ├── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
+    ├── InputError(ValueError)          a dataset that cannot be distributed, sharded or resumed
+    ├── OutOfRangeError(StopIteration)  get_next at the end of the data
+    └── CheckpointError(ValueError)     a checkpoint is missing, does not fit, or cannot be written
+        └── DamagedCheckpointError      its files are incomplete, or do not hold what was saved
 
 Each subclasses the builtin that a TensorFlow user already catches.
 """
@@ -61,3 +65,19 @@ class VariableScopeError(DistributeError, ValueError, RuntimeError):
 
 class AggregationError(DistributeError, ValueError):
     """A read or assignment that the variable's aggregation does not define."""
+
+
+class InputError(DistributeError, ValueError):
+    """A dataset that cannot be distributed, batches that do not fit together, or a position that cannot be had."""
+
+
+class OutOfRangeError(DistributeError, StopIteration):
+    """`DistributedIterator.get_next` at the end of the data."""
+
+
+class CheckpointError(DistributeError, ValueError):
+    """A checkpoint that is missing, does not fit the objects it is restored into, or cannot be written."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are incomplete, or do not hold what was saved."""

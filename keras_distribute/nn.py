@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from keras_distribute import context
+from keras_distribute import collectives, context
 from keras_distribute.context import Mode
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 
@@ -22,13 +22,13 @@ def compute_average_loss(
     """This replica's share of the average loss over the global batch.
 
     The shares of all replicas add up to the average: `strategy.reduce("SUM", share, axis=None)`.
-    Source: `tf.nn.compute_average_loss`.
+    Source: `tf.nn.compute_average_loss`. Differs from TF, whose default `global_batch_size` is this replica's times the
+    number of replicas, so that replicas with few examples weigh too much.
 
     Args:
         per_example_loss: One loss for each example of this replica, of shape `(batch, ...)`.
         sample_weight: A weight for each example, of a shape that broadcasts.
-        global_batch_size: The number of examples of all replicas; by default this replica's times the number of
-            replicas.
+        global_batch_size: The number of examples of all replicas; by default the sum of theirs.
 
     Returns:
         A scalar: the sum of the weighted losses over `global_batch_size`; 0 for an empty batch.
@@ -68,7 +68,8 @@ def compute_average_loss(
             )
         losses = losses * weights
     if global_batch_size is None:
-        size: Any = losses.shape[0] * context.get_strategy().num_replicas_in_sync
+        per_replica = context.frame().per_replica
+        size: Any = collectives.total_count(losses.shape[0]) if per_replica else losses.shape[0]
     else:
         size = _checked_size(global_batch_size)
     total = jnp.sum(losses)

@@ -120,7 +120,7 @@ def _holds_jaxpr(value: Any) -> bool:
 
 def _refuse_collectives(bodies: Sequence[Any], what: str) -> None:
     """Raises where only some replicas would reach an operation over all of them, which would wait forever."""
-    if any(_talks(eqn) for body in bodies for eqn in body.eqns):
+    if any(communicates(eqn) for body in bodies for eqn in body.eqns):
         raise ContextError(
             f"Replicas would wait for each other forever: {what} differs by replica, and inside it they communicate.",
             received="a collective (all_reduce, all_gather, an aggregated assignment, ...) under lax.cond or a loop.",
@@ -134,10 +134,11 @@ def _over_replicas(eqn: Any) -> bool:
     return any(REPLICA_AXIS in (names if isinstance(names, tuple | list) else [names]) for names in axes)
 
 
-def _talks(eqn: Any) -> bool:
+def communicates(eqn: Any) -> bool:
+    """Whether an operation, or one inside it, needs the other replicas."""
     if _over_replicas(eqn) and eqn.primitive.name != "axis_index":
         return True
-    return any(_talks(inner) for body in _bodies(eqn) for inner in body.eqns)
+    return any(communicates(inner) for body in _bodies(eqn) for inner in body.eqns)
 
 
 def _bodies(eqn: Any) -> list[Any]:
@@ -145,10 +146,14 @@ def _bodies(eqn: Any) -> list[Any]:
     return [getattr(item, "jaxpr", item) for item in values if _holds_jaxpr(item)]
 
 
+def is_stateful(eqn: Any) -> bool:
+    """Whether an operation may give another result each time, or does more than give results."""
+    return bool(eqn.effects) or "callback" in eqn.primitive.name or eqn.primitive.name == "rng_uniform"
+
+
 def _differs_by_itself(eqn: Any) -> bool:
     """Whether an operation may give another result on each replica from the same inputs."""
-    stateful = bool(eqn.effects) or "callback" in eqn.primitive.name or eqn.primitive.name == "rng_uniform"
-    return _over_replicas(eqn) or stateful
+    return _over_replicas(eqn) or is_stateful(eqn)
 
 
 def _holds_difference(eqn: Any) -> bool:

@@ -1,8 +1,9 @@
 """Values that differ per replica, or are the same on each. Knows no contexts and no variables.
 
-A `PerReplica` is stored in one of three ways: as one array of shape `(num_replicas, *shape)` split over the replicas;
-as a tuple of components whose shapes differ or that are no arrays; or, while a program over all replicas is being
-traced, as this replica's own component alone (`PerReplica.local`).
+A `PerReplica` is stored in one of four ways: as one array of shape `(num_replicas, *shape)` split over the replicas; if
+only the sizes of dimensions differ, as such an array of the largest sizes, whose components are filled up with zeros;
+as a tuple of components that differ in rank or dtype, or that are no arrays; or, while a program over all replicas is
+being traced, as this replica's own component alone (`PerReplica.local`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
@@ -37,31 +40,51 @@ class PerReplica(DistributedValues):
     """
 
     def __init__(
-        self, *, stacked: jax.Array | None = None, components: tuple[Any, ...] | None = None, local: Any = None
+        self,
+        *,
+        stacked: jax.Array | None = None,
+        padded: jax.Array | None = None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+        components: tuple[Any, ...] | None = None,
+        local: Any = None,
     ) -> None:
         self._stacked = stacked
+        self._padded = padded
+        self._shapes = None if shapes is None else tuple(map(tuple, shapes))
         self._components = components
         self._local = local
 
     @staticmethod
     def of(components: Sequence[Any], mesh: ReplicaMesh) -> PerReplica:
-        """From one component a replica; arrays of one shape and dtype are stored as one split array."""
-        if all(is_array(c) for c in components):
-            arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
-            if len({(a.shape, a.dtype) for a in arrays}) == 1:
-                shards = [
-                    jax.device_put(jnp.expand_dims(a, 0) if isinstance(a, jax.Array) else a[None], device)
-                    for a, device in zip(arrays, mesh.devices, strict=True)
-                ]
-                shape = (len(shards), *shards[0].shape[1:])
-                return PerReplica(stacked=jax.make_array_from_single_device_arrays(shape, mesh.split, shards))
+        """From one component a replica; arrays of one rank and dtype are stored as one split array."""
+        if not all(is_array(c) for c in components):
+            return PerReplica(components=tuple(components))
+        arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
+        shapes = [a.shape for a in arrays]
+        if len({(a.ndim, a.dtype) for a in arrays}) > 1:
             return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, mesh.devices, strict=True)))
-        return PerReplica(components=tuple(components))
+        largest = tuple(map(max, zip(*shapes, strict=True)))
+        shards = [
+            jax.device_put(_with_leading_one(a, largest), device)
+            for a, device in zip(arrays, mesh.devices, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays((len(shards), *largest), mesh.split, shards)
+        return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
 
     @property
     def stacked(self) -> jax.Array | None:
         """The array of shape `(num_replicas, *shape)`, or `None` where the components' shapes differ."""
         return self._stacked
+
+    @property
+    def padded(self) -> jax.Array | None:
+        """The array of shape `(num_replicas, *largest shape)` where the components' shapes differ, else `None`."""
+        return self._padded
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...] | None:
+        """The true shape of each replica's component of `padded`."""
+        return self._shapes
 
     @property
     def local(self) -> Any:
@@ -71,16 +94,27 @@ class PerReplica(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         if self._components is None:
-            if self._stacked is None:
+            array = self._stacked if self._stacked is not None else self._padded
+            if array is None:
                 raise ValueStructureError(
                     "The components of other replicas cannot be read while the program is traced.",
                     received="PerReplica.values inside merge_call.",
                     fix="strategy.reduce, strategy.gather or strategy.extended.reduce_to, which are collectives.",
                 )
-            shards = sorted(self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             with jax.ensure_compile_time_eval():  # Also where a program is being traced: these are real arrays.
-                self._components = tuple(jnp.squeeze(shard.data, 0) for shard in shards)
+                if array.size:
+                    self._components = tuple(
+                        self._cut(jnp.squeeze(shard.data, 0), shard.index[0].start or 0) for shard in shards
+                    )
+                else:  # XLA does not split what has no elements.
+                    empty = jnp.zeros(array.shape[1:], array.dtype)
+                    self._components = tuple(self._cut(empty, replica) for replica in range(len(shards)))
         return self._components
+
+    def _cut(self, value: jax.Array, replica: int) -> jax.Array:
+        shape = value.shape if self._shapes is None else self._shapes[replica]
+        return value if shape == value.shape else lax.slice(value, (0,) * value.ndim, shape)
 
     def _only(self) -> Any:
         if self._local is None and len(self.values) == 1:
@@ -138,6 +172,15 @@ class Mirrored(DistributedValues):
 
     def __repr__(self) -> str:
         return f"Mirrored({self._value!r})"
+
+
+def _with_leading_one(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array in shape `(1, *shape)`, filled up with zeros at the end of each dimension."""
+    if array.shape != shape and jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers.
+        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)[None]
+    widths = [(0, after - before) for before, after in zip(array.shape, shape, strict=True)]
+    module = jnp if isinstance(array, jax.Array) else np
+    return (array if array.shape == shape else module.pad(array, widths))[None]
 
 
 def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

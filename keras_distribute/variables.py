@@ -28,6 +28,7 @@ from jax import lax
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame, Mode
+from keras_distribute.cross_device import of_this_replica
 from keras_distribute.errors import (
     AggregationError,
     ContextError,
@@ -374,6 +375,7 @@ def _of_first(value: Any) -> Any:
 
 def _combined(aggregation: str, value: Any) -> Any:
     """The replicas' values as one, by an aggregation other than `"none"`; inside a program."""
+    value = of_this_replica(value)
     total = lax.psum(_of_first(value) if aggregation == "only_first_replica" else value, REPLICA_AXIS)
     return (total / lax.axis_size(REPLICA_AXIS) if aggregation == "mean" else total).astype(value.dtype)
 

@@ -12,9 +12,19 @@ import pytest
 import keras_distribute as kd
 
 NAMES = [
+    "ArrayDataset",
+    "AutoShardPolicy",
+    "Checkpoint",
+    "CheckpointManager",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
+    "ElementSpec",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
@@ -24,6 +34,7 @@ NAMES = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RestoreStatus",
     "RunOptions",
     "Strategy",
     "StrategyExtended",

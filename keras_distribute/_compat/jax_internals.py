@@ -2,13 +2,60 @@
 
 - `xla_bridge.backends_are_initialized`: the number of CPU devices and the size of XLA's thread pool can only be chosen
   before JAX creates its client, and JAX has no public question for that. Goes when it has one.
+- `parallel._psum`: where `lax.psum` of what is no tracer is multiplied by the number of replicas at once. Replicas with
+  different shapes may hold different numbers there, which nothing in the traced program tells. Goes when JAX traces it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.core
 from jax._src import xla_bridge
+from jax._src.lax import parallel
 
 
 def backends_are_initialized() -> bool:
     """Whether JAX has already created a client, after which devices and thread pools are fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+class _Noting(threading.local):
+    axis: str | None = None
+    values: list[Any]
+
+
+_noting = _Noting()
+_lock = threading.Lock()
+_users = 0
+_psum: Any = getattr(parallel, "_psum")  # noqa: B009 - private, and pyright says so.
+
+
+def _noting_psum(x: Any, axis_name: Any, **options: Any) -> Any:
+    axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if _noting.axis in axes:
+        _noting.values += [leaf for leaf in jax.tree.leaves(x) if not isinstance(leaf, jax.core.Tracer)]
+    return _psum(x, axis_name, **options)
+
+
+@contextlib.contextmanager
+def noting_folded_sums(axis: str) -> Generator[list[Any]]:
+    """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this thread, for a `with` block."""
+    global _users
+    before = _noting.axis, getattr(_noting, "values", [])
+    _noting.axis, _noting.values = axis, []
+    with _lock:
+        _users += 1
+        setattr(parallel, "_psum", _noting_psum)  # noqa: B010 - as above.
+    try:
+        yield _noting.values
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                setattr(parallel, "_psum", _psum)  # noqa: B010 - as above.
+        _noting.axis, _noting.values = before

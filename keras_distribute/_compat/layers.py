@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from keras import backend, ops
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.random.seed_generator import SeedGenerator
@@ -23,7 +24,7 @@ Undo = Callable[[], None]
 def install(
     around_call: Callable[..., Any],
     synchronized_moments: Callable[[Any, Any, bool, Callable[..., Any]], Any],
-    gather_rows: Callable[[Any], Any],
+    global_sum: Callable[[Any], Any],
     replica_seed: Callable[[Any], Any],
 ) -> Undo:
     """Hooks for batch normalization's statistics and for seeds.
@@ -31,7 +32,7 @@ def install(
     Args:
         around_call: `around_call(layer, original, inputs, training, mask)` in place of `BatchNormalization.call`.
         synchronized_moments: `(x, axes, keepdims, local_moments)` in place of `ops.moments(synchronized=True)`.
-        gather_rows: The rows of all replicas, for masked synchronized statistics.
+        global_sum: The sum over the replicas, for masked synchronized statistics; `None` where there is none.
         replica_seed: This replica's seed from the common one.
     """
     init, call, moments = BatchNormalization.__init__, BatchNormalization.call, jax_nn.moments
@@ -49,9 +50,17 @@ def install(
         return synchronized_moments(x, axes, keepdims, moments) if synchronized else moments(x, axes, keepdims)
 
     def new_masked_moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if mask is not None and self.synchronized:
-            inputs, mask = gather_rows(inputs), gather_rows(mask)
-        return masked_moments(self, inputs, mask)
+        if mask is None or not self.synchronized:
+            return masked_moments(self, inputs, mask)
+        axes, whole = self._reduction_axes, ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), inputs.shape), "bool")
+        count = global_sum(ops.sum(ops.cast(whole, inputs.dtype), axes, keepdims=True))
+        if count is None:
+            return masked_moments(self, inputs, mask)
+        count += backend.epsilon()  # From here on as Keras does, with each sum taken over all replicas.
+        mean = global_sum(ops.sum(ops.where(whole, inputs, 0), axes, keepdims=True)) / count
+        squares = ops.square(ops.where(whole, inputs - mean, 0))
+        variance = global_sum(ops.sum(squares, axes, keepdims=True)) / count
+        return ops.squeeze(mean), ops.squeeze(variance)
 
     def new_next(self: Any, ordered: bool = True) -> Any:
         return replica_seed(next_seed(self, ordered))

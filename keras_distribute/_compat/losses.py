@@ -2,11 +2,14 @@
 
 `reduce_values` and `apply_mask` are looked up by Keras's own losses in the module that defines them; Keras scales for
 `tf.distribute` in the same place, and only there. `Trainer._aggregate_additional_loss` is its place for penalties.
+`Loss.__call__` is where the rows of a loss are known that is one number already.
 """
 
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +17,30 @@ import keras
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.trainer import Trainer
 
+from keras_distribute.errors import ValueStructureError
+
 Undo = Callable[[], None]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def install(global_sum: Callable[[Any], Any]) -> Undo:
+class _Rows(threading.local):
+    known: int | None = None
+
+
+_rows = _Rows()
+
+
+def install(
+    global_sum: Callable[[Any], Any], in_replica: Callable[[], bool], shapes_differ: Callable[[], bool]
+) -> Undo:
     """Divides means by the global count.
 
     Args:
         global_sum: Returns the sum over the replicas of a count, or `None` where there is nothing to sum over.
+        in_replica: Whether values are one replica's.
+        shapes_differ: Whether the replicas have different numbers of rows.
     """
+    call: Callable[..., Any] = loss_module.Loss.__call__
     reduce_values: Callable[..., Any] = loss_module.reduce_values
     apply_mask: Callable[..., Any] = loss_module.apply_mask
 
@@ -33,12 +50,17 @@ def install(global_sum: Callable[[Any], Any]) -> Undo:
         return None if total is None else keras.ops.divide_no_nan(local, total)
 
     def reduce_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
-        loss = reduce_values(values, sample_weight, reduction)
-        if reduction not in _MEANS or tuple(values.shape) == (0,):
+        loss: Any = reduce_values(values, sample_weight, reduction)
+        if tuple(values.shape) == (0,) and reduction in (*_MEANS, "sum") and in_replica():
+            loss = keras.ops.sum(values)  # Keras leaves the empty array as it is.
+        if reduction not in _MEANS or (tuple(values.shape) == (0,) and not in_replica()):
             return loss
-        # A loss that is a scalar already counts as the mean of this replica's equal part of the rows.
         if reduction == "mean_with_sample_weight" and sample_weight is not None and values.shape:
             count = keras.ops.cast(keras.ops.sum(sample_weight), loss.dtype)
+        elif not values.shape and shapes_differ():  # A scalar already counts as the mean of this replica's rows.
+            rows = _known_rows()
+            loss = loss if rows else keras.ops.zeros_like(loss)  # The mean of no rows is NaN, and counts for nothing.
+            count = keras.ops.cast(rows, loss.dtype)
         else:
             count = keras.ops.cast(values.size, loss.dtype)
         scale = share(count)
@@ -59,14 +81,35 @@ def install(global_sum: Callable[[Any], Any]) -> Undo:
         scale = share(keras.ops.ones((), total.dtype))
         return total if scale is None else total * scale
 
+    def call_with_rows(self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+        shape = next((leaf.shape for leaf in keras.tree.flatten(y_pred) if hasattr(leaf, "shape")), ())
+        before, _rows.known = _rows.known, shape[0] if shape else None
+        try:
+            return call(self, y_true, y_pred, *args, **kwargs)
+        finally:
+            _rows.known = before
+
     aggregate_additional_loss: Callable[..., Any] = Trainer._aggregate_additional_loss
     Trainer._aggregate_additional_loss = additional_share
     loss_module.reduce_values = reduce_share
     loss_module.apply_mask = mask_share
+    loss_module.Loss.__call__ = functools.wraps(call)(call_with_rows)
 
     def undo() -> None:
         loss_module.reduce_values = reduce_values
         loss_module.apply_mask = apply_mask
+        loss_module.Loss.__call__ = call
         Trainer._aggregate_additional_loss = aggregate_additional_loss
 
     return undo
+
+
+def _known_rows() -> int:
+    if _rows.known is None:
+        raise ValueStructureError(
+            "The replicas have different numbers of rows, and a loss of one number does not say how many it is of.",
+            received="a scalar, to be averaged over the rows of all replicas.",
+            fix='return one loss for each row from the loss, or create it with reduction="sum" and divide by the '
+            "number of rows of all replicas.",
+        )
+    return _rows.known

@@ -3,7 +3,9 @@
 Keras's loop, callbacks, history and data adapters are used as they are. Replaced, for trainers with a strategy, are:
 
 - `make_train_function`, `make_test_function`, `make_predict_function`: how a step is compiled;
-- `_distribute_data` and `JAXEpochIterator._get_iterator`: batches stay on the host until the step takes them;
+- `JAXEpochIterator._get_iterator`: batches come from a feed, ready on the devices, but for the one that
+  `_symbolic_build` and `predict` of an unbuilt model only look at;
+- `_distribute_data`: a single batch stays on the host until the step takes it;
 - around `jax_state_sync`, variables take the arrays as they are;
 - `_get_jax_state` takes the values out of the variables for an epoch; when the input or a callback raises before the
   first step, Keras never puts them back, so they are remembered and put back here;
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from keras.src.backend.jax import trainer as jax_trainer
@@ -49,6 +52,18 @@ class Seams(Protocol):
         """Whether the current strategy puts batches on devices by itself."""
         ...
 
+    def looks(self, adapter: Any) -> bool:
+        """Whether `look` is to be asked for the batch that a model is built with."""
+        ...
+
+    def look(self, adapter: Any) -> Iterator[Any]:
+        """The first batch of the data, on the host."""
+        ...
+
+    def feed(self, trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
+        """The batches of one pass, ready for the steps of `trainer`; an iterator with `close`."""
+        ...
+
     def refuse_empty(self) -> None:
         """Raises the error for data without a single batch."""
         ...
@@ -74,7 +89,7 @@ def install(seams: Seams) -> Undo:
 
     def in_context(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with seams.entered(self):
+            with seams.entered(self), _calls.entered(self, original.__name__):
                 try:
                     return original(self, *args, **kwargs)
                 except BaseException:
@@ -111,15 +126,35 @@ def install(seams: Seams) -> Undo:
 
         return method
 
-    def from_host(original: Any) -> Any:
-        def host_batches(self: Any) -> Any:
-            for batch in self.data_adapter.get_jax_iterator():
+    def feeding(original: Any) -> Any:
+        def get_iterator(self: Any) -> Any:
+            if _calls.only_looks(self) and seams.looks(self.data_adapter):
+                return looked(self)
+            return batches(self) if seams.takes_host_batches() else original(self)
+
+        def looked(self: Any) -> Generator[Any]:
+            yield from seams.look(self.data_adapter)
+            seams.refuse_empty()
+
+        def batches(self: Any) -> Generator[Any]:
+            group = self.steps_per_execution
+            per_epoch = -(-self.steps_per_epoch // group) * group if self.steps_per_epoch else None
+            feed = seams.feed(_calls.trainer, self.data_adapter, per_epoch)
+            _calls.feeds.append(feed)
+            for batch in feed:
                 _remember(self, True)
                 yield batch
             if not getattr(self, _REMEMBERED, False):
                 seams.refuse_empty()
 
-        return lambda self: host_batches(self) if seams.takes_host_batches() else original(self)
+        return get_iterator
+
+    def looking(original: Any) -> Any:
+        def method(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+            with _calls.looking_at(iterator):
+                return original(self, iterator=iterator, data_batch=data_batch)
+
+        return method
 
     def makes(kind: str) -> Callable[[Any], Any]:
         function_name = f"{kind}_function"
@@ -153,13 +188,60 @@ def install(seams: Seams) -> Undo:
             lambda data, layouts=None: seams.host_batch(data) if seams.takes_host_batches() else original(data, layouts)
         ),
     )
-    replace(iterator, "_get_iterator", from_host)
+    replace(iterator, "_get_iterator", feeding)
+    replace(base, "_symbolic_build", looking)
 
     def undo() -> None:
         for owner, name, original in reversed(saved):
             setattr(owner, name, original)
 
     return undo
+
+
+class _Calls(threading.local):
+    """The public methods that this thread is in, outermost first, and the feeds that they opened."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[Any, str]] = []
+        self._looked_at: Any = None
+        self.feeds: list[Any] = []
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the innermost method."""
+        return self._stack[-1][0]
+
+    @contextlib.contextmanager
+    def entered(self, trainer: Any, name: str) -> Generator[None]:
+        """For the time of a public method; the outermost one closes all feeds, whatever happens."""
+        self._stack.append((trainer, name))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+            while not self._stack and self.feeds:
+                self.feeds.pop().close()
+
+    @contextlib.contextmanager
+    def looking_at(self, iterator: Any) -> Generator[None]:
+        """While Keras takes a batch from an epoch iterator to see its form."""
+        self._looked_at = iterator
+        try:
+            yield
+        finally:
+            self._looked_at = None
+
+    def only_looks(self, iterator: Any) -> bool:
+        """Whether the batch that is about to be taken is only looked at; `reset` follows."""
+        if iterator is self._looked_at:
+            return True
+        if not self._stack:
+            return False
+        trainer, name = self._stack[-1]
+        return name == "predict" and not all(layer.built for layer in trainer._flatten_layers())
+
+
+_calls = _Calls()
 
 
 def _remember(owner: Any, state: Any) -> None:

@@ -15,6 +15,8 @@ from keras_distribute import collectives, context, program, values
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
+from keras_distribute.input import datasets as input_datasets
+from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.extended import StrategyExtended, is_value
@@ -107,7 +109,7 @@ class Strategy:
 
         Raises:
             ContextError: Inside another `run`, or inside a function that JAX traces.
-            ValueStructureError: For components whose shapes differ.
+            ValueStructureError: For components whose ranks or dtypes differ, and for communication that would differ.
             VariableScopeError: When `fn` assigns variables that are not this strategy's.
             AggregationError: When the replicas would assign different values to a mirrored variable.
 
@@ -230,6 +232,70 @@ class Strategy:
         count = self.num_replicas_in_sync
         made = [value_fn(ValueContext(i, count)) for i in range(count)]
         return values.regroup(made, lambda components: PerReplica.of(components, self.replica_mesh))
+
+    @property
+    def input_context(self) -> InputContext:
+        """The place of this process's input among that of all processes."""
+        return InputContext(1, 0, self.num_replicas_in_sync)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """A dataset of global batches as one whose elements have a component for each replica.
+
+        Each batch is split over the replicas as TensorFlow does: each takes `ceil(rows / num_replicas)` rows, in
+        order, until none are left; the last ones may get fewer, or none. `run` takes such elements as they are.
+
+        Args:
+            dataset: A `tf.data.Dataset`, a Grain `MapDataset`, `IterDataset` or `DataLoader`, a torch `DataLoader`, a
+                `keras.utils.PyDataset`, a generator of tuples, or a `kd.ArrayDataset`; batched, by global batches.
+            options: `kd.InputOptions`.
+
+        Returns:
+            A `kd.DistributedDataset`; under the default strategy `dataset` itself.
+
+        Raises:
+            ContextError: Inside `run`.
+            InputError: For what is no dataset, and for arrays, which say no batch size.
+
+        Example:
+            >>> import numpy as np, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(10), batch_size=5))
+            >>> [[len(part) for part in batch.values] for batch in dataset]
+            [[3, 2], [3, 2]]
+        """
+        context.require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
+        return input_datasets.distribute(dataset, self.replica_mesh, self.input_context, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """A distributed dataset from a function that makes the pipeline of one process.
+
+        Args:
+            dataset_fn: Called once in each process, with its `kd.InputContext`; returns a dataset of per-replica
+                batches. Consecutive batches go to consecutive replicas.
+            options: `kd.InputOptions`; with `InputReplicationMode.PER_REPLICA` the function is called once for each
+                replica of the process, and each gets the batches of its own dataset.
+
+        Returns:
+            A `kd.DistributedDataset`; under the default strategy what `dataset_fn` returns.
+
+        Raises:
+            ContextError: Inside `run`.
+            StructureTypeError: For what is no function.
+
+        Example:
+            >>> import numpy as np, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def dataset_fn(context):
+            ...     rows = context.get_per_replica_batch_size(4)
+            ...     return kd.ArrayDataset(np.arange(8), batch_size=rows)
+            >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
+            >>> [[part.tolist() for part in batch.values] for batch in dataset]
+            [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        """
+        context.require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
+        return input_datasets.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
 
     def group(self, value: Any, name: str | None = None) -> Any:
         """`value` itself: updates are ordered by the data they use, so there is nothing to group."""

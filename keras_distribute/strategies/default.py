@@ -10,6 +10,7 @@ import jax
 
 from keras_distribute import context
 from keras_distribute.context import Frame, Mode
+from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.base import Strategy
@@ -47,6 +48,16 @@ class DefaultStrategy(Strategy):
         self._check_run(fn, args, options)
         with context.entered(self._replica_frame):
             return fn(*args, **(kwargs or {}))
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """`dataset` itself."""
+        return dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """What `dataset_fn` returns."""
+        return dataset_fn(self.input_context)
 
 
 @functools.cache

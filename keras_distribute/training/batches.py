@@ -7,7 +7,7 @@ and sliced off inside the compiled step, before anything is computed: each repli
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,21 @@ Spread = tuple[int, int]
 WHOLE = -1  # In place of a number of rows: the array is on every replica, and all of it is meant.
 
 
-def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, Rows, Spread]:
+class Placed(NamedTuple):
+    """A batch on devices.
+
+    Args:
+        data: The structure of placed arrays.
+        rows: The true number of rows of each leaf, or `WHOLE`.
+        spread: The rows of the first leaf, and the number of replicas that they are spread over evenly.
+    """
+
+    data: Any
+    rows: Rows
+    spread: Spread
+
+
+def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> Placed:
     """The batch on the devices of `mesh`.
 
     Args:
@@ -33,9 +47,10 @@ def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, R
             every replica whole.
 
     Returns:
-        The structure of placed arrays, the true number of rows of each leaf (or `WHOLE`), and the rows of the first
-        one with the number of replicas that they are spread over evenly.
+        The batch, ready for a step; a batch that is placed already as it is.
     """
+    if isinstance(batch, Placed):
+        return batch
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     replicas = mesh.num_replicas
     placed: list[Any] = []
@@ -55,7 +70,7 @@ def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> tuple[Any, R
             array = numpy_like.concatenate([array, numpy_like.repeat(array[-1:], extra, axis=0)])
         placed.append(jax.device_put(array, mesh.split))
         rows.append(count if extra else WHOLE)
-    return jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1)
+    return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))
 
 
 def trim(batch: Any, rows: Rows, mesh: ReplicaMesh) -> Any:

@@ -14,6 +14,7 @@ rows are normalized by their own statistics, and the moving statistics are avera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from keras_distribute._compat import layers as compat_layers
 from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import StatelessScope
 from keras_distribute.context import Frame, Mode
+from keras_distribute.cross_device import of_this_replica
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.types import ReduceOp
 
@@ -64,7 +66,7 @@ def all_replicas_agree(finite: Any) -> Any:
 
 def global_sum(count: Any) -> Any:
     """The sum over the replicas of a count, or `None` outside a replica."""
-    return lax.psum(count, REPLICA_AXIS) if in_replica() else None
+    return lax.psum(of_this_replica(count), REPLICA_AXIS) if in_replica() else None
 
 
 def replica_seed(seed: Any) -> Any:
@@ -74,8 +76,15 @@ def replica_seed(seed: Any) -> Any:
     return seed
 
 
+def shapes_differ() -> bool:
+    """Whether the replicas of this program have different numbers of rows."""
+    return in_replica() and context.in_ragged_program()
+
+
 def batch_normalization(layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any) -> Any:
     """`BatchNormalization.call`: in a step of `fit`, each replica's rows by their own statistics."""
+    if in_replica() and inputs.size == 0 and not layer.synchronized:  # No rows, no statistics: the moving ones stay.
+        return original(layer, inputs, False, mask)
     current = context.frame()
     groups = current.groups
     whole = groups == 1 or not training or not layer.trainable or layer.synchronized
@@ -100,21 +109,26 @@ def batch_normalization(layer: Any, original: Callable[..., Any], inputs: Any, t
 
 
 def synchronized_moments(x: Any, axes: Any, keepdims: bool, local_moments: Callable[..., Any]) -> Any:
-    """Mean and variance over all replicas; they hold equally many rows, so a mean of means is the mean."""
+    """Mean and variance over all replicas: of equally many rows a mean of means, else sums over the true counts."""
     if not in_replica():
         return local_moments(x, axes, keepdims)
     dtype = x.dtype
     wide = x.astype("float32") if dtype in (jnp.float16, jnp.bfloat16) else x
-    mean = lax.pmean(jnp.mean(wide, axes, keepdims=True), REPLICA_AXIS)
-    variance = lax.pmean(jnp.mean(jnp.square(wide - mean), axes, keepdims=True), REPLICA_AXIS)
+    mean_of_all = _weighted_mean if context.in_ragged_program() else _mean_of_means
+    mean = mean_of_all(wide, axes)
+    variance = mean_of_all(jnp.square(wide - mean), axes)
     if not keepdims:
         mean, variance = jnp.squeeze(mean, axes), jnp.squeeze(variance, axes)
     return mean.astype(dtype), variance.astype(dtype)
 
 
-def all_rows(array: Any) -> Any:
-    """The rows of all replicas; outside a replica, the array itself."""
-    return collectives.all_gather_local(array, 0) if in_replica() else array
+def _mean_of_means(x: Any, axes: Any) -> Any:
+    return lax.pmean(jnp.mean(x, axes, keepdims=True), REPLICA_AXIS)
+
+
+def _weighted_mean(x: Any, axes: Any) -> Any:
+    count = collectives.total_count(math.prod(x.shape[axis] for axis in axes))
+    return lax.psum(jnp.sum(x, axes, keepdims=True), REPLICA_AXIS) / jnp.asarray(count, x.dtype)
 
 
 def _updating() -> Any:

@@ -21,7 +21,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
-from keras_distribute.training import accumulation, batches
+from keras_distribute.training import accumulation, batches, feeds
 from keras_distribute.variables import DistributedVariable, given_away, spread_sum
 
 _ATTRIBUTE = "_keras_distribute_strategy"
@@ -67,6 +67,24 @@ class TrainerSeams:
     def takes_host_batches(self) -> bool:
         """Whether steps of the current strategy place their batches by themselves."""
         return context.has_strategy() and keras.distribution.distribution() is None
+
+    def adapter(self, original: Callable[..., Any], x: Any, arguments: dict[str, Any]) -> Any:
+        """The data adapter for the `x` of `fit`."""
+        return feeds.choose_adapter(original, x, arguments, context.has_strategy())
+
+    def looks(self, adapter: Any) -> bool:
+        """Whether the batch that a model is built with comes from `look`."""
+        return self.takes_host_batches() or isinstance(adapter, feeds.DatasetAdapter)
+
+    def look(self, adapter: Any) -> Any:
+        """An iterator over the first batch, on the host, for a model that is to be built."""
+        return feeds.look(adapter)
+
+    def feed(self, trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
+        """An iterator over the batches, made ready for the trainer's steps."""
+        strategy = _strategy_of(trainer)
+        assert strategy is not None
+        return feeds.feed(adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch)
 
     def refuse_empty(self) -> None:
         """Raises the error for data without a single batch."""

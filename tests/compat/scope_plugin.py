@@ -147,6 +147,8 @@ class Watch:
         @functools.wraps(place)
         def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = place(batch, *args, **kwargs)
+            if result is batch:  # Placed ahead of its step.
+                return result
             for given, placed in zip(leaves_of(batch), leaves_of(result[0]), strict=True):
                 self.count(f"batch {split_of(given.shape, placed)}")
             return result

@@ -5,6 +5,7 @@ function which of its objects are distributed.
 
     null, "text"                        None and strings, as they are
     {"float32": [1.5, 2]}               an array (a number alone is a scalar; "shape" beside it where it holds nothing)
+    {"str": ["a", "b"]}                 an array of text
     {"python": 3}                       a Python number
     {"list": []} {"tuple": []} {"dict": {}} {"Pair": {}}   containers; Pair is the named tuple below
     {"PerReplica": []} {"Mirrored": []} {"Variable": []}   a value of several replicas, by component
@@ -57,6 +58,10 @@ def encode(value: Any, split: Split = lambda value: None) -> JSON:
 
 def encode_array(array: np.ndarray) -> JSON:
     """An array by its dtype, floats with the fewest digits that give the same value back."""
+    if array.dtype.kind == "O":
+        array = array.astype(str)  # bytes, as TensorFlow keeps text
+    if array.dtype.kind == "U":
+        return {"str": array.tolist(), **({} if array.size else {"shape": list(array.shape)})}
     numbers = array
     if array.dtype.kind == "f":
         numbers = np.asarray([float(str(number)) for number in array.ravel()]).reshape(array.shape)
@@ -81,7 +86,7 @@ def _first_line(message: str) -> str:
         line = next((line for line in lines[1:] if not line.startswith(("File ", "Detected at "))), line)
     line = re.sub(r"^\w+Error: |\{\{.*?\}\} ?", "", line)
     line = re.sub(r"(Shape mismatch in the collective).*", r"\1", line)  # which replica complains varies
-    line = re.sub(r"0x[0-9a-f]+|instance \d+|/job:\S*/device:", "", line)
+    line = re.sub(r"0x[0-9a-f]+|instance \d+|/job:\S*/device:|goo\.gle/debug\w+", "", line).strip()
     return line if len(line) <= 120 else line[:117] + "..."
 
 

@@ -63,4 +63,8 @@ def _split(value: Any) -> tuple[str, Sequence[Any]] | None:
         return "Variable", [component.read_value() for component in value.values]
     if isinstance(value, tf_values.DistributedValues):
         return type(value).__name__, value.values
+    if isinstance(value, tf.RaggedTensor):
+        return "RaggedTensor", [value.values, value.row_splits]
+    if isinstance(value, tf.SparseTensor):
+        return "SparseTensor", [value.indices, value.values, value.dense_shape]
     return None

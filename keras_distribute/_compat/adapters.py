@@ -1,0 +1,179 @@
+"""Keras's data adapters: what `fit` makes of its `x`, and how each kind can be read from a position.
+
+An adapter gives an iterator from the beginning, and no position. What is needed to start elsewhere is private: the
+sliceable arrays, the `PyDataset` inside, the dataset of each kind. Goes when adapters have positions.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+from keras.src import tree
+from keras.src.backend.common import global_state
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+
+__all__ = [
+    "ArrayDataAdapter",
+    "DataAdapter",
+    "GeneratorDataAdapter",
+    "GrainDatasetAdapter",
+    "PyDatasetAdapter",
+    "TFDatasetAdapter",
+    "TorchDataLoaderAdapter",
+    "can_convert_arrays",
+]
+
+Undo = Callable[[], None]
+Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
+
+
+def install(around: Around) -> Undo:
+    """Puts `around(original, x, arguments)` around the choice of an adapter for the `x` of `fit`."""
+    original = data_adapters.get_data_adapter
+
+    def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
+        return around(original, x, arguments)
+
+    data_adapters.get_data_adapter = get_data_adapter
+
+    def undo() -> None:
+        data_adapters.get_data_adapter = original
+
+    return undo
+
+
+def adapter_of(dataset: Any) -> DataAdapter:
+    """The adapter that Keras would use for a dataset given to `fit`."""
+    return data_adapters.get_data_adapter(x=dataset)
+
+
+def sliceable_arrays(structure: Any) -> Any:
+    """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give to `take`."""
+    return array_slicing.convert_to_sliceable(structure, target_backend="jax")
+
+
+def take(sliceables: Any, indices: Any) -> Any:
+    """Rows of each array, by a slice or an array of indices, as NumPy arrays or JAX sparse ones."""
+    return tree.map_structure(
+        lambda array: array.convert_to_jax_compatible(array[indices]), sliceables, none_is_leaf=False
+    )
+
+
+def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
+    """The sliceable arrays of an adapter, their rows, the batch size, and how they are shuffled."""
+    return sliceable_arrays(adapter._inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+
+
+def tf_dataset_of(adapter: Any) -> Any:
+    """The `tf.data.Dataset` of an adapter, with class weights."""
+    return adapter._dataset
+
+
+def tf_to_host(batch: Any) -> Any:
+    """A `tf.data` element as NumPy arrays and JAX sparse ones."""
+    return tree.map_structure(_tf_leaf_to_host, batch, none_is_leaf=False)
+
+
+def _tf_leaf_to_host(leaf: Any) -> Any:
+    if type(leaf).__name__ == "EagerTensor":  # By far the most, and Keras's way to it is slow: 20 microseconds each.
+        return leaf.numpy()
+    if data_adapter_utils.is_tensorflow_sparse(leaf):
+        return data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
+    from keras.src.backend.tensorflow.core import convert_to_numpy
+
+    return convert_to_numpy(leaf)
+
+
+def grain_dataset_of(adapter: Any) -> Any:
+    """The Grain dataset or loader of an adapter, whose elements are ready for JAX."""
+    return adapter.get_jax_iterator()
+
+
+def grain_example(adapter: Any) -> Any:
+    """A structure like an element's, of symbolic tensors."""
+    return adapter._output_signature
+
+
+def torch_loader_of(adapter: Any) -> Any:
+    """The torch `DataLoader` of an adapter."""
+    return adapter._dataloader
+
+
+def py_dataset_of(adapter: Any) -> tuple[Any, Any, bool]:
+    """The `PyDataset` of an adapter, its class weights, and whether its batches are shuffled."""
+    return adapter.py_dataset, adapter.class_weight, bool(adapter.shuffle)
+
+
+def leave_reading_to_us(adapter: Any) -> None:
+    """Keeps the workers of an adapter from reading what nobody will take."""
+    if isinstance(adapter, PyDatasetAdapter):
+        adapter.enqueuer = None
+
+
+class Reordered(keras.utils.PyDataset):
+    """Some batches of another `PyDataset`, in an order of their own, read by its workers, or by so many."""
+
+    def __init__(self, inner: Any, order: Sequence[int] | itertools.count[int], workers: int | None = None) -> None:
+        super().__init__(
+            workers=inner.workers if workers is None else workers,
+            use_multiprocessing=inner.use_multiprocessing and workers is None,
+            max_queue_size=inner.max_queue_size,
+        )
+        self._inner = inner
+        self._first = None if isinstance(order, Sequence) else next(order)
+        self._order = order
+
+    def __getitem__(self, index: int) -> Any:
+        return self._inner[self._order[index] if self._first is None else self._first + index]  # type: ignore[index]
+
+    @property
+    def num_batches(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        return len(self._order) if self._first is None else None  # type: ignore[arg-type]
+
+
+def stop_workers(adapter: Any) -> None:
+    """Ends the workers of an adapter. A batch that nobody asked for cannot fail."""
+    workers = adapter.enqueuer
+    if workers is None:
+        return
+    try:
+        workers.stop()
+    except Exception:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                workers.future_queue.get_nowait()
+
+
+def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
+    """The batches that Keras has looked at, and a function that gives an iterator over those and the rest."""
+    return adapter._first_batches, adapter.get_jax_iterator
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Whether a leaf of a batch is one of JAX's sparse arrays."""
+    return isinstance(leaf, jax.experimental.sparse.JAXSparse)
+
+
+def thread_state() -> dict[str, Any]:
+    """Keras's global state of this thread: the dtype policy, the distribution, the global seed generator."""
+    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
+def set_thread_state(state: dict[str, Any]) -> None:
+    """Gives this thread the state of another one."""
+    vars(global_state.GLOBAL_STATE_TRACKER).update(state)

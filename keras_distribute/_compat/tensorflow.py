@@ -1,0 +1,126 @@
+"""TensorFlow, where it is installed: kept off the accelerators, and asked how it shards a pipeline.
+
+`_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name. Nothing here imports TensorFlow
+unless the caller has.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+_OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
+_NAME = "tensorflow"
+
+
+def keep_off_accelerators() -> None:
+    """TensorFlow sees no GPU and no TPU in this process, now or when it is imported; JAX needs their memory.
+
+    The environment variable `KERAS_DISTRIBUTE_TF_DEVICES=1` leaves TensorFlow alone.
+    """
+    if os.environ.get(_OPT_OUT, "0") not in ("", "0"):
+        return
+    module = sys.modules.get(_NAME)
+    if module is not None and hasattr(module, "config"):
+        _hide_devices(module)
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _hide_devices(tensorflow: Any) -> None:
+    for kind in ("GPU", "TPU"):
+        try:
+            tensorflow.config.set_visible_devices([], kind)
+        except (RuntimeError, ValueError):  # Already started: nothing to hide if it has none.
+            if tensorflow.config.list_logical_devices(kind):
+                warnings.warn(
+                    f"TensorFlow has taken the {kind}s that JAX needs, since it was used before keras_distribute was "
+                    "imported. Import keras_distribute first.",
+                    stacklevel=2,
+                )
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds TensorFlow as everyone else does, and hides devices from it once it is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                load(module)
+                _hide_devices(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def policy_of(dataset: Any) -> int:
+    """The value of the `AutoShardPolicy` in the options of a dataset."""
+    return int(dataset.options().experimental_distribute.auto_shard_policy.value)
+
+
+def static_batch_size(dataset: Any) -> int | None:
+    """The size of a full batch, as `tf.distribute` finds it; `None` where it is not known or varies."""
+    from tensorflow.python.data.experimental.ops import distribute
+
+    try:
+        size = int(cast(Any, distribute.compute_batch_size(dataset)))
+    except IndexError:  # An element of scalars has no batch.
+        return None
+    return size if size > 0 else None
+
+
+def auto_sharded(dataset: Any, policy: int, num_workers: int, worker: int, num_replicas: int) -> Any:
+    """The part of `dataset` that a worker reads under FILE or HINT.
+
+    Raises:
+        LookupError: Where the pipeline reads no files, too few, or has no hint.
+    """
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops import distribute
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(policy)
+    try:
+        dataset = dataset.with_options(options)
+        if policy == tf.data.experimental.AutoShardPolicy.FILE.value:
+            # Too few files are an error of the first worker's first read; the others would find nothing to read.
+            next(iter(distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)), None)
+        return distribute._AutoShardDataset(dataset, num_workers, worker, num_replicas)
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
+        raise LookupError(_reason(error)) from error
+
+
+def _reason(error: Any) -> str:
+    """The first sentence of TensorFlow's message, without the names of its nodes."""
+    text = str(error.message).split("\n", 1)[0]
+    return text.rsplit("}}", 1)[-1].split("goo.gle", 1)[0].strip(" :.")
+
+
+def save_iterator(iterator: Any, prefix: str) -> None:
+    """Writes the position of a `tf.data` iterator into files that start with `prefix`."""
+    import tensorflow as tf
+
+    tf.train.Checkpoint(iterator=iterator).write(prefix)
+
+
+def restore_iterator(iterator: Any, prefix: str) -> None:
+    """Puts a `tf.data` iterator where `save_iterator` found one."""
+    import tensorflow as tf
+
+    tf.train.Checkpoint(iterator=iterator).read(prefix).assert_consumed()

@@ -1,0 +1,227 @@
+"""`Checkpoint`: the state of a set of objects in one folder, and back."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from keras_distribute import context
+from keras_distribute.checkpoint import matching, structures, tracking, values
+from keras_distribute.checkpoint.manifest import ArrayRecord, Manifest
+from keras_distribute.checkpoint.matching import Match, RestoreStatus
+from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.checkpoint.tracking import Tracked
+from keras_distribute.errors import BackendError
+
+Path = str | os.PathLike[str]
+
+
+class Checkpoint:
+    """Saves the state of objects, and restores it in place: on any number of replicas, and in plain Keras.
+
+    Source: `tf.train.Checkpoint`. A model brings its weights, seeds, metrics and optimizer along. Restored on as many
+    replicas as it was saved on, all is as it was, bit for bit: sync-on-read variables, such as the statistics of
+    batch normalization, gradient accumulators and metrics, get each replica's own component again. Anywhere else they
+    get the value that the components add up to.
+
+    Variables are found by names that do not depend on what else a process has built: layers that were given no name
+    are counted within their model.
+
+    Differs from TF: what is restored must fit entirely, and is checked before any variable changes, unless
+    `partial=True`; nothing waits for variables that are created later, so build models first; plain values are kept
+    in dictionaries; every array has a checksum. Needs `pip install orbax-checkpoint`.
+
+    Args:
+        root: One object, if it needs no name: `Checkpoint(model)`.
+        **objects: By name: models and layers that are built, optimizers, metrics, `keras.random.SeedGenerator`s,
+            `keras.Variable`s, dictionaries, and any object with `get_state()` and `set_state(state)`. Dictionaries are
+            restored in place; they and such states may hold `None`, booleans, numbers, strings, bytes, arrays, and
+            lists, tuples and dictionaries of them.
+
+    Raises:
+        StructureTypeError: For an object of another kind.
+
+    Example:
+        >>> import tempfile, keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        ...     model.compile("adam", "mse")
+        >>> progress = {"epoch": 3}
+        >>> checkpoint = kd.Checkpoint(model=model, progress=progress)
+        >>> path = checkpoint.save(tempfile.mkdtemp() + "/ckpt")
+        >>> path[-6:]
+        'ckpt-1'
+        >>> progress["epoch"] = 4
+        >>> status = checkpoint.restore(path)
+        >>> progress
+        {'epoch': 3}
+        >>> status.restored[0]
+        'model/variables/dense/kernel'
+    """
+
+    def __init__(self, root: Any = None, /, **objects: Any) -> None:
+        if root is not None:
+            objects = {"root": root, **objects}
+        for name, value in objects.items():
+            tracking.check_trackable(name, value)
+        self._objects = objects
+        self._counter = 0
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects, by name."""
+        return dict(self._objects)
+
+    @property
+    def save_counter(self) -> int:
+        """How many times `save` was called; restored along with the rest."""
+        return self._counter
+
+    def save(self, file_prefix: Path) -> str:
+        """Saves to a folder of a new name, `file_prefix-1`, `file_prefix-2` and so on. Source: TF's `save`.
+
+        Call it across replicas, outside of `Strategy.run`; inside or outside a scope.
+
+        Args:
+            file_prefix: The beginning of the folder's path, `/somewhere/ckpt`.
+
+        Returns:
+            The folder's path.
+
+        Raises:
+            CheckpointError: If the folder exists or cannot be written; nothing is left of it then.
+        """
+        self._counter += 1
+        try:
+            return self.write(f"{os.fspath(file_prefix)}-{self._counter}")
+        except BaseException:
+            self._counter -= 1
+            raise
+
+    def write(self, file_prefix: Path) -> str:
+        """Saves to the folder `file_prefix` itself, which must not exist; otherwise as `save`."""
+        storage = load_storage()
+        path = storage.absolute(file_prefix)
+        storage.write(path, *self._snapshot())
+        return path
+
+    def restore(self, save_path: Path | None, *, partial: bool = False) -> RestoreStatus:
+        """Gives the objects the state that they had when the checkpoint was saved.
+
+        The checkpoint is read and verified as a whole first: if anything is wrong, nothing changes. Call it across
+        replicas, inside or outside the scope of the variables' strategy.
+
+        Args:
+            save_path: The folder that `save` returned; `None` restores nothing, as in TF, so that
+                `restore(manager.latest_checkpoint)` also starts a new run.
+            partial: Restore what has the same name in both, and leave the rest. Shapes and types must fit.
+
+        Returns:
+            What was restored, and with `partial` what was not.
+
+        Raises:
+            CheckpointError: If there is no checkpoint, or it is of something else; names every variable.
+            DamagedCheckpointError: If files are missing, cut off, or not what was saved.
+        """
+        if save_path is None:
+            return RestoreStatus()
+        path = load_storage().absolute(save_path)
+        status, manifest = self._restore_from(path, partial=partial)
+        self._counter = manifest.counter
+        return status
+
+    def read(self, save_path: Path, *, partial: bool = False) -> RestoreStatus:
+        """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
+        return self._restore_from(load_storage().absolute(save_path), partial=partial)[0]
+
+    def _snapshot(self, *, step: int | None = None, metrics: dict[str, float] | None = None) -> tuple[Manifest, Arrays]:
+        """Copies of the state in host memory, which training on does not change."""
+        context.require_cross_replica("Saving a checkpoint", "save after strategy.run has returned.")
+        tracking.synchronize(self._objects)
+        for value in self._objects.values():
+            optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
+            if isinstance(optimizer, keras.optimizers.Optimizer):  # As `fit` would: its state belongs to the model's.
+                tracking.build_optimizer(optimizer, value)
+        tracked = tracking.track(self._objects)
+        arrays, records = values.fetch(tracked.variables)
+        objects = {
+            name: structures.encode(dict(value) if isinstance(value, dict) else value.get_state(), name, arrays)
+            for name, value in tracked.stateful.items()
+        }
+        optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
+        return Manifest(records, objects, optimizers, tracked.unbuilt, self._counter, step, metrics), arrays
+
+    def _restore_from(self, path: str, *, partial: bool) -> tuple[RestoreStatus, Manifest]:
+        """Verifies the checkpoint at `path` and assigns it."""
+        context.require_cross_replica("Restoring a checkpoint", "restore before strategy.run is called.")
+        storage = load_storage()
+        manifest, records = storage.read_manifest(path)
+        tracking.synchronize(self._objects)
+        tracked = self._tracked_for(manifest)
+        found = matching.match(path, manifest, records, tracked, partial=partial)
+        chosen = {name: tracked.variables[name] for name in found.variables}
+        values.check_assignable(chosen, manifest.variables)
+        arrays = storage.read_arrays(path, records)
+        self._assign(found, tracked, manifest, arrays, records)
+        status = RestoreStatus(
+            path=path,
+            step=manifest.step,
+            metrics=manifest.metrics,
+            restored=(*found.variables, *found.objects),
+            missing=tuple(found.missing),
+            unexpected=tuple(found.unexpected),
+            unbuilt=tuple(found.unbuilt),
+        )
+        return status, manifest
+
+    def _tracked_for(self, manifest: Manifest) -> Tracked:
+        """What the objects hold, once optimizers have the variables that the checkpoint has for them."""
+        tracked = tracking.track(self._objects)
+        unbuilt = False
+        for prefix, optimizer in tracked.optimizers.items():
+            own = prefix.removesuffix("/optimizer")
+            models = [tracked.models[own]] if own in tracked.models else list(tracked.models.values())
+            more = any(n.startswith(f"{prefix}/") for n in manifest.variables.keys() - tracked.variables.keys())
+            if more and len(models) == 1 and not optimizer.built:
+                tracking.build_optimizer(optimizer, models[0])
+                unbuilt = True
+        return tracking.track(self._objects) if unbuilt else tracked
+
+    def _assign(
+        self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays, records: dict[str, ArrayRecord]
+    ) -> None:
+        # Objects first: these may refuse, and then no variable has changed.
+        for name in found.objects:
+            state, value = structures.decode(manifest.objects[name], arrays), tracked.stateful[name]
+            if isinstance(value, dict):
+                value.clear()
+                value.update(state)
+            else:
+                value.set_state(state)
+        for name, model in tracked.models.items():
+            if f"{name}/metrics/" in manifest.unbuilt:
+                model.reset_metrics()
+        for name in found.variables:
+            values.assign(tracked.variables[name], arrays[name], manifest.variables[name])
+        for value in self._objects.values():
+            if isinstance(value, keras.layers.Layer):
+                tracking.refresh(value)
+
+
+def load_storage() -> ModuleType:
+    """The room that writes files, which needs Orbax.
+
+    Raises:
+        BackendError: If Orbax is not installed.
+    """
+    try:
+        from keras_distribute.checkpoint import storage
+    except ImportError as error:
+        raise BackendError(
+            "Checkpoints need Orbax.", received=f"{error}.", fix="pip install orbax-checkpoint"
+        ) from error
+    return storage

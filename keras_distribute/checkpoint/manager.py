@@ -1,0 +1,314 @@
+"""`CheckpointManager`: the checkpoints of one run, written while training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+import weakref
+from typing import Any
+
+from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
+from keras_distribute.checkpoint.matching import RestoreStatus
+from keras_distribute.errors import CheckpointError, DamagedCheckpointError, StructureTypeError
+
+
+class CheckpointManager:
+    """Keeps the checkpoints of a run in one folder, a subfolder for each step, and deletes old ones.
+
+    Source: `tf.train.CheckpointManager`. `save` copies the state to host memory and returns; the files are written in
+    the background and appear under the step's name when they are complete. A save that fails, or is killed, leaves
+    the earlier ones as they were; its error is raised by the next `save`, `restore`, `wait` or `close`.
+
+    Differs from TF: checkpoints are known by step, and there is no `checkpoint` file that could disagree with the
+    folder; asynchronous by default; `keep_best`; `restore`.
+
+    Args:
+        checkpoint: What to save.
+        directory: The folder; it is made on the first save.
+        max_to_keep: How many of the latest steps to keep; `None` for all.
+        keep_best: A metric's name and `"min"` or `"max"`: the best step by it is kept as well. Each `save` then needs
+            that metric. A NaN is never the best.
+        save_interval_steps: Steps closer than this to the last saved one are passed over by `save`.
+        asynchronous: Whether `save` returns before the files are written.
+
+    Raises:
+        CheckpointError: For a number that makes no sense.
+        StructureTypeError: For something else than a `Checkpoint`.
+
+    Example:
+        >>> import tempfile, keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     weight = keras.Variable(1.0)
+        >>> checkpoint = kd.Checkpoint(weight=weight)
+        >>> manager = kd.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=2, keep_best=("loss", "min"))
+        >>> with manager:
+        ...     for step, loss in enumerate([0.2, 0.5, 0.4, 0.3]):
+        ...         _ = weight.assign(float(step))
+        ...         _ = manager.save(step, metrics={"loss": loss})
+        >>> manager.all_steps(), manager.best_step
+        ([0, 2, 3], 0)
+        >>> manager.restore().step, float(weight.numpy())
+        (3, 3.0)
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        *,
+        keep_best: tuple[str, str] | None = None,
+        save_interval_steps: int | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise StructureTypeError(
+                "CheckpointManager takes a Checkpoint.",
+                received=f"{checkpoint!r}.",
+                fix="CheckpointManager(Checkpoint(model=model), directory)",
+            )
+        for name, number in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
+            if number is not None and number < 1:
+                raise CheckpointError(f"{name} is a positive number.", received=f"{number!r}.", fix=f"{name}=None")
+        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
+            raise CheckpointError(
+                'keep_best is the name of a metric and "min" or "max".',
+                received=f"{keep_best!r}.",
+                fix='keep_best=("val_loss", "min")',
+            )
+        self._storage: Any = load_storage()
+        self._checkpoint = checkpoint
+        self._directory: str = self._storage.absolute(directory)
+        self._max_to_keep, self._keep_best = max_to_keep, keep_best
+        self._interval, self._asynchronous = save_interval_steps, asynchronous
+        self._writer: Any = None
+        self._last_step: int | None = None
+        self._metrics: dict[int, dict[str, float] | None] = {}
+        self._damaged: set[int] = set()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The folder."""
+        return self._directory
+
+    @property
+    def latest_step(self) -> int | None:
+        """The latest step whose checkpoint is complete; `None` without one."""
+        return max(self.all_steps(), default=None)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The folder of `latest_step`. Source: TF's `latest_checkpoint`."""
+        step = self.latest_step
+        return None if step is None else self._path(step)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The folders of all steps, from the oldest to the latest. Source: TF's `checkpoints`."""
+        return [self._path(step) for step in self.all_steps()]
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the best metric by `keep_best`, the latest of equals; `None` without one."""
+        return self._best(self.all_steps())
+
+    def all_steps(self) -> list[int]:
+        """The steps whose checkpoints are complete, ascending. Looks at the folder, so another process may write it."""
+        return self._storage.steps_in(self._directory)
+
+    def save(
+        self, step: int | None = None, metrics: dict[str, Any] | None = None, *, force: bool = False
+    ) -> str | None:
+        """Saves the state as it is now. The next step may run as soon as this returns.
+
+        Waits for the save before it, if that is still being written. Call it across replicas.
+
+        Args:
+            step: The step's number; by default one more than the last.
+            metrics: Numbers to keep along with it, by name.
+            force: Save even if `save_interval_steps` have not passed.
+
+        Returns:
+            The checkpoint's folder, which appears when it is complete; `None` if the step was passed over.
+
+        Raises:
+            CheckpointError: If the step exists, `keep_best`'s metric is missing, or this save, or the one before it,
+                could not be written.
+        """
+        if self._writer is not None and not self._writer.is_saving:
+            self.wait()
+        last = self._last_step if self._last_step is not None else self.latest_step
+        step = (0 if last is None else last + 1) if step is None else int(step)
+        if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
+            return None
+        numbers = self._checked(metrics)
+        self.wait()
+        writer = self._open()
+        steps = self.all_steps()
+        if step in steps and step in self._damaged:
+            writer.delete(step)
+        elif step in steps:
+            raise CheckpointError(
+                f"There is a checkpoint of step {step} in {self._directory!r} already.",
+                received=f"save({step}), after the steps {steps}.",
+                fix=f"manager.delete({step}) first, or save to another folder.",
+            )
+        self._metrics[step] = numbers
+        manifest, arrays = self._checkpoint._snapshot(step=step, metrics=numbers)
+        writer.save(step, manifest, arrays)
+        self._damaged.discard(step)
+        self._last_step = step
+        return self._path(step)
+
+    def restore(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> RestoreStatus:
+        """Restores a step, the latest by default; waits for a save that is being written.
+
+        Args:
+            step: One of `all_steps()`.
+            partial: See `Checkpoint.restore`.
+            fallback: If the checkpoint is damaged, restore the one before it, and so on. Which were passed over is
+                warned about, and stands in the status; a later `save` of the same step replaces them.
+
+        Returns:
+            What was restored.
+
+        Raises:
+            CheckpointError: If there is no checkpoint of the step, or it is of something else.
+            DamagedCheckpointError: If it is damaged; with `fallback`, if all are.
+        """
+        self.wait()
+        steps = self.all_steps()
+        if not steps or (step is not None and step not in steps):
+            raise CheckpointError(
+                f"There is no checkpoint{'' if step is None else f' of step {step}'} in {self._directory!r}.",
+                received=f"the steps {steps}." if steps else "a folder without complete checkpoints.",
+                fix="manager.restore_or_initialize(), which starts a new run without one."
+                if not steps
+                else f"one of the steps above, or manager.restore() for step {steps[-1]}.",
+            )
+        candidates = [other for other in reversed(steps) if step is None or other <= step]
+        damaged: dict[str, str] = {}
+        for candidate in candidates if fallback else candidates[:1]:
+            path = self._path(candidate)
+            try:
+                status, _ = self._checkpoint._restore_from(path, partial=partial)
+            except DamagedCheckpointError as error:
+                if not fallback:
+                    raise
+                damaged[path] = str(error)
+                self._damaged.add(candidate)
+                continue
+            if damaged:
+                passed = "\n".join(damaged.values())
+                warnings.warn(f"Restored {path!r}, since later checkpoints are damaged:\n{passed}", stacklevel=2)
+            self._last_step = candidate
+            return dataclasses.replace(status, damaged=damaged)
+        raise DamagedCheckpointError(
+            f"All {len(damaged)} checkpoints in {self._directory!r} are damaged.\n" + "\n".join(damaged.values()),
+            fix="start anew in another folder.",
+        )
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the latest checkpoint and returns its folder; `None` if there is none. Source: TF's."""
+        self.wait()
+        return self.restore().path if self.all_steps() else None
+
+    def delete(self, step: int) -> None:
+        """Deletes a step's checkpoint."""
+        self.wait()
+        if step not in self.all_steps():
+            raise CheckpointError(
+                f"There is no checkpoint of step {step} in {self._directory!r}.",
+                received=f"the steps {self.all_steps()}.",
+            )
+        self._open().delete(step)
+        self._last_step = None
+
+    def wait(self) -> None:
+        """Returns when the save in the background is complete.
+
+        Raises:
+            CheckpointError: If it failed; once.
+        """
+        if self._writer is None:
+            return
+        try:
+            self._writer.wait()
+        except BaseException:
+            self._last_step = None
+            raise
+
+    def close(self) -> None:
+        """Waits, as `wait`, and ends the background threads. Another `save` starts them again."""
+        if self._writer is not None:
+            try:
+                self.wait()
+            finally:
+                writer, self._writer = self._writer, None
+                writer.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            manager = weakref.ref(self)  # Nobody may have closed it; its writer then waits for the save to complete.
+
+            def kept(steps: list[int]) -> set[int]:
+                keeper = manager()
+                return set(steps) if keeper is None else keeper._kept(steps)
+
+            self._writer = self._storage.Writer(self._directory, kept, asynchronous=self._asynchronous)
+            weakref.finalize(self, self._writer.close).atexit = False  # The program's end has its own.
+        return self._writer
+
+    def _path(self, step: int) -> str:
+        return self._storage.step_path(self._directory, step)
+
+    def _checked(self, metrics: dict[str, Any] | None) -> dict[str, float] | None:
+        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        if self._keep_best is not None and self._keep_best[0] not in (numbers or {}):
+            raise CheckpointError(
+                f"keep_best={self._keep_best!r} needs the metric {self._keep_best[0]!r} at each save.",
+                received=f"metrics={metrics!r}.",
+                fix=f"manager.save(step, metrics={{{self._keep_best[0]!r}: ...}})",
+            )
+        return numbers
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        """The steps that stay, now that the last one has been written."""
+        kept = set(steps) if self._max_to_keep is None else set(sorted(steps)[-self._max_to_keep :])
+        best = self._best(steps)
+        return kept if best is None else kept | {best}
+
+    def _best(self, steps: list[int]) -> int | None:
+        if self._keep_best is None:
+            return None
+        name, mode = self._keep_best
+        scores = {step: (self._metrics_of(step) or {}).get(name, math.nan) for step in steps}
+        scores = {step: value if mode == "max" else -value for step, value in scores.items() if not math.isnan(value)}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def _metrics_of(self, step: int) -> dict[str, float] | None:
+        if step not in self._metrics:
+            try:
+                self._metrics[step] = self._storage.read_manifest(self._path(step))[0].metrics
+            except CheckpointError:  # It cannot be the best of anything.
+                return None
+        return self._metrics[step]

@@ -1,0 +1,383 @@
+"""Checkpoints on disk, by Orbax. Knows arrays and manifests, no variables. Imported when a checkpoint is first used.
+
+    <path>/
+        _CHECKPOINT_METADATA     Orbax's
+        arrays/                  the arrays by name, an Orbax PyTree: any Orbax reads it
+        manifest/manifest.json   shapes, types, checksums, and the state that is no array
+
+Both items are one Orbax checkpoint: written into a folder with another name, which is renamed when all is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import future as futures
+
+from keras_distribute._compat import checkpoint as compat
+from keras_distribute.checkpoint import manifest as manifests
+from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
+from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+
+# Orbax waits for items by name, and stops at the first error: the large one, which takes longest, comes first.
+_ARRAYS, _MANIFEST, _FILE = "arrays", "manifest", "manifest.json"
+# Deleting a folder takes many steps: killed among them, a damaged checkpoint would stand there under its name. Renamed
+# first, it is gone at once; the next save empties this, in the background.
+_TRASH = "being_deleted"
+_SMALL = 2**20
+_FALLBACK = "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the last good one."
+
+
+class _ManifestHandler(ocp.AsyncCheckpointHandler):
+    """Writes the manifest among Orbax's items, in the background, once the arrays are written.
+
+    Args:
+        before: Called in the background first.
+    """
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
+        self._manifest: Manifest | None = None
+        self._records: dict[str, ArrayRecord] = {}
+
+    async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> list[ocp.Future]:
+        save: _ManifestSave = kwargs["args"]
+        self._manifest = save.manifest
+
+        async def compute() -> None:
+            self._before()
+            self._records = {name: ArrayRecord.of(array) for name, array in save.arrays.items()}
+
+        return [futures.CommitFutureAwaitingContractedSignals(compute(), name="checksums")]
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Called by one process, when the items before this one are complete."""
+        assert self._manifest is not None
+        files = _file_records(directory.parent / _ARRAYS)
+        assert files, "the arrays come first"
+        (directory / _FILE).write_bytes(manifests.to_bytes(self._manifest, self._records, files))
+        self._manifest = None
+
+    def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _files_in(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files_in(path)
+        else:
+            yield path
+
+
+def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
+    """The files in `folder`, with checksums for those that say what is where.
+
+    The large ones hold the arrays, which have checksums of their own: they need not be read again.
+    """
+    paths = sorted(_files_in(folder))
+    sizes = [path.stat().length for path in paths]
+    return {
+        str(path.relative_to(folder)): FileRecord(
+            size, zlib.crc32(path.read_bytes()) if size <= _SMALL or path.parent.name != "d" else None
+        )
+        for path, size in zip(paths, sizes, strict=True)
+    }
+
+
+@ocp.args.register_with_handler(_ManifestHandler, for_save=True)
+@dataclasses.dataclass(repr=False)  # Orbax puts it into messages.
+class _ManifestSave(ocp.args.CheckpointArgs):
+    manifest: Manifest
+    arrays: Arrays
+
+
+@ocp.args.register_with_handler(_ManifestHandler, for_restore=True)
+@dataclasses.dataclass
+class _ManifestRestore(ocp.args.CheckpointArgs):
+    """Orbax wants one; the manifest is read without Orbax, before anything else is."""
+
+
+@dataclasses.dataclass
+class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
+    """Orbax's question which steps to keep, asked of a function of their numbers."""
+
+    kept: Callable[[list[int]], set[int]]
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        kept = self.kept([info.step for info in checkpoints])
+        return [info.step in kept for info in checkpoints]
+
+
+class Writer:
+    """Writes the checkpoints of a folder, one subfolder a step, and deletes old ones once a new one is complete."""
+
+    def __init__(self, directory: str, kept: Callable[[list[int]], set[int]], *, asynchronous: bool) -> None:
+        self._directory = directory
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_PreserveSome(kept),
+            enable_async_checkpointing=asynchronous,
+            # In the background, a folder that cannot be made leaves threads that wait for it for five minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            cleanup_tmp_directories=True,
+            todelete_subdir=_TRASH,
+            save_root_metadata=False,
+            lightweight_initialize=True,
+        )
+        self._saving = directory
+        handlers: Any = {_ARRAYS: _array_handler(), _MANIFEST: _ManifestHandler(self._empty_trash)}
+        with _writing(directory):
+            self._empty_trash()
+            self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+        _open_writers.add(self)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def save(self, step: int, manifest: Manifest, arrays: Arrays) -> None:
+        """Starts to write; the arrays must stay as they are until `wait` returns."""
+        self.wait()
+        self._saving = step_path(self._directory, step)
+        with self._reloading(), _writing(self._saving):
+            self._manager.save(step, args=_save_args(manifest, arrays), force=True)
+
+    def wait(self) -> None:
+        """Returns when the save is complete; raises `CheckpointError` if it failed, once."""
+        with self._reloading(), _writing(self._saving):
+            self._manager.wait_until_finished()
+
+    def delete(self, step: int) -> None:
+        """Deletes a step."""
+        with _writing(step_path(self._directory, step)):
+            self._manager.delete(step)
+            self._empty_trash()
+
+    def close(self) -> None:
+        """Waits, and gives threads back; also called when the program ends."""
+        if self not in _open_writers:
+            return
+        _open_writers.discard(self)
+        with _writing(self._saving):
+            self._manager.close()
+            self._empty_trash()
+
+    def _empty_trash(self) -> None:
+        trash = epath.Path(self._directory) / _TRASH
+        if trash.exists():
+            trash.rmtree(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _reloading(self) -> Generator[None]:
+        try:
+            yield
+        except BaseException:
+            self._manager.reload()  # Orbax has counted the failed step in, and steps to be deleted out.
+            raise
+
+
+_open_writers: set[Writer] = set()
+
+
+def _close_all() -> None:
+    for writer in list(_open_writers):
+        writer.close()
+
+
+compat.before_exit(_close_all)
+
+
+def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
+    """Writes one checkpoint to `path`, which must not exist, and returns when it is complete.
+
+    Raises:
+        CheckpointError: If it cannot be written; nothing is left at `path` then.
+    """
+    with _writing(path):
+        if epath.Path(path).exists():
+            raise CheckpointError(
+                f"There is something at {path!r} already.",
+                fix="checkpoint.save(prefix), which numbers its checkpoints, or a CheckpointManager, which also "
+                "deletes old ones.",
+            )
+        handler = ocp.CompositeCheckpointHandler(arrays=_array_handler(), manifest=_ManifestHandler())
+        with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+            checkpointer.save(path, args=_save_args(manifest, arrays))
+
+
+def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
+    """The manifest of the checkpoint at `path`, verified, and with it all files but the large ones.
+
+    Orbax and Python's parser must not see a damaged file: what they do then is not always an exception.
+
+    Raises:
+        CheckpointError: If there is none.
+        DamagedCheckpointError: If it is incomplete or damaged.
+    """
+    folder = epath.Path(path)
+    with _reading(path):
+        file = folder / _MANIFEST / _FILE
+        if not folder.exists():
+            beside = sorted(other.name for other in folder.parent.iterdir()) if folder.parent.is_dir() else []
+            raise CheckpointError(
+                f"There is no checkpoint at {path!r}.",
+                received=f"{str(folder.parent)!r} holds {', '.join(beside)}." if beside else None,
+                fix="the path that checkpoint.save or manager.save returned; manager.all_steps() lists the steps.",
+            )
+        if not file.exists():
+            raise DamagedCheckpointError(
+                f"{path!r} is no complete checkpoint: it has no {_MANIFEST}/{_FILE}.",
+                received=f"a folder with {', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing in it'}."
+                if folder.is_dir()
+                else "a file.",
+                fix=_FALLBACK,
+            )
+        manifest, arrays, files = manifests.from_bytes(file.read_bytes(), str(file))
+        _check_files(folder / _ARRAYS, files)
+        return manifest, arrays
+
+
+def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
+    damaged: list[str] = []
+    for name, record in records.items():
+        path = folder / name
+        if not path.exists():
+            damaged.append(f"{path} (missing)")
+        elif path.stat().length != record.size:
+            damaged.append(f"{path} ({path.stat().length} bytes instead of {record.size})")
+        elif record.checksum is not None and zlib.crc32(path.read_bytes()) != record.checksum:
+            damaged.append(f"{path} (wrong checksum)")
+    if damaged:
+        raise DamagedCheckpointError(
+            f"The checkpoint {str(folder.parent)!r} is damaged, {len(damaged)} file(s):\n    " + "\n    ".join(damaged),
+            fix=_FALLBACK,
+        )
+
+
+def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
+    """The arrays of the checkpoint at `path`, verified.
+
+    Args:
+        path: The checkpoint's folder.
+        records: What its manifest says of them.
+
+    Raises:
+        DamagedCheckpointError: If an array is not, bit for bit, what was saved; names each.
+    """
+    arrays: Arrays = {
+        name: np.zeros(record.shape, np.dtype(record.dtype)) for name, record in records.items() if 0 in record.shape
+    }
+    names = [name for name in records if name not in arrays]
+    folder = epath.Path(path) / _ARRAYS
+    stored: dict[str, Any] = {}
+    if names:
+        with _reading(str(folder)), contextlib.closing(ocp.Checkpointer(_array_handler())) as checkpointer:
+            wanted = ocp.RestoreArgs(restore_type=np.ndarray)
+            stored = checkpointer.restore(
+                folder,
+                args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, wanted)),
+            )
+    damaged = []
+    for name in names:
+        try:
+            arrays[name] = manifests.as_recorded(np.asarray(stored[name]), records[name])
+            intact = ArrayRecord.of(arrays[name]) == records[name]
+        except (KeyError, ValueError, TypeError):
+            intact = False
+        damaged += [] if intact else [name]
+    if damaged:
+        raise DamagedCheckpointError(
+            f"The files in {str(folder)!r} are damaged: {len(damaged)} array(s) are not what was saved: "
+            f"{', '.join(damaged)}.",
+            fix=_FALLBACK,
+        )
+    return arrays
+
+
+def steps_in(directory: str) -> list[int]:
+    """The steps whose checkpoints are complete, ascending."""
+    with _reading(directory):
+        return sorted(ocp.utils.checkpoint_steps(directory)) if epath.Path(directory).is_dir() else []
+
+
+def step_path(directory: str, step: int) -> str:
+    """The folder of a step."""
+    return str(epath.Path(directory) / str(step))
+
+
+def absolute(path: Any) -> str:
+    """The path as Orbax takes it."""
+    return str(epath.Path(path).expanduser().absolute())
+
+
+def _save_args(manifest: Manifest, arrays: Arrays) -> Any:
+    # The store takes no array without elements: the manifest alone says that it is there.
+    stored = {name: manifests.storable(array) for name, array in arrays.items() if array.size}
+    return ocp.args.Composite(
+        **{_ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}), _MANIFEST: _ManifestSave(manifest, arrays)}
+    )
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Arrays as they are: weights hardly compress (by 7 %), and take four times as long to write when they do."""
+    types = ocp.type_handlers
+    # The arrays are copies already.
+    own = types.create_type_handler_registry(
+        (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)), (jax.Array, types.ArrayHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=own)
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Generator[None]:
+    """Makes one kind of error of all that can go wrong, and leaves no unfinished files behind."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            target = epath.Path(path)
+            for unfinished in target.parent.glob(f"{target.name}.orbax-checkpoint-tmp*"):
+                unfinished.rmtree()
+        raise CheckpointError(
+            f"The checkpoint {path!r} could not be written; earlier ones are as they were.",
+            received=_first_line(error),
+            fix="make room (CheckpointManager(max_to_keep=...) deletes old checkpoints), or choose a folder that can "
+            "be written to, and save again.",
+        ) from error
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Generator[None]:
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(f"{path!r} cannot be read.", received=_first_line(error), fix=_FALLBACK) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    if len(text) > 800:  # The array store tells where it was from the outside in: the cause comes last.
+        text = f"{text[:300]} ... {text[-500:]}"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,78 @@
+"""Small structures of Python values as JSON, with their arrays and bytes beside it. Knows no files.
+
+What comes back has the types that went in: tuples stay tuples, keys need not be strings, and a NumPy scalar is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute.errors import CheckpointError
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def encode(value: Any, name: str, arrays: Arrays) -> Any:
+    """`value` as what `json.dumps` takes.
+
+    Args:
+        value: `None`, booleans, numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them.
+        name: What to call it in error texts, and its arrays in `arrays`.
+        arrays: Takes copies of the arrays and bytes.
+
+    Raises:
+        CheckpointError: For a value of another type.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(item, f"{name}/{i}", arrays) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": [encode(item, f"{name}/{i}", arrays) for i, item in enumerate(value)]}
+    if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
+        return {
+            "dict": [[encode(k, f"{name}/key", arrays), encode(v, f"{name}/{k}", arrays)] for k, v in value.items()]
+        }
+    if kind is bytes:
+        return {"bytes": _keep(np.frombuffer(value, np.uint8), name, arrays)}
+    if isinstance(value, np.generic):
+        return {"scalar": _keep(np.asarray(value), name, arrays)}
+    if isinstance(value, np.ndarray | jax.Array):
+        array = np.array(value)
+        if not array.dtype.hasobject:
+            return {"array": _keep(array, name, arrays)}
+    raise CheckpointError(
+        f"{name!r} is of a type that a checkpoint cannot keep.",
+        received=f"{value!r}, a {kind.__name__}.",
+        fix="None, bool, int, float, str, bytes, arrays, and lists, tuples and dictionaries of them.",
+    )
+
+
+def decode(form: Any, arrays: Arrays) -> Any:
+    """The value that `encode` made `form` and `arrays` of."""
+    if isinstance(form, list):
+        return [decode(item, arrays) for item in form]
+    if not isinstance(form, dict):
+        return form
+    ((kind, content),) = form.items()
+    if kind == "tuple":
+        return tuple(decode(item, arrays) for item in content)
+    if kind == "dict":
+        return {decode(key, arrays): decode(value, arrays) for key, value in content}
+    array = arrays[content]
+    if kind == "bytes":
+        return array.tobytes()
+    return array[()] if kind == "scalar" else array.copy()
+
+
+def _keep(array: np.ndarray[Any, Any], name: str, arrays: Arrays) -> str:
+    count, unique = 1, name
+    while unique in arrays:
+        count += 1
+        unique = f"{name}#{count}"
+    arrays[unique] = array
+    return unique

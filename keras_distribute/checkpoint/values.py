@@ -1,0 +1,143 @@
+"""The values of variables on the host, and back into variables: on the same replicas bit for bit, on others by value.
+
+A sync-on-read variable is saved as the components of its replicas. Restored on as many replicas, each gets its own
+again; anywhere else the variable gets the value that they add up to, by its aggregation: TensorFlow's rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_distribute import context
+from keras_distribute._compat import checkpoint as compat
+from keras_distribute.checkpoint.manifest import VariableRecord
+from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.errors import CheckpointError, VariableScopeError
+from keras_distribute.values import PerReplica
+from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
+
+
+def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]:
+    """Copies of the variables' values in host memory, which no later step can change.
+
+    Args:
+        variables: By name.
+
+    Returns:
+        Arrays of the variables' shapes, `(num_replicas, *shape)` for sync-on-read ones, and how to read them.
+
+    Raises:
+        CheckpointError: If a variable has no value now.
+    """
+    _check_there(variables)
+    for variable in variables.values():
+        compat.stored_array(variable).copy_to_host_async()
+    arrays: Arrays = {}
+    records: dict[str, VariableRecord] = {}
+    for name, variable in variables.items():
+        array = compat.stored_array(variable)
+        if isinstance(variable, SyncOnReadVariable):
+            arrays[name] = _components(name, array)
+            records[name] = VariableRecord(variable.path, len(arrays[name]), variable.aggregation)
+        else:
+            arrays[name] = _copied(array.addressable_data(0) if array.is_fully_replicated else array)
+            records[name] = VariableRecord(variable.path)
+    return arrays, records
+
+
+def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -> None:
+    """Gives a variable its value again.
+
+    Args:
+        variable: Any Keras variable, of our kinds or Keras's own.
+        array: As `fetch` returned it, of the variable's shape and type.
+        record: Likewise.
+    """
+    if _same_replicas(variable, record):
+        variable.assign(PerReplica(stacked=jax.device_put(array, variable.replica_mesh.split)))
+    else:
+        variable.assign(_value(array, record))
+
+
+def check_assignable(variables: dict[str, Any], records: dict[str, VariableRecord]) -> None:
+    """Raises where an assignment would, before the first one is made.
+
+    Raises:
+        VariableScopeError: In the scope of another strategy than a variable's.
+        CheckpointError: For components that have no aggregation, on another number of replicas.
+    """
+    for name, variable in variables.items():
+        record = records[name]
+        here = context.get_strategy() if context.has_strategy() else None
+        if isinstance(variable, DistributedVariable) and here not in (None, variable.distribute_strategy):
+            raise VariableScopeError(
+                f"{name!r} lives on another strategy than the current one.",
+                received=f"a variable of {variable.distribute_strategy!r}, restored in the scope of {here!r}.",
+                fix="leave the other strategy's scope first.",
+            )
+        if record.replicas is not None and record.aggregation == "none" and not _same_replicas(variable, record):
+            raise CheckpointError(
+                f"The components of {name!r} have no aggregation, so they only fit {record.replicas} replicas.",
+                received=f"{variable!r}.",
+                fix=f"restore on {record.replicas} replicas, or save a variable with an aggregation.",
+            )
+
+
+def _same_replicas(variable: Any, record: VariableRecord) -> bool:
+    if not isinstance(variable, SyncOnReadVariable):
+        return False
+    return (record.replicas, record.aggregation) == (variable.replica_mesh.num_replicas, variable.aggregation)
+
+
+def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
+    """What the variable read as when it was saved."""
+    if record.replicas is None:
+        return array
+    if record.aggregation == "only_first_replica":
+        return array[0]
+    stacked = jnp.asarray(array)
+    total = jnp.sum(stacked, 0, dtype=stacked.dtype)
+    return total if record.aggregation == "sum" else (total / record.replicas).astype(stacked.dtype)
+
+
+def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
+    if not array.is_fully_addressable:
+        raise CheckpointError(
+            f"The components of {name!r} are spread over several processes.",
+            fix="save from a strategy whose replicas belong to one process.",
+        )
+    components = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        components[shard.index] = np.asarray(shard.data)
+    return components
+
+
+def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
+    # On a CPU this is the variable's own memory, which the next step is given to write into.
+    shared = next(iter(array.devices())).platform == "cpu"
+    return np.array(array) if shared else np.asarray(array)
+
+
+def _check_there(variables: dict[str, Any]) -> None:
+    taken = [name for name, variable in variables.items() if compat.is_taken(variable)]
+    if taken:
+        raise CheckpointError(
+            f"The values of {len(taken)} variable(s) are with a running fit, evaluate or predict: {', '.join(taken)}.",
+            received="a save in the middle of an epoch, without the model.",
+            fix="Checkpoint(model=model, ...), which fetches them.",
+        )
+    gone = [
+        name
+        for name, variable in variables.items()
+        if compat.stored_array(variable) is None or compat.stored_array(variable).is_deleted()
+    ]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} variable(s) have no value: {', '.join(gone)}.",
+            received="variables that were not initialized yet, or whose memory was given to a step that failed.",
+            fix="save outside of traced functions, and restore an earlier checkpoint after a failed step.",
+        )

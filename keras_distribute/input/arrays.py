@@ -1,0 +1,189 @@
+"""Arrays in memory, read by index, shuffled as Keras does or by a seed of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute._compat import adapters as compat
+from keras_distribute.errors import InputError
+from keras_distribute.input.source import Batch, Part, Position, Reader, Source
+
+
+class ArrayDataset:
+    """Arrays as a dataset of batches, for `strategy.experimental_distribute_dataset`; `fit` takes arrays themselves.
+
+    Args:
+        arrays: An array, or a structure of arrays (tuples, dicts), all with the same number of rows: NumPy, JAX,
+            TensorFlow, pandas or SciPy sparse.
+        batch_size: The rows of a global batch.
+        shuffle: Whether each pass has an order of its own.
+        seed: Of the orders, an integer of at least 0; by default one is drawn from NumPy's global stream, which
+            `keras.utils.set_random_seed` seeds. The order depends on the seed and the number of the pass alone.
+        drop_remainder: Whether to leave out a last batch that is not full.
+
+    Raises:
+        InputError: For arrays of different lengths, none at all, or a batch size below 1.
+
+    Example:
+        >>> import numpy as np, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(5), batch_size=4))
+        >>> [[part.tolist() for part in batch.values] for batch in dataset]
+        [[[0, 1], [2, 3]], [[4], []]]
+    """
+
+    def __init__(
+        self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int | None = None, drop_remainder: bool = False
+    ) -> None:
+        leaves: list[Any] = jax.tree.leaves(arrays, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        if not leaves or not compat.can_convert_arrays(arrays):
+            raise InputError(
+                "An ArrayDataset is made of arrays.",
+                received=f"{type(arrays).__name__} with {sorted({type(leaf).__name__ for leaf in leaves})}.",
+                fix="kd.ArrayDataset((x, y), batch_size=64)",
+            )
+        lengths = {int(leaf.shape[0]) if leaf.shape else -1 for leaf in leaves}
+        if len(lengths) > 1 or -1 in lengths:
+            raise InputError(
+                "The arrays of a dataset have the same number of rows.",
+                received=f"shapes {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.",
+                fix="pass arrays of one length.",
+            )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise InputError(
+                "A batch has at least one row.", received=f"batch_size={batch_size!r}.", fix="batch_size=64"
+            )
+        self.arrays, self.batch_size, self.shuffle, self.drop_remainder = arrays, batch_size, shuffle, drop_remainder
+        self.rows = lengths.pop()
+        self.seed = int(np.random.randint(2**31)) if seed is None and shuffle else seed
+
+    def __len__(self) -> int:
+        return self.rows // self.batch_size if self.drop_remainder else -(-self.rows // self.batch_size)
+
+
+class ArraySource(Source):
+    """Arrays in memory, read by index.
+
+    Args:
+        arrays: What `compat.take` slices.
+        rows: Their number of rows.
+        batch_size: Rows of a batch.
+        shuffle: Whether each pass has an order of its own; `"batch"`: only within each batch.
+        seed: Of the orders; `None` draws them from NumPy's global stream, as Keras does.
+        drop_remainder: Whether to leave out a last batch that is not full.
+        part: Which rows of each batch to read.
+    """
+
+    kind = "arrays"
+
+    def __init__(
+        self,
+        arrays: Any,
+        rows: int,
+        batch_size: int,
+        shuffle: bool | str,
+        seed: int | None = None,
+        drop_remainder: bool = False,
+        part: Part | None = None,
+    ) -> None:
+        self.arrays, self.rows, self.shuffle, self.seed = arrays, rows, shuffle, seed
+        self.part = part
+        self.epoch = 0
+        self._batch_size, self._drop = batch_size, drop_remainder
+
+    @property
+    def num_batches(self) -> int:
+        return self.rows // self._batch_size if self._drop else -(-self.rows // self._batch_size)
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def example(self) -> Any:
+        return compat.take(self.arrays, slice(0, 0))
+
+    def open(self) -> Reader:
+        return _ArrayReader(self)
+
+    def peek(self) -> Batch:
+        epoch = self.epoch
+        batch = super().peek()
+        self.epoch = epoch
+        return batch
+
+    def only_rows(self, part: Part) -> Source:
+        return ArraySource(self.arrays, self.rows, self._batch_size, self.shuffle, self.seed, self._drop, part)
+
+
+class _ArrayReader(Reader):
+    kind = "arrays"
+
+    def __init__(self, source: ArraySource) -> None:
+        self._source = source
+        self._epoch = self._step = 0
+        self._sought: Position | None = None
+        self._before: Any = None
+        self._order: Any = None
+
+    def start(self, ahead: int) -> None:
+        source, sought = self._source, self._sought
+        self._epoch = source.epoch if sought is None else sought["epoch"]
+        source.epoch = self._epoch + 1
+        if not source.shuffle:
+            return
+        if source.seed is None and sought is not None:
+            np.random.set_state(_random_state(sought["random"]))
+        self._before = np.random.get_state(legacy=False) if source.seed is None else None
+        if source.shuffle != "batch":
+            self._order = self._permutation(0, source.rows)
+
+    def _permutation(self, step: int, rows: int) -> Any:
+        """A new order of `rows`: from the seed, the epoch and the step, or Keras's next draw."""
+        seed = self._source.seed
+        if seed is None:
+            return np.random.permutation(rows)
+        return np.random.default_rng((seed, self._epoch, step)).permutation(rows)
+
+    def __next__(self) -> Batch:
+        source, step = self._source, self._step
+        if step >= source.num_batches:
+            raise StopIteration
+        start = step * source.batch_size
+        stop = min(start + source.batch_size, source.rows)
+        rows = stop - start
+        first, last = (0, rows) if source.part is None else source.part(rows)
+        if source.shuffle == "batch":
+            indices: Any = self._permutation(step, rows)[first:last] + start
+            self._before = np.random.get_state(legacy=False) if source.seed is None else None
+        elif self._order is not None:
+            indices = self._order[start + first : start + last]
+        else:
+            indices = slice(start + first, start + last)
+        self._step += 1
+        return Batch(compat.take(source.arrays, indices), rows)
+
+    def position(self) -> Position:
+        source = self._source
+        before = self._before and {"key": self._before["state"]["key"], "pos": self._before["state"]["pos"]}
+        form = {"rows": source.rows, "batch_size": source.batch_size, "shuffle": source.shuffle}
+        return {"epoch": self._epoch, "step": self._step, "random": before, "seed": source.seed, **form}
+
+    def seek(self, position: Position) -> None:
+        source = self._source
+        for name, own in (("rows", source.rows), ("batch_size", source.batch_size), ("shuffle", source.shuffle)):
+            if position[name] != own:
+                raise InputError(
+                    "The position belongs to other arrays, or other batches of them.",
+                    received=f"{name}={position[name]} in the position, {name}={own} here.",
+                    fix="pass the same arrays, batch_size and shuffle as when the position was taken.",
+                )
+        source.seed = position["seed"]
+        self._sought, self._step = position, position["step"]
+
+
+def _random_state(state: Any) -> Any:
+    return {"bit_generator": "MT19937", "state": {"key": np.asarray(state["key"], np.uint32), "pos": int(state["pos"])}}

@@ -1,0 +1,411 @@
+"""`DistributedDataset` and its iterator: elements with one component for each replica, on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute import values
+from keras_distribute._compat import adapters as compat
+from keras_distribute._compat import tensorflow as compat_tf
+from keras_distribute.context import require_cross_replica
+from keras_distribute.errors import InputError, OutOfRangeError, StructureTypeError, ValueStructureError
+from keras_distribute.input.feeding import Feed
+from keras_distribute.input.kinds import source_of
+from keras_distribute.input.layouts import CutSource, Layout, RoundLayout, SplitLayout
+from keras_distribute.input.options import (
+    AutoShardPolicy,
+    ElementSpec,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from keras_distribute.input.source import Batch, Source
+from keras_distribute.input.splitting import worker_sizes
+from keras_distribute.input.tensorflow_data import TensorFlowSource
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.values import PerReplica
+
+_FORMAT = 1
+
+
+class DistributedDataset:
+    """A dataset whose elements have one component for each replica.
+
+    Made by `strategy.experimental_distribute_dataset` and `strategy.distribute_datasets_from_function`. Iterate over
+    it in a custom loop, once for each epoch, or give it to `model.fit`.
+    Source: `tf.distribute.DistributedDataset`.
+
+    Example:
+        >>> import numpy as np, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> data = kd.ArrayDataset({"x": np.ones((6, 3)), "y": np.arange(6)}, batch_size=4)
+        >>> dataset = strategy.experimental_distribute_dataset(data)
+        >>> for batch in dataset:
+        ...     total = strategy.run(lambda batch: batch["y"].sum(), args=(batch,))
+        ...     print(strategy.reduce("SUM", total, axis=None))
+        6
+        9
+    """
+
+    def __init__(self, layout: Layout, mesh: ReplicaMesh, options: InputOptions, how: str) -> None:
+        self._layout, self._mesh, self._options, self._how = layout, mesh, options, how
+        self._spec: Any = None
+        self._seen: Any = None
+
+    def __iter__(self) -> DistributedIterator:
+        """A new pass, which is a new epoch: shuffled data comes in another order.
+
+        Raises:
+            ContextError: Inside `run`.
+        """
+        return DistributedIterator(self)
+
+    def __len__(self) -> int:
+        """The steps of one pass.
+
+        Raises:
+            TypeError: Where that is unknown.
+        """
+        steps = self._layout.num_steps
+        if steps is None:
+            raise StructureTypeError(
+                "The length of this dataset is not known.",
+                received=f"{self!r}.",
+                fix="count the elements while iterating.",
+            )
+        return steps
+
+    def __bool__(self) -> bool:
+        """Always true; `len(dataset)` says whether it has elements, where that is known."""
+        return True
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of an element, with a `kd.ElementSpec` for each component; the rows are `None`.
+
+        Raises:
+            InputError: Where it is not known before an element was read.
+        """
+        if self._spec is None:
+            try:
+                self._spec = _spec_of(self._layout.source.example)
+            except InputError:
+                if self._seen is None:
+                    raise
+                self._spec = self._seen
+        return self._spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """What is left of `state = reduce_func(state, element)` after all elements."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    @property
+    def layout(self) -> Layout:
+        """What the batches of the pipeline mean for the replicas."""
+        return self._layout
+
+    @property
+    def options(self) -> InputOptions:
+        """The options it was made with."""
+        return self._options
+
+    def __repr__(self) -> str:
+        return f"DistributedDataset({self._layout.source.kind}: {self._how})"
+
+
+class DistributedIterator(Iterator[Any]):
+    """One pass over a `DistributedDataset`. Source: `tf.distribute.DistributedIterator`.
+
+    Elements are read and put on the devices ahead of the loop, by a thread that ends with the iterator.
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        _require_cross_replica()
+        self._dataset = dataset
+        self._feed = Feed(dataset._layout.open, _Prepare(dataset), dataset._options.experimental_per_replica_buffer_size)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        _require_cross_replica()
+        return next(self._feed)
+
+    def get_next(self) -> Any:
+        """The next element.
+
+        Raises:
+            OutOfRangeError: At the end; it is also a `StopIteration`.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError(
+                "The dataset has no more elements.",
+                received=f"get_next() at the end of {self._dataset!r}.",
+                fix="iterate with `for element in dataset`, or ask get_next_as_optional().has_value().",
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """The next element, or the news that there is none."""
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional.empty()
+
+    @property
+    def element_spec(self) -> Any:
+        """As of the dataset."""
+        return self._dataset.element_spec
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last element that this iterator gave.
+
+        A dict of numbers, strings, bytes, lists and NumPy arrays, to be stored in a checkpoint. That of a `tf.data`
+        pipeline holds what the pipeline buffers, such as the elements in a shuffle buffer.
+
+        Raises:
+            InputError: For data that cannot go on from a position: generators, torch's own `DataLoader`, and a
+                `PyDataset` that changes between epochs without saying how.
+        """
+        return {"format": _FORMAT, "kind": self._dataset._layout.source.kind, "position": self._feed.position()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a position: the next element is the very one that would have come next.
+
+        Args:
+            state: What `get_state` returned, in this process or another, for the same data.
+
+        Raises:
+            InputError: For a state of another kind of data.
+        """
+        kind = self._dataset._layout.source.kind
+        if not isinstance(state, dict) or state.get("format") != _FORMAT or state.get("kind") != kind:
+            received = state.get("kind", "no kind") if isinstance(state, dict) else type(state).__name__
+            raise InputError(
+                f"This is not a position in {kind}.",
+                received=f"a state of {received}.",
+                fix="pass what get_state() of an iterator over the same data returned.",
+            )
+        self._feed.seek(state["position"])
+
+    def close(self) -> None:
+        """Ends the reading ahead; the iterator has no more elements. Dropping the iterator does the same."""
+        self._feed.close()
+
+
+def _require_cross_replica() -> None:
+    """A program would keep the one element that it was traced with."""
+    require_cross_replica("The iteration over a distributed dataset", "strategy.run(step, args=(next(iterator),))")
+
+
+class _Prepare:
+    """From a batch to an element on the devices; all of one pass have the same structure."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset, self._layout, self._mesh = dataset, dataset._layout, dataset._mesh
+        self._on_devices = dataset._options.experimental_fetch_to_device is not False
+        self._form: Any = None
+
+    def __call__(self, batch: Batch) -> Any:
+        pieces = self._layout.pieces(batch)
+        form = jax.tree.structure(pieces[0])
+        self._form = self._form or form
+        if form != self._form:
+            raise InputError(
+                "The elements of a dataset have one structure.",
+                received=f"{form} after {self._form}.",
+                fix="yield the same structure for every batch.",
+            )
+        element = values.regroup(pieces, self._grouped)
+        self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
+        return element
+
+    def _grouped(self, components: Any) -> PerReplica | None:
+        if all(component is None for component in components):
+            return None
+        arrays = [np.asarray(component) for component in components]
+        if any(array.dtype == object and not array.ndim for array in arrays):
+            raise InputError(
+                "The elements of a dataset are structures of arrays.",
+                received=f"an element with a {type(components[0]).__name__}.",
+                fix="yield arrays; of datasets of datasets, as from window(), make one dataset: flat_map(...).",
+            )
+        return PerReplica.of(arrays, self._mesh) if self._on_devices else PerReplica(components=tuple(arrays))
+
+
+class Optional:
+    """An element that may be missing. Source: `tf.experimental.Optional`."""
+
+    def __init__(self, value: Any, present: bool = True) -> None:
+        self._value, self._present = value, present
+
+    @staticmethod
+    def empty() -> Optional:
+        """The one without a value."""
+        return Optional(None, present=False)
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._present
+
+    def get_value(self) -> Any:
+        """The element.
+
+        Raises:
+            ValueStructureError: Where there is none.
+        """
+        if not self._present:
+            raise ValueStructureError(
+                "The dataset had no more elements.",
+                received="get_value() of an empty Optional.",
+                fix="ask has_value() first.",
+            )
+        return self._value
+
+
+def distribute(
+    dataset: Any, mesh: ReplicaMesh, context: InputContext, options: InputOptions | None
+) -> DistributedDataset:
+    """`Strategy.experimental_distribute_dataset` on the replicas of one process.
+
+    Args:
+        dataset: Of any kind that `fit` takes, with global batches; or an `ArrayDataset`.
+        mesh: The devices of this process's replicas.
+        context: The place of this process among all.
+        options: How to read and share it.
+    """
+    options = _checked(options)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise InputError(
+            "One dataset has one pipeline in each process.",
+            received="InputReplicationMode.PER_REPLICA.",
+            fix="strategy.distribute_datasets_from_function(dataset_fn, options)",
+        )
+    source = _source_of(dataset)
+    replicas, workers, worker = context.num_replicas_in_sync, context.num_input_pipelines, context.input_pipeline_id
+    if workers == 1:
+        if _policy(source, options) is AutoShardPolicy.HINT and isinstance(source, TensorFlowSource):
+            source = _by_files(source, AutoShardPolicy.HINT, workers, worker, replicas) or source
+        return DistributedDataset(
+            SplitLayout(source, replicas, (0, replicas)), mesh, options, f"each batch split over {replicas} replica(s)"
+        )
+    own = replicas // workers
+    policy = _policy(source, options)
+    place = f"process {worker} of {workers}"
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT, AutoShardPolicy.AUTO):
+        sharded = _by_files(source, policy, workers, worker, replicas)
+        if sharded is not None:
+            layout: Layout = RoundLayout([_cut(sharded, workers, own, worker)], own)
+            return DistributedDataset(layout, mesh, options, f"{place} reads its files ({policy.name})")
+    if policy is AutoShardPolicy.OFF:
+        layout = RoundLayout([_cut(source, workers, own, worker)], own)
+        return DistributedDataset(layout, mesh, options, f"{place} reads all of its own data (OFF)")
+    if source.kind == "a generator" and options.auto_shard_policy is not AutoShardPolicy.DATA:
+        raise InputError(
+            "Several processes cannot share a generator: nothing says that theirs are the same.",
+            received=f"{policy.name} for a generator on {workers} processes.",
+            fix="InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA) where each process's generator yields the "
+            "same global batches, kd.AutoShardPolicy.OFF where each yields data of its own.",
+        )
+    split = SplitLayout(source, replicas, (worker * own, (worker + 1) * own))
+    return DistributedDataset(split, mesh, options, f"{place} keeps its rows of each batch (DATA)")
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any], mesh: ReplicaMesh, context: InputContext, options: InputOptions | None
+) -> DistributedDataset:
+    """`Strategy.distribute_datasets_from_function` on the replicas of one process."""
+    options = _checked(options)
+    if not callable(dataset_fn):
+        raise StructureTypeError(
+            "Datasets are made by a function of an InputContext.",
+            received=f"{dataset_fn!r}.",
+            fix="strategy.distribute_datasets_from_function(lambda context: dataset.batch(per_replica_batch_size))",
+        )
+    replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
+    own = replicas // workers
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        first = context.input_pipeline_id * own
+        contexts = [InputContext(replicas, first + i, replicas) for i in range(own)]
+    else:
+        contexts = [context]
+    layout = RoundLayout([_source_of(dataset_fn(each)) for each in contexts], own)
+    return DistributedDataset(layout, mesh, options, f"each of its batches is one replica's, {own} to a step")
+
+
+def _source_of(dataset: Any) -> Source:
+    if isinstance(dataset, DistributedDataset):
+        raise InputError("This dataset is distributed already.", received=f"{dataset!r}.", fix="iterate over it.")
+    return source_of(dataset)
+
+
+def _checked(options: InputOptions | None) -> InputOptions:
+    if not isinstance(options, InputOptions | None):
+        raise StructureTypeError(
+            "The options of a dataset are InputOptions.", received=f"{options!r}.", fix="kd.InputOptions()"
+        )
+    return options or InputOptions()
+
+
+def _policy(source: Source, options: InputOptions) -> AutoShardPolicy:
+    if options.auto_shard_policy is not None:
+        return options.auto_shard_policy
+    if isinstance(source, TensorFlowSource):
+        return AutoShardPolicy(compat_tf.policy_of(source.dataset))
+    return AutoShardPolicy.AUTO
+
+
+def _by_files(
+    source: Source, policy: AutoShardPolicy, workers: int, worker: int, replicas: int
+) -> TensorFlowSource | None:
+    """The part of a pipeline that one worker reads; `None` where `AUTO` finds no files and goes by data."""
+    tried = AutoShardPolicy.FILE if policy is AutoShardPolicy.AUTO else policy
+    if isinstance(source, TensorFlowSource):
+        try:
+            dataset = compat_tf.auto_sharded(source.dataset, tried.value, workers, worker, replicas)
+            return TensorFlowSource(dataset, source.batch_size)
+        except LookupError as error:
+            if policy is AutoShardPolicy.AUTO:
+                return None
+            raise InputError(
+                f"{policy.name} cannot share this pipeline between {workers} processes: {error}",
+                received=f"AutoShardPolicy.{policy.name}.",
+                fix="kd.AutoShardPolicy.DATA, or at least as many files as processes.",
+            ) from error
+    if policy is AutoShardPolicy.AUTO:
+        return None
+    raise InputError(
+        f"{policy.name} is for tf.data pipelines.",
+        received=f"{source.kind}.",
+        fix="kd.AutoShardPolicy.DATA, which shares every kind by rows.",
+    )
+
+
+def _cut(source: Source, workers: int, replicas: int, worker: int) -> Source:
+    """The batches of a worker's own data, cut to its replicas' turns."""
+    if isinstance(source, TensorFlowSource) and source.batch_size is not None:
+        sizes = worker_sizes(source.batch_size, workers, replicas, worker)
+        return TensorFlowSource(source.dataset.rebatch(sizes), None)
+    return CutSource(source, workers, replicas, worker)
+
+
+def _spec_of(example: Any) -> Any:
+    def spec(leaf: Any) -> ElementSpec | None:
+        if type(leaf).__name__ == "NoneTensorSpec":
+            return None
+        shape = tuple(leaf.shape)
+        return ElementSpec((None, *shape[1:]) if shape else (), _dtype_name(leaf.dtype))
+
+    return jax.tree.map(spec, example, is_leaf=lambda leaf: hasattr(leaf, "shape") or compat.is_sparse(leaf))
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype))

@@ -1,0 +1,96 @@
+"""Python generators: they can be read once, and what was read ahead of one is never lost."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from keras_distribute.input.source import Batch, IteratorReader, Reader, Source, rows_of
+
+
+class GeneratorSource(Source):
+    """A Python generator: it can be read once, and every batch of it counts.
+
+    Args:
+        seen: The batches that Keras has looked at, which each pass begins with.
+        batches: Opens an iterator over those and the rest.
+        stream: Where the rest comes from.
+    """
+
+    kind = "a generator"
+
+    def __init__(self, seen: list[Any], batches: Callable[[], Iterator[Any]], stream: Stream) -> None:
+        self._seen, self._batches, self._stream = seen, batches, stream
+
+    @property
+    def example(self) -> Any:
+        return self._seen[0]
+
+    def open(self) -> Reader:
+        return _GeneratorReader(len(self._seen), self._batches, self._stream)
+
+
+class _GeneratorReader(IteratorReader):
+    why_no_position = "a generator cannot start in the middle."
+    fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
+
+    def __init__(self, num_seen: int, batches: Callable[[], Iterator[Any]], stream: Stream) -> None:
+        super().__init__("a generator", batches)
+        self.reuses_arrays = False  # Its stream has copied them.
+        self._left_of_seen, self._stream, self._taken = num_seen, stream, 0
+
+    def start(self, ahead: int) -> None:
+        super().start(ahead)
+        self._stream.remember(ahead)
+
+    def __next__(self) -> Batch:
+        data = next(self._iterator)
+        if self._left_of_seen:
+            self._left_of_seen -= 1
+        else:
+            self._taken += 1
+        return Batch(data, rows_of(data))
+
+    def close(self, unread: int) -> None:
+        self._stream.give_back(min(unread, self._taken))
+
+
+class Stream:
+    """What was read ahead of a generator and not used, for whoever reads it next: another `fit`, for example."""
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, Stream]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._given: deque[Any] = deque(maxlen=1)
+        self._returned: deque[Any] = deque()
+
+    @classmethod
+    def of(cls, generator: Any) -> Stream:
+        """The only stream of a generator; forgotten with it."""
+        return cls._of.setdefault(generator, cls())
+
+    def read(self, generator: Any) -> Generator[Any]:
+        """The batches of the generator, those that were given back first."""
+        while True:
+            try:
+                item = self._returned.popleft() if self._returned else next(generator)
+            except StopIteration:
+                return
+            # A generator may fill the same arrays again while this batch still waits for its step.
+            item = jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
+            self._given.append(item)
+            yield item
+
+    def remember(self, count: int) -> None:
+        """Keeps the last `count` batches that were read, so that they can be given back."""
+        self._given = deque(self._given, maxlen=max(count, 1))
+
+    def give_back(self, count: int) -> None:
+        """Takes back the last `count` batches."""
+        for _ in range(count):
+            self._returned.appendleft(self._given.pop())

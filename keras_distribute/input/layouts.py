@@ -1,0 +1,280 @@
+"""What a batch of a source means for the replicas: a global batch to be cut, or one replica's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from keras_distribute import values
+from keras_distribute._compat import adapters as compat
+from keras_distribute.errors import InputError
+from keras_distribute.input.source import Batch, Position, Reader, Source
+from keras_distribute.input.splitting import piece_sizes, worker_sizes
+
+
+class Layout(Protocol):
+    """From the batches of a reader, one for each step, to the replicas of this process."""
+
+    @property
+    def source(self) -> Source:
+        """Where the batches come from."""
+        ...
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps of one pass; `None` where unknown or without end."""
+        ...
+
+    def open(self) -> Reader:
+        """A pass that yields one batch for each step."""
+        ...
+
+    def peek(self) -> Batch:
+        """The batch of the first step; a later pass begins with it again."""
+        ...
+
+    def pieces(self, batch: Batch) -> list[Any]:
+        """The structure of each replica of this process."""
+        ...
+
+    def whole(self, batch: Batch) -> Any:
+        """The rows of all replicas of this process, in one structure."""
+        ...
+
+
+class SplitLayout:
+    """Each batch is a global one, cut into pieces for the replicas.
+
+    Args:
+        source: Yields global batches.
+        num_replicas: The replicas of all processes.
+        replicas: The number of the first replica of this process, and of the one after its last.
+    """
+
+    def __init__(self, source: Source, num_replicas: int, replicas: tuple[int, int]) -> None:
+        self._num_replicas, self._replicas = num_replicas, replicas
+        self._holds_part = replicas[1] - replicas[0] < num_replicas
+        self.source = source.only_rows(self._part) if self._holds_part else source
+
+    @property
+    def num_steps(self) -> int | None:
+        return self.source.num_batches
+
+    def open(self) -> Reader:
+        return self.source.open()
+
+    def peek(self) -> Batch:
+        return self.source.peek()
+
+    def pieces(self, batch: Batch) -> list[Any]:
+        if self._num_replicas > 1:
+            require_rows(batch)
+        sizes = piece_sizes(batch.rows, self._num_replicas)
+        first, last = self._replicas
+        ends = list(itertools.accumulate(sizes[first:last], initial=0))
+        return [rows_between(batch, start, stop) for start, stop in itertools.pairwise(ends)]
+
+    def whole(self, batch: Batch) -> Any:
+        return batch.data
+
+    def _part(self, rows: int) -> tuple[int, int]:
+        sizes = piece_sizes(rows, self._num_replicas)
+        first, last = self._replicas
+        return sum(sizes[:first]), sum(sizes[:last])
+
+
+class RoundLayout:
+    """Each batch is one replica's: consecutive batches of one source, or one of each source, make a step.
+
+    Args:
+        sources: One source for all replicas of this process, or one for each.
+        num_replicas: The replicas of this process.
+    """
+
+    def __init__(self, sources: Sequence[Source], num_replicas: int) -> None:
+        self._sources, self._num_replicas = list(sources), num_replicas
+
+    @property
+    def source(self) -> Source:
+        return self._sources[0]
+
+    @property
+    def num_steps(self) -> int | None:
+        counts = [source.num_batches for source in self._sources]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return None
+        return max(known) if len(counts) > 1 else -(-known[0] // self._num_replicas)
+
+    def open(self) -> Reader:
+        return _RoundReader([source.open() for source in self._sources], self._num_replicas)
+
+    def peek(self) -> Batch:
+        return Batch([self.source.peek().data], 0)
+
+    def pieces(self, batch: Batch) -> list[Any]:
+        return batch.data
+
+    def whole(self, batch: Batch) -> Any:
+        return jax.tree.map(_joined, *batch.data)
+
+
+class _RoundReader(Reader):
+    """A round of batches at a time; replicas for which none are left get no rows."""
+
+    def __init__(self, readers: list[Reader], num_replicas: int) -> None:
+        self.kind = readers[0].kind
+        self.cheap_position, self.reuses_arrays = readers[0].cheap_position, readers[0].reuses_arrays
+        self._readers, self._num_replicas = readers, num_replicas
+        self._turns = readers if len(readers) > 1 else readers * num_replicas
+
+    def start(self, ahead: int) -> None:
+        for reader in self._readers:
+            reader.start((ahead + 1) * self._num_replicas)
+
+    def __next__(self) -> Batch:
+        taken: list[Batch | None] = []
+        for reader in self._turns:
+            batch = next(reader, None)
+            if batch is not None and self.reuses_arrays:
+                data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
+                batch = batch._replace(data=data)
+            taken.append(batch)
+        given = next((batch for batch in taken if batch is not None), None)
+        if given is None:
+            raise StopIteration
+        if any(batch is None for batch in taken):
+            require_rows(given)
+        nothing = rows_between(given, 0, 0)
+        data = [nothing if batch is None else batch.data for batch in taken]
+        return Batch(data, sum(batch.rows for batch in taken if batch is not None))
+
+    def position(self) -> Position:
+        return {"readers": [reader.position() for reader in self._readers]}
+
+    def seek(self, position: Position) -> None:
+        for reader, own in zip(self._readers, position["readers"], strict=True):
+            reader.seek(own)
+
+    def form(self) -> Any:
+        form = self._readers[0].form()
+        one = jax.tree.unflatten(form, [0] * form.num_leaves)
+        return jax.tree.structure([one] * self._num_replicas)
+
+    def close(self, unread: int) -> None:
+        for reader in self._readers:
+            reader.close(unread * (self._num_replicas if len(self._readers) == 1 else 1))
+
+
+class CutSource(Source):
+    """The batches of one worker's own data, cut to what its replicas take in turn.
+
+    Args:
+        source: Yields batches of the global size.
+        num_workers: The number of workers.
+        num_replicas: The replicas of each.
+        worker: The number of this one.
+    """
+
+    def __init__(self, source: Source, num_workers: int, num_replicas: int, worker: int) -> None:
+        self._source, self.kind = source, source.kind
+        self._place = (num_workers, num_replicas, worker)
+
+    @property
+    def example(self) -> Any:
+        return self._source.example
+
+    def open(self) -> Reader:
+        return _CutReader(self._source.open(), self._source.batch_size, self._place)
+
+
+class _CutReader(Reader):
+    def __init__(self, inner: Reader, batch_size: int | None, place: tuple[int, int, int]) -> None:
+        self.kind, self.cheap_position = inner.kind, inner.cheap_position
+        self.reuses_arrays = inner.reuses_arrays
+        self._inner, self._batch_size, self._place = inner, batch_size, place
+        self._batch: Batch | None = None
+        self._ends: list[int] = []
+        self._cut = self._skip = 0
+        self._before: Position | None = None
+        self.start, self.close = inner.start, inner.close
+
+    def __next__(self) -> Batch:
+        while self._cut + 1 >= len(self._ends):
+            self._before = self._inner.position() if self.cheap_position else None
+            self._batch = next(self._inner)
+            require_rows(self._batch)
+            self._ends = self._ends_in(self._batch.rows)
+            self._cut, self._skip = self._skip, 0
+        assert self._batch is not None
+        start, stop = self._ends[self._cut], self._ends[self._cut + 1]
+        self._cut += 1
+        return Batch(rows_between(self._batch, start, stop), stop - start)
+
+    def _ends_in(self, rows: int) -> list[int]:
+        """Where the cuts of a batch end, from 0 on; some are empty. One that is not full has only its rows."""
+        num_workers, num_replicas, _ = self._place
+        if self._batch_size is None:
+            sizes = piece_sizes(rows, num_workers * num_replicas)
+        else:
+            sizes = worker_sizes(max(self._batch_size, rows), *self._place)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        if self._batch_size is not None and rows < self._batch_size:
+            ends = [end for end in ends if end < rows] + [rows]
+        return ends
+
+    def position(self) -> Position:
+        if self._before is None:
+            return {"at": self._inner.position(), "cut": 0}
+        return {"at": self._before, "cut": self._cut}
+
+    def seek(self, position: Position) -> None:
+        self._inner.seek(position["at"])
+        self._skip = position["cut"]
+
+
+def require_rows(batch: Batch) -> None:
+    """Raises `InputError` for an element without rows: there is nothing to split, and nothing that can be empty."""
+    leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
+    if not any(np.shape(leaf) for leaf in leaves):
+        raise InputError(
+            "An element without rows cannot be split over the replicas.",
+            received=f"an element of {', '.join(sorted({type(leaf).__name__ for leaf in leaves})) or 'nothing'}.",
+            fix="batch the dataset: dataset.batch(64).",
+        )
+
+
+def rows_between(batch: Batch, start: int, stop: int) -> Any:
+    """Some rows of each array of a batch; what has no dimensions is everyone's.
+
+    Raises:
+        InputError: For sparse arrays, and arrays that do not have the rows of the batch.
+    """
+    leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    rows = {shape[0] for shape in shapes if shape}
+    if len(rows) > 1:
+        raise InputError(
+            "The arrays of a batch have different numbers of rows.",
+            received=f"shapes {', '.join(map(str, shapes))}.",
+            fix="make every array of an element have the batch as its first dimension.",
+        )
+    if any(compat.is_sparse(leaf) for leaf in leaves):
+        raise InputError(
+            "A sparse tensor cannot be split over the replicas of a custom loop.",
+            received=f"an element with {', '.join(sorted({type(leaf).__name__ for leaf in leaves}))}.",
+            fix="make it dense in the pipeline (tf.sparse.to_dense), or train with model.fit.",
+        )
+
+    def cut(component: Sequence[Any]) -> Any:
+        return component[0][start:stop] if np.ndim(component[0]) else component[0]
+
+    return values.regroup([batch.data], cut)  # Keeps the order of keys; jax.tree would sort them.
+
+
+def _joined(*parts: Any) -> Any:
+    return np.concatenate(parts) if np.ndim(parts[0]) else parts[0]

@@ -1,0 +1,103 @@
+"""`tf.data` pipelines, whose positions are TensorFlow's own checkpoints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import jax
+
+from keras_distribute._compat import adapters as compat
+from keras_distribute._compat import tensorflow as compat_tf
+from keras_distribute.errors import InputError
+from keras_distribute.input.source import Batch, Position, Reader, Source, rows_of
+
+
+class TensorFlowSource(Source):
+    """A `tf.data.Dataset`.
+
+    Args:
+        dataset: The pipeline, batched.
+        batch_size: The rows of a full batch; by default what TensorFlow finds in the pipeline.
+    """
+
+    kind = "tf.data"
+
+    def __init__(self, dataset: Any, batch_size: int | None = None) -> None:
+        self.dataset = dataset
+        self._batch_size = compat_tf.static_batch_size(dataset) if batch_size is None else batch_size
+
+    @property
+    def num_batches(self) -> int | None:
+        count = int(self.dataset.cardinality())
+        return count if count >= 0 else None
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._batch_size
+
+    @property
+    def example(self) -> Any:
+        return self.dataset.element_spec
+
+    def open(self) -> Reader:
+        return _TensorFlowReader(self.dataset)
+
+
+class _TensorFlowReader(Reader):
+    """A position is TensorFlow's own checkpoint of the iterator: it holds what the pipeline buffers."""
+
+    kind = "tf.data"
+    cheap_position = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._iterator: Any = None
+        self._sought: Position | None = None
+
+    def start(self, ahead: int) -> None:
+        try:
+            self._iterator = iter(self._dataset)
+        except Exception as error:
+            if "SHARD_HINT" not in str(error):
+                raise
+            raise InputError(
+                "The pipeline has shard(SHARD_HINT, SHARD_HINT), which only AutoShardPolicy.HINT fills in.",
+                received="a tf.data pipeline with a hint, under another policy.",
+                fix="kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.HINT)",
+            ) from error
+        if self._sought is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                for name, content in self._sought["files"].items():
+                    with open(os.path.join(folder, name), "wb") as file:
+                        file.write(content)
+                compat_tf.restore_iterator(self._iterator, os.path.join(folder, "iterator"))
+
+    def __next__(self) -> Batch:
+        data = compat.tf_to_host(next(self._iterator))
+        return Batch(data, rows_of(data))
+
+    def position(self) -> Position:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                compat_tf.save_iterator(self._iterator, os.path.join(folder, "iterator"))
+            except Exception as error:
+                raise InputError(
+                    "TensorFlow cannot save the position of this tf.data pipeline.",
+                    received=str(error).split("\n", 1)[0][:300],
+                    fix="leave out from_generator and py_function, or use arrays, Grain or a PyDataset.",
+                ) from error
+            names = [name for name in os.listdir(folder) if name.startswith("iterator")]
+            return {"files": {name: _content(os.path.join(folder, name)) for name in names}}
+
+    def seek(self, position: Position) -> None:
+        self._sought = position
+
+    def form(self) -> Any:
+        return jax.tree.structure(self._dataset.element_spec)
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

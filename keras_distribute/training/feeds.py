@@ -1,0 +1,129 @@
+"""What `fit`, `evaluate` and `predict` read: Keras's data adapters and distributed datasets, fed to the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute import config
+from keras_distribute._compat import adapters as compat
+from keras_distribute.errors import InputError
+from keras_distribute.input.datasets import DistributedDataset
+from keras_distribute.input.feeding import Feed
+from keras_distribute.input.generators import Stream
+from keras_distribute.input.kinds import source_of_adapter
+from keras_distribute.input.source import Batch, Source
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.training import batches
+
+_SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
+
+
+class DatasetAdapter(compat.DataAdapter):
+    """A distributed dataset as the `x` of `fit`: the rows of all replicas are one batch."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self.dataset = dataset
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Host batches, for a model without a strategy."""
+        layout = self.dataset.layout
+        yield from Feed(layout.open, layout.whole, ahead=0)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.dataset.layout.num_steps
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.dataset.layout.source.batch_size
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return None
+
+
+def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, Any], distributed: bool) -> Any:
+    """The adapter of the `x` of `fit`: ours for a distributed dataset, Keras's for everything else.
+
+    Args:
+        original: Keras's choice.
+        x: The user's data.
+        arguments: The others of `fit` that concern data.
+        distributed: Whether the model has a strategy.
+    """
+    if isinstance(x, DistributedDataset):
+        for name in ("y", "sample_weight", "class_weight"):
+            if arguments.get(name) is not None:
+                raise InputError(
+                    f"A distributed dataset already holds all that a step needs; {name} cannot be added.",
+                    received=f"{x!r} with {name}.",
+                    fix="yield (x, y, sample_weight) from the dataset.",
+                )
+        return DatasetAdapter(x)
+    if not distributed:
+        return original(x, **arguments)
+    stream = Stream.of(x) if isinstance(x, types.GeneratorType) else None
+    adapter = original(x if stream is None else stream.read(x), **arguments)
+    setattr(adapter, _STREAM, stream)
+    compat.leave_reading_to_us(adapter)
+    return adapter
+
+
+def look(adapter: Any) -> Iterator[Any]:
+    """The first batch, on the host; `fit` will read it again."""
+    with contextlib.suppress(StopIteration):
+        if isinstance(adapter, DatasetAdapter):
+            yield adapter.dataset.layout.whole(adapter.dataset.layout.peek())
+        else:
+            yield _source(adapter).peek().data
+
+
+def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -> Feed:
+    """The batches of one pass, on the devices ahead of the steps that take them.
+
+    Args:
+        adapter: Of the `x` of `fit`.
+        mesh: The replicas.
+        traced: Whether the steps are compiled.
+        per_epoch: How many batches an epoch takes, where the user says so.
+    """
+
+    if isinstance(adapter, DatasetAdapter):
+        layout, ahead = adapter.dataset.layout, adapter.dataset.options.experimental_per_replica_buffer_size
+        open_reader, whole = layout.open, layout.whole
+    else:
+        open_reader, whole, ahead = _source(adapter).open, _data, config.prefetch_steps()
+
+    def placed(batch: Batch) -> batches.Placed:
+        data = whole(batch)
+        if any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data)):
+            raise InputError(
+                "A batch without rows has no loss.",
+                received=f"shapes {[np.shape(leaf) for leaf in jax.tree.leaves(data)]}.",
+                fix="leave such batches out of the dataset.",
+            )
+        return batches.place(data, mesh, traced=traced)
+
+    return Feed(open_reader, placed, ahead, per_epoch)
+
+
+def _data(batch: Batch) -> Any:
+    return batch.data
+
+
+def _source(adapter: Any) -> Source:
+    source = getattr(adapter, _SOURCE, None)
+    if source is None:
+        source = source_of_adapter(adapter, getattr(adapter, _STREAM, None), hooks=False)
+        setattr(adapter, _SOURCE, source)
+    return source

@@ -1,0 +1,269 @@
+"""Files that are missing, cut off or flipped, disks that are full: a clear error, never another state.
+
+`FUZZ_TRIES=500 python -m pytest tests/checkpoint/test_damage.py -k flipped` is the long version.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+
+from .support import assert_same_bits, bits, scope
+
+TRIES = int(os.environ.get("FUZZ_TRIES", "30"))
+
+
+class Run:
+    """Some state, and a folder with checkpoints of it: step `n` holds `n`."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        random_numbers = np.random.default_rng(0)
+        with scope(4):
+            self.model = keras.Sequential(
+                [keras.Input((30,)), keras.layers.Dense(40), keras.layers.BatchNormalization()]
+            )
+            self.model.compile(keras.optimizers.Adam(), "mse")
+            self.small = keras.Variable(random_numbers.normal(size=3))
+            self.large = keras.Variable(random_numbers.normal(size=600_000))
+        self.progress: dict[str, Any] = {}
+        self.directory = directory
+        self.checkpoint = Checkpoint(model=self.model, small=self.small, large=self.large, progress=self.progress)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return bits(model=self.model, small=self.small, large=self.large)
+
+    def set(self, step: int) -> None:
+        self.small.assign(np.full(3, step))
+        self.progress.update(step=step, blob=bytes([step % 256]) * 50, text=f"step {step}")
+
+    def manager(self, **options: Any) -> CheckpointManager:
+        return CheckpointManager(self.checkpoint, self.directory, **options)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: Any) -> Run:
+    run = Run(tmp_path_factory.mktemp("template"))
+    with run.manager() as manager:
+        for step in (1, 2, 3):
+            run.set(step)
+            manager.save(step)
+    return run
+
+
+@pytest.fixture
+def run(template: Run, tmp_path: Any) -> Run:
+    """The template with a copy of its files."""
+    shutil.copytree(template.directory, tmp_path / "run")
+    template.set(0)
+    copy = Run.__new__(Run)
+    copy.__dict__.update(vars(template), directory=tmp_path / "run")
+    return copy
+
+
+def files_of(directory: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def test_missing(run: Run) -> None:
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint at '.*/9'") as error:
+        run.checkpoint.restore(run.directory / "9")
+    assert "holds 1, 2, 3" in str(error.value)
+    with pytest.raises(CheckpointError, match="There is no checkpoint at '/nowhere/at/all'"):
+        run.checkpoint.restore("/nowhere/at/all")
+
+
+def test_empty_folder_and_a_file(run: Run) -> None:
+    (run.directory / "empty").mkdir()
+    (run.directory / "file").write_text("x")
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)empty' is no complete checkpoint.*nothing in it"):
+        run.checkpoint.restore(run.directory / "empty")
+    with pytest.raises(DamagedCheckpointError, match="file' (is no complete checkpoint|cannot be read)"):
+        run.checkpoint.restore(run.directory / "file")
+
+
+def test_each_file_missing_or_cut_off(run: Run) -> None:
+    """Each file is deleted, emptied and halved in turn: an error that names the folder, or nothing was lost."""
+    reference = None
+    outcomes = []
+    for path in files_of(run.directory / "3"):
+        content = path.read_bytes()
+        for kept in (None, 0, len(content) // 2):
+            path.unlink() if kept is None else path.write_bytes(content[:kept])
+            outcomes.append((path.name, kept, attempt(run, 3)))
+            path.write_bytes(content)
+            if reference is None:
+                run.checkpoint.restore(run.directory / "3")
+                reference = run.state
+    refused = {name for name, _, outcome in outcomes if outcome}
+    assert {"manifest.json", "manifest.ocdbt"} <= refused
+
+
+def attempt(run: Run, step: int) -> bool:
+    """Restores; whether that was refused. It must be refused clearly and change nothing, or give the right state."""
+    run.set(0)
+    before = run.state
+    try:
+        run.checkpoint.restore(run.directory / str(step))
+    except DamagedCheckpointError as error:
+        assert str(run.directory / str(step)) in str(error)
+        assert "Fix: " in str(error)
+        assert_same_bits(run.state, before)
+        assert run.progress["step"] == 0
+        return True
+    np.testing.assert_array_equal(np.array(run.small.value), np.full(3, step, "float32"))
+    assert run.progress == {"step": step, "blob": bytes([step]) * 50, "text": f"step {step}"}
+    return False
+
+
+def test_flipped_bytes(run: Run) -> None:
+    """Bytes flipped anywhere in any file: refused, or harmless; the state is never another one."""
+    run.checkpoint.restore(run.directory / "3")
+    right = run.state
+    files = files_of(run.directory / "3")
+    generator = random.Random(os.environ.get("FUZZ_SEED", "0"))
+    refused = 0
+    for number in range(TRIES):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        broken = bytearray(content)
+        for _ in range(generator.choice([1, 1, 1, 2, 8])):
+            broken[generator.randrange(len(broken))] ^= generator.choice([1 << generator.randrange(8), 255])
+        path.write_bytes(broken)
+        if attempt(run, 3):
+            refused += 1
+        else:
+            assert_same_bits(run.state, right)
+        path.write_bytes(content)
+    assert refused > TRIES // 4
+    assert not attempt(run, 3)
+
+
+def test_swapped_arrays(run: Run) -> None:
+    """Files of another checkpoint of the same model are not this one's."""
+    shutil.rmtree(run.directory / "3" / "arrays")
+    shutil.copytree(run.directory / "2" / "arrays", run.directory / "3" / "arrays")
+    with pytest.raises(DamagedCheckpointError, match=r"3' is damaged(?s:.*)manifest.ocdbt \(wrong checksum\)"):
+        run.checkpoint.restore(run.directory / "3")
+
+
+def test_a_flipped_bit_in_an_array(run: Run) -> None:
+    """The array store returns it as another number: the array's own checksum finds it, and names it."""
+    path = max(files_of(run.directory / "3"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"1 array\(s\) are not what was saved: large\."):
+        run.checkpoint.restore(run.directory / "3")
+
+
+def damage(directory: pathlib.Path) -> None:
+    manifest = directory / "manifest" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-10])
+
+
+def test_the_last_good_one_is_found(run: Run) -> None:
+    damage(run.directory / "3")
+    manager = run.manager()
+    with pytest.raises(DamagedCheckpointError, match=r"3/manifest/manifest.json' is damaged(?s:.*)fallback=True"):
+        manager.restore()
+    shutil.rmtree(run.directory / "2" / "arrays" / "d")
+    with pytest.warns(UserWarning, match=r"(?s)Restored '.*/1', since later.*3/manifest.*2/arrays"):
+        status = manager.restore(fallback=True)
+    assert status.step == 1 and run.progress["step"] == 1
+    assert [pathlib.Path(path).name for path in status.damaged] == ["3", "2"]
+    run.set(2)
+    manager.save(2)  # Takes the place of the damaged one.
+    manager.close()
+    assert run.manager().restore(2).step == 2
+    run.set(7)
+    damage(run.directory / "1"), damage(run.directory / "2")
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)All 3 checkpoints in .* are damaged.*1/manifest.*Fix"):
+        run.manager().restore(fallback=True)
+    assert run.progress["step"] == 7
+
+
+def test_fallback_is_for_damage_only(run: Run) -> None:
+    """An older checkpoint of another model does not fit either."""
+    other = CheckpointManager(Checkpoint(v=keras.Variable(1.0)), run.directory)
+    with pytest.raises(CheckpointError, match="is of something else"):
+        other.restore(fallback=True)
+
+
+def test_damage_does_not_stop_a_manager(run: Run) -> None:
+    """Steps are listed, saved and deleted whatever is in the folders, and `keep_best` looks elsewhere."""
+    for path in files_of(run.directory / "2"):
+        path.write_bytes(b"\xff")
+    with run.manager(max_to_keep=1, keep_best=("loss", "min")) as manager, warnings.catch_warnings():
+        assert manager.all_steps() == [1, 2, 3]
+        assert manager.best_step is None
+        run.set(4)
+        manager.save(4, metrics={"loss": 1.0})
+        manager.wait()
+        assert manager.all_steps() == [4]
+
+
+def test_a_folder_that_cannot_be_written_to(run: Run) -> None:
+    """Not even by root: below a file."""
+    (run.directory / "file").write_text("x")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)file/ckpt-1' could not be written.*Received: \w+Error.*Fix: "
+    ) as error:
+        run.checkpoint.save(run.directory / "file" / "ckpt")
+    assert isinstance(error.value.__cause__, OSError)
+    manager = CheckpointManager(run.checkpoint, run.directory / "file")
+    with pytest.raises(CheckpointError, match="file.* could not be written"):
+        manager.save(1)
+        manager.wait()
+    before = sorted(os.listdir(run.directory))
+    path = run.checkpoint.save(run.directory / "ok")
+    with pytest.raises(CheckpointError, match="There is something at"):
+        run.checkpoint.write(path)
+    assert sorted(os.listdir(run.directory)) == sorted([*before, pathlib.Path(path).name])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Any) -> Any:
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk(asynchronous: bool, small_disk: Any) -> None:
+    """The error says so, the earlier checkpoint is whole, unfinished files are gone, and there is room again."""
+    with scope(2):
+        large, small = keras.Variable(np.zeros(100_000)), keras.Variable(0.0)
+    manager = CheckpointManager(Checkpoint(large=large, small=small), small_disk, 1, asynchronous=asynchronous)
+    manager.save(0)
+    manager.wait()
+    other = CheckpointManager(Checkpoint(big=keras.Variable(np.ones(200_000))), small_disk)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="(?s)could not be written.*[Nn]o space left.*Fix: make room"):
+            other.save(1)
+            other.close()
+        assert sorted(os.listdir(small_disk)) == ["0"]
+    small.assign(5.0)
+    manager.restore()
+    assert float(small.value) == 0.0
+    small.assign(2.0)
+    manager.save(2)
+    manager.close()
+    assert sorted(os.listdir(small_disk)) == ["2"]

@@ -1,0 +1,70 @@
+"""`kill -9` while checkpoints are written, and the end of a program that does not wait for them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+
+SCRIPT = pathlib.Path(__file__).parent / "saving_forever.py"
+TRIES = int(os.environ.get("KILL_TRIES", "3"))
+
+
+def started(folder: Any, *args: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
+    command = [sys.executable, str(SCRIPT), str(folder), *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def latest(folder: Any) -> int:
+    """The step of the latest checkpoint, all of which is checked."""
+    named = {f"w{i}": keras.Variable(np.zeros(200_000)) for i in range(4)}
+    progress: dict[str, Any] = {}
+    manager = CheckpointManager(Checkpoint(**named, progress=progress), folder)
+    for step in manager.all_steps():
+        manager.restore(step)
+        assert progress == {"step": step}
+        for i, variable in enumerate(named.values()):
+            np.testing.assert_array_equal(variable.value, np.full(200_000, step * 10 + i, "float32"))
+    return manager.latest_step or 0
+
+
+@pytest.mark.timeout(60 + 30 * TRIES)
+def test_killed_at_a_random_moment(tmp_path: Any) -> None:
+    """What is there is whole; the next start goes on from it and clears away what was not finished."""
+    generator, last, unfinished = random.Random(0), 0, 0
+    for _ in range(TRIES):
+        process = started(tmp_path)
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first == f"started from {last}\n", process.stderr.read() if process.stderr else ""
+        for _ in range(generator.randrange(2, 6)):
+            process.stdout.readline()
+        time.sleep(generator.random() * 0.05)
+        process.kill()
+        said = [int(line) for line in process.communicate()[0].split()]
+        names = os.listdir(tmp_path)
+        unfinished += any("tmp" in name for name in names)
+        assert len([name for name in names if "tmp" in name]) <= 1
+        last, before = latest(tmp_path), last
+        assert last > before
+        assert not said or last >= said[-1] - 1
+    assert unfinished
+
+
+def test_a_save_is_completed_when_the_program_ends(tmp_path: Any) -> None:
+    process = started(tmp_path, "3")
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and "Traceback" not in errors, errors
+    assert sorted(os.listdir(tmp_path)) == ["2", "3"]
+    assert latest(tmp_path) == 3

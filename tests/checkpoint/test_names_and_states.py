@@ -1,0 +1,331 @@
+"""Names that every process agrees on, errors that name what does not fit, and the state of things that are not Keras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_distribute.checkpoint import Checkpoint
+from keras_distribute.checkpoint.structures import decode, encode
+from keras_distribute.checkpoint.tracking import track
+from keras_distribute.errors import CheckpointError, ContextError, StructureTypeError, VariableScopeError
+
+from .support import bits, build, made, scope, strategy_of
+
+
+class Block(layers.Layer):
+    """Weights without names, and an inner layer without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = layers.Dense(3), layers.Dropout(0.5)
+
+    def build(self, shape: Any) -> None:
+        self.first, self.second = self.add_weight(shape=(3,)), self.add_weight(shape=(3,))
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.drop(self.inner(x)) * self.first + self.second
+
+
+def nested() -> keras.Model:
+    inputs = keras.Input((3,))
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(3), layers.Dense(3, name="chosen_7")])
+    model = keras.Model(inputs, layers.Dense(2)(inner(Block()(Block()(inputs)))))
+    model.compile(keras.optimizers.SGD(momentum=0.9), "mse", metrics=[keras.metrics.MeanSquaredError()])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+EXPECTED = [
+    "model/variables/block/variable",
+    "model/variables/block/variable#2",
+    "model/variables/block/dense/kernel",
+    "model/variables/block/dense/bias",
+    "model/variables/block/dropout/seed_generator_state",
+    "model/variables/block_1/variable",
+    "model/variables/block_1/variable#2",
+    "model/variables/block_1/dense/kernel",
+    "model/variables/block_1/dense/bias",
+    "model/variables/block_1/dropout/seed_generator_state",
+    "model/variables/sequential/dense/kernel",
+    "model/variables/sequential/dense/bias",
+    "model/variables/sequential/chosen_7/kernel",
+    "model/variables/sequential/chosen_7/bias",
+    "model/variables/dense/kernel",
+    "model/variables/dense/bias",
+    "model/metrics/loss/total",
+    "model/metrics/loss/count",
+    "model/optimizer/SGD/iteration",
+    "model/optimizer/SGD/learning_rate",
+    "model/optimizer/SGD/momentum/block/variable",
+    "model/optimizer/SGD/momentum/block/variable#2",
+    "model/optimizer/SGD/momentum/block/dense/kernel",
+]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_names_do_not_depend_on_the_process(place: int) -> None:
+    for _ in range(2):
+        layers.Dense(2), Block(), keras.random.SeedGenerator(1)  # Counters go on.
+        with scope(place):
+            names = list(track({"model": nested()}).variables)
+        assert names[: len(EXPECTED)] == EXPECTED
+
+
+def test_a_variable_is_saved_once() -> None:
+    model = build()
+    names = list(
+        track({"model": model, "optimizer": model.optimizer, "seed": model.layers[2].seed_generator}).variables
+    )
+    assert [n for n in names if n.startswith("optimizer/")] == [
+        "optimizer/Adam/iteration",
+        "optimizer/Adam/learning_rate",
+    ]
+    assert not [n for n in names if n.startswith(("model/optimizer/", "seed/"))]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> str:
+    return Checkpoint(model=made(0)).write(tmp_path_factory.mktemp("saved") / "ckpt")
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (
+            {"width": 7},
+            [
+                "of another shape or type: model/variables/dense/kernel: (6, 5) float32 in the checkpoint, (6, 7) float32 here",
+                "of another shape or type: model/optimizer/Adam/velocity/dense/bias: (5,) float32 in the checkpoint",
+            ],
+        ),
+        (
+            {"head": "top"},
+            [
+                "missing in the checkpoint: model/variables/top/kernel (4, 3) float32 (sequential",
+                "in the checkpoint only: model/variables/head/kernel (4, 3) float32",
+            ],
+        ),
+        (
+            {"optimizer": "sgd"},
+            [
+                "model/optimizer: Adam in the checkpoint, SGD here",
+                "missing in the checkpoint: model/optimizer/SGD/momentum/dense/kernel",
+                "in the checkpoint only: model/optimizer/Adam/momentum/dense/kernel",
+                "partial=True",
+            ],
+        ),
+    ],
+)
+def test_another_model_or_optimizer(options: dict[str, Any], lines: list[str], saved: str) -> None:
+    """An error with every name, and nothing has changed."""
+    other = build(**options)
+    other.optimizer.build(other.trainable_variables)
+    before = bits(model=other)
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(model=other).restore(saved)
+    assert saved in str(error.value)
+    for line in lines:
+        assert line in str(error.value)
+    after = bits(model=other)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+def test_partial_takes_what_has_the_same_name(saved: str) -> None:
+    other = made(2, head="top", seed=5)
+    status = Checkpoint(model=other).restore(saved, partial=True)
+    assert "model/variables/top/kernel" in status.missing
+    assert "model/variables/head/kernel" in status.unexpected
+    assert "model/variables/dense/kernel" in status.restored
+    for check in (status.assert_consumed, status.assert_existing_objects_matched):
+        with pytest.raises(CheckpointError, match="top/kernel"):
+            check()
+    with pytest.raises(CheckpointError, match="another shape"):
+        Checkpoint(model=build(width=7)).restore(saved, partial=True)
+
+
+def test_a_model_without_its_optimizer(saved: str) -> None:
+    """For inference: the weights alone."""
+    other = keras.Sequential(build().layers)
+    other.build((None, 6))
+    status = Checkpoint(model=other).restore(saved, partial=True)
+    assert status.missing == ()
+    assert all(name.startswith(("model/optimizer/", "model/metrics/")) for name in status.unexpected)
+
+
+STATES = [
+    None,
+    {"a": 1, 2: "b", (3, "c"): [True, None, 1e300, float("inf"), -0.0], b"k": b"\x00\xff"},
+    (1, (2, [3]), {}),
+    {"position": {"bytes": 7, "tuple": [1]}, "ints": 2**80},
+    np.random.default_rng(0).bit_generator.state,
+    np.random.RandomState(1).get_state(),
+    np.float32(1.5),
+    np.arange(6.0).reshape(2, 3)[:, ::2],
+    np.array(["x", "yz"]),
+    np.array(7),
+    np.zeros((0, 2), "int16"),
+    np.array(["2026-01-01"], "datetime64[D]"),
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_states_come_back_with_their_types(state: Any, tmp_path: Any) -> None:
+    class Thing:
+        def get_state(self) -> Any:
+            return state
+
+        def set_state(self, restored: Any) -> None:
+            self.restored = restored
+
+    path = Checkpoint(thing=Thing()).write(tmp_path / "ckpt")
+    other = Thing()
+    Checkpoint(thing=other).restore(path)
+    assert_same(other.restored, state)
+    arrays: dict[str, Any] = {}
+    assert_same(decode(encode(state, "state", arrays), arrays), state)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            assert_same(actual[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_same(ours, theirs)
+    elif isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        assert np.array_equal(actual, expected)
+    else:
+        assert repr(actual) == repr(expected)
+
+
+def test_dictionaries_are_restored_in_place_and_saved_as_they_were(tmp_path: Any) -> None:
+    history = {"loss": [1.0, 0.5]}
+    progress: dict[str, Any] = {"epoch": 2, "history": history, "rng": np.ones(3)}
+    path = Checkpoint(progress=progress).write(tmp_path / "ckpt")
+    history["loss"].append(0.1)
+    progress["rng"][:] = 9
+    progress["new"] = 1
+    Checkpoint(progress=progress).restore(path)
+    assert list(progress) == ["epoch", "history", "rng"]
+    assert progress["history"] == {"loss": [1.0, 0.5]}
+    assert progress["rng"].tolist() == [1, 1, 1]
+
+
+def test_what_refuses_its_state_leaves_variables_alone(tmp_path: Any) -> None:
+    class Picky:
+        def get_state(self) -> int:
+            return 1
+
+        def set_state(self, state: int) -> None:
+            raise ValueError("of another dataset")
+
+    variable = keras.Variable(1.0)
+    checkpoint = Checkpoint(v=variable, picky=Picky())
+    path = checkpoint.write(tmp_path / "ckpt")
+    variable.assign(2.0)
+    with pytest.raises(ValueError, match="of another dataset"):
+        checkpoint.restore(path)
+    assert float(variable.value) == 2.0
+
+
+def test_what_cannot_be_kept() -> None:
+    with pytest.raises(StructureTypeError, match=re.escape("epoch_state = {'value': ...}")):
+        Checkpoint(epoch=3)
+    for value in (object(), {1, 2}, np.array([object()])):
+        with pytest.raises(CheckpointError, match="'progress/x' is of a type"):
+            Checkpoint(progress={"x": value})._snapshot()
+
+
+def test_a_model_that_is_not_built(saved: str) -> None:
+    for call in (
+        Checkpoint(model=keras.Sequential())._snapshot,
+        lambda: Checkpoint(model=keras.Sequential()).restore(saved),
+    ):
+        with pytest.raises(CheckpointError, match=r"(?s)'model' is not built.*model.build\(input_shape\)"):
+            call()
+
+
+def test_orbax_is_needed_only_to_save_and_restore() -> None:
+    script = """
+import sys
+sys.modules["orbax"] = None
+import keras
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.errors import BackendError
+checkpoint = Checkpoint(v=keras.Variable(1.0))
+for call in (lambda: checkpoint.save("x"), lambda: checkpoint.restore("x"), lambda: CheckpointManager(checkpoint, "x")):
+    try:
+        call()
+    except BackendError as error:
+        assert "pip install orbax-checkpoint" in str(error), error
+    else:
+        raise AssertionError
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_wrong_contexts(tmp_path: Any) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+    checkpoint = Checkpoint(v=variable)
+    path = checkpoint.write(tmp_path / "ckpt")
+    with pytest.raises(ContextError, match="inside a replica"):
+        strategy.run(lambda: checkpoint.write(tmp_path / "other"))
+    with pytest.raises(ContextError, match="inside a replica"):
+        strategy.run(lambda: checkpoint.restore(path))
+    with strategy_of(4).scope(), pytest.raises(VariableScopeError, match="another strategy"):
+        checkpoint.restore(path)
+
+
+def test_a_variable_without_a_value(tmp_path: Any) -> None:
+    """In a `fit` that holds it, or after its memory was given away."""
+    variable = keras.Variable(1.0)
+    variable.value.delete()
+    with pytest.raises(CheckpointError, match=r"1 variable\(s\) have no value: v\."):
+        Checkpoint(v=variable).write(tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
+
+    class Saving(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            Checkpoint(optimizer=model.optimizer).write(tmp_path / "ckpt")
+
+    model = made(2)
+    with pytest.raises(CheckpointError, match=r"(?s)with a running fit.*Checkpoint\(model=model"):
+        model.fit(np.ones((4, 6)), np.ones(4), verbose=0, callbacks=[NoSync(Saving())])
+
+
+class NoSync(keras.callbacks.Callback):
+    """Keras gives values back to a callback that asks for `self.model`; this one does not ask."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.on_train_batch_end = inner.on_train_batch_end
+
+
+def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> None:
+    """After a step that failed, the buffers that it was given are gone."""
+    with strategy_of(2).scope():
+        mirrored = keras.Variable(1.0)
+        own = keras.Variable(2.0, synchronization="on_read", aggregation="sum", trainable=False)
+    plain = keras.Variable(3.0)
+    checkpoint = Checkpoint(mirrored=mirrored, own=own, plain=plain)
+    path = checkpoint.write(tmp_path / "ckpt")
+    for variable in (mirrored, own, plain):
+        variable._value.delete()
+    checkpoint.restore(path)
+    assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]

@@ -1,0 +1,251 @@
+"""What a broken pipeline does: each fault comes out where the user called, and nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+X, Y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
+
+
+@pytest.fixture(params=[0, 2], ids=["read when due", "read ahead"])
+def ahead(request: Any) -> Any:
+    before = kd.config.prefetch_steps()
+    kd.config.set_prefetch_steps(request.param)
+    yield request.param
+    kd.config.set_prefetch_steps(before)
+    assert not [t for t in threading.enumerate() if t.name == "keras_distribute input" and t.is_alive()]
+
+
+def model() -> Any:
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def distributed(dataset: Any, ahead: int) -> Any:
+    options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
+    return kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(dataset, options)
+
+
+def the_users_own_function(index: int) -> Any:
+    raise LookupError(f"no file for batch {index}")
+
+
+class Broken(keras.utils.PyDataset):
+    """Raises at one batch."""
+
+    num_batches = 9
+
+    def __init__(self, at: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.at = at
+
+    def __getitem__(self, index: int) -> Any:
+        return the_users_own_function(index) if index == self.at else (X, Y)
+
+
+def broken_generator(at: int) -> Any:
+    for index in range(9):
+        yield the_users_own_function(index) if index == at else (X, Y)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize("make", [Broken, broken_generator, lambda at: Broken(at, workers=2)])
+def test_an_exception_of_the_pipeline_in_fit(make: Any, at: int, ahead: int) -> None:
+    trained = model()
+    with pytest.raises(LookupError, match=f"no file for batch {at}") as raised:
+        trained.fit(make(at), shuffle=False, verbose=0)
+    assert "the_users_own_function" in "".join(traceback.format_exception(raised.value))
+    assert int(trained.optimizer.iterations) == at, "the batches before it were trained on"
+    trained.fit(X, Y, verbose=0)
+    assert int(trained.optimizer.iterations) == at + 1
+
+
+@pytest.mark.parametrize("make", [Broken, broken_generator])
+def test_an_exception_of_the_pipeline_in_a_loop(make: Any, ahead: int) -> None:
+    iterator, seen = iter(distributed(make(4), ahead)), 0
+    with pytest.raises(LookupError, match="no file for batch 4") as raised:
+        for _ in iterator:
+            seen += 1
+    assert seen == 4
+    assert "the_users_own_function" in "".join(traceback.format_exception(raised.value))
+    assert next(iterator, "the end") == "the end"
+
+
+def test_an_exception_of_tf_data(ahead: int) -> None:
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.range(20).map(
+        lambda i: tf.debugging.check_numerics(1.0 / (10.0 - tf.cast(i, tf.float32)), "bad")
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad"):
+        list(distributed(dataset.batch(4), ahead))
+
+
+@pytest.mark.parametrize(
+    "second", [(X,), {"x": X, "y": Y}, ((X, X), Y)], ids=["fewer parts", "a dict", "another nesting"]
+)
+def test_another_structure_in_a_loop(second: Any, ahead: int) -> None:
+    def batches() -> Any:
+        yield X, Y
+        yield X, Y
+        yield second
+
+    iterator = iter(distributed(batches(), ahead))
+    next(iterator), next(iterator)
+    with pytest.raises(errors.InputError, match="The elements of a dataset have one structure") as raised:
+        next(iterator)
+    assert "after PyTreeDef((*, *))" in str(raised.value) and "Fix: yield the same structure" in str(raised.value)
+
+
+def test_another_structure_in_fit_means_what_it_means_on_one_device(ahead: int) -> None:
+    def batches() -> Any:
+        yield X, Y
+        yield X, Y
+        yield X, Y, np.full(8, 2.0, np.float32)
+
+    keras.utils.set_random_seed(0)
+    ours = model()
+    keras.utils.set_random_seed(0)
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    plain.set_weights(ours.get_weights())
+    ours.fit(batches(), verbose=0)
+    plain.fit(batches(), verbose=0)
+    for a, b in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_arrays_of_different_lengths_in_one_batch(ahead: int) -> None:
+    def batches() -> Any:
+        for _ in range(3):
+            yield X, Y[:5]
+
+    with pytest.raises(errors.InputError, match="The arrays of a batch have different numbers of rows") as raised:
+        list(distributed(batches(), ahead))
+    assert "(8, 3), (5, 1)" in str(raised.value)
+
+
+def test_an_empty_batch(ahead: int) -> None:
+    def batches() -> Any:
+        yield X, Y
+        yield X[:0], Y[:0]
+        yield X, Y
+        yield X[:1], Y[:1]
+
+    elements = list(distributed(batches(), ahead))
+    assert [[len(v) for v in x.values] for x, _ in elements] == [[4, 4], [0, 0], [4, 4], [1, 0]]
+    trained = model()
+    with pytest.raises(errors.InputError, match="A batch without rows has no loss"):
+        trained.fit(batches(), verbose=0)
+    assert int(trained.optimizer.iterations) == 1
+
+
+def test_data_that_ends_early(ahead: int) -> None:
+    def batches() -> Any:
+        for _ in range(4):
+            yield X, Y
+
+    trained = model()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        trained.fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)
+    assert int(trained.optimizer.iterations) == 4
+
+
+def test_data_that_never_ends(ahead: int) -> None:
+    read = []
+
+    def batches() -> Any:
+        while True:
+            read.append(len(read))
+            yield X, Y
+
+    trained = model()
+    trained.fit(batches(), steps_per_epoch=4, epochs=2, validation_data=batches(), validation_steps=2, verbose=0)
+    assert int(trained.optimizer.iterations) == 8
+    iterator = iter(distributed(batches(), ahead))
+    assert len([next(iterator) for _ in range(5)]) == 5
+    iterator.close()
+    assert next(iterator, None) is None
+
+
+def test_no_data(ahead: int) -> None:
+    assert list(distributed(kd.ArrayDataset(X[:0], 4), ahead)) == []
+    iterator = iter(distributed(kd.ArrayDataset(X[:0], 4), ahead))
+    with pytest.raises(errors.OutOfRangeError, match="The dataset has no more elements"):
+        iterator.get_next()
+    optional = iterator.get_next_as_optional()
+    assert not optional.has_value()
+    with pytest.raises(errors.ValueStructureError, match="The dataset had no more elements"):
+        optional.get_value()
+    with pytest.raises(errors.ValueStructureError, match="The data has no batch|nothing to train"):
+        model().fit(distributed(kd.ArrayDataset((X[:0], Y[:0]), 4), ahead), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        (lambda: X, "Arrays do not say how many rows a batch has"),
+        (lambda: (X, Y), "Arrays do not say how many rows a batch has"),
+        (lambda: 5, "This cannot be distributed as a dataset"),
+        (lambda: "data", "This cannot be distributed as a dataset"),
+        (lambda: [1, 2], "This cannot be distributed as a dataset"),
+        (lambda: lambda: X, "This cannot be distributed as a dataset"),
+        (lambda: None, "This cannot be distributed as a dataset"),
+    ],
+)
+def test_what_is_no_dataset(dataset: Any, text: str) -> None:
+    with pytest.raises(errors.InputError, match=text) as raised:
+        distributed(dataset(), 2)
+    assert "kd.ArrayDataset((x, y), batch_size=64)" in str(raised.value)
+
+
+def test_a_distributed_dataset_is_not_distributed_twice() -> None:
+    dataset = distributed(kd.ArrayDataset(X, 4), 2)
+    with pytest.raises(errors.InputError, match="This dataset is distributed already"):
+        distributed(dataset, 2)
+    with pytest.raises(errors.InputError, match="One dataset has one pipeline in each process"):
+        kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(
+            kd.ArrayDataset(X, 4), kd.InputOptions(experimental_replication_mode=kd.InputReplicationMode.PER_REPLICA)
+        )
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"batch_size": 2.0}, {"arrays": (X, Y[:3])}, {"arrays": ()}])
+def test_a_wrong_array_dataset(arguments: Any) -> None:
+    with pytest.raises(errors.InputError, match="Fix:"):
+        kd.ArrayDataset(**{"arrays": X, "batch_size": 4, **arguments})
+
+
+def test_inside_run_there_is_no_dataset() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step() -> Any:
+        return strategy.experimental_distribute_dataset(kd.ArrayDataset(X, 4))
+
+    with pytest.raises(errors.ContextError, match="experimental_distribute_dataset"):
+        strategy.run(step)
+
+
+def test_a_generator_of_several_processes_needs_a_word() -> None:
+    from keras_distribute.input import datasets
+
+    def share(policy: Any) -> Any:
+        mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
+        options = kd.InputOptions(auto_shard_policy=policy)
+        return datasets.distribute(broken_generator(-1), mesh, kd.InputContext(2, 1, 2), options)
+
+    with pytest.raises(errors.InputError, match="Several processes cannot share a generator"):
+        share(None)
+    assert "keeps its rows of each batch (DATA)" in repr(share(kd.AutoShardPolicy.DATA))
+    assert "reads all of its own data (OFF)" in repr(share(kd.AutoShardPolicy.OFF))
+    with pytest.raises(errors.InputError, match="FILE is for tf.data pipelines"):
+        share(kd.AutoShardPolicy.FILE)

@@ -1,0 +1,198 @@
+"""An iterator goes on from a position with the very next batch: in this process, and in a new one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+from . import kinds
+
+MAKE = (23, 4, True, 2, False)
+
+
+def strategy(replicas: int = 2) -> Any:
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+
+def ids(element: Any) -> list[int]:
+    return np.concatenate([np.asarray(value) for value in element[0].values]).tolist()
+
+
+def distributed(kind: str, ahead: int = 2) -> Any:
+    options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
+    return strategy().experimental_distribute_dataset(kinds.KINDS[kind](*MAKE), options)
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 4])
+@pytest.mark.parametrize("kind", kinds.RESUMABLE)
+def test_goes_on_with_the_next_batch(kind: str, ahead: int) -> None:
+    dataset = distributed(kind, ahead)
+    next_pass = []
+    for stop in (0, 1, 5, 11):
+        iterator = iter(dataset)
+        for _ in range(stop):
+            next(iterator)
+        state = iterator.get_state()
+        rest = [ids(element) for element in iterator]
+        assert len(rest) == 12 - stop
+        other = distributed(kind, ahead)
+        resumed = iter(other)
+        resumed.set_state(pickle.loads(pickle.dumps(state)))
+        assert [ids(element) for element in resumed] == rest
+        next_pass.append([ids(element) for element in other])
+    if kind == "arrays":  # Each stop was in a new pass, and the pass after it is the next one.
+        assert len({json.dumps(each) for each in next_pass}) == len(next_pass)
+        assert next_pass[0] == [ids(element) for element in _skipped(distributed(kind), 1)]
+
+
+def _skipped(dataset: Any, passes: int) -> Any:
+    for _ in range(passes):
+        list(dataset)
+    return iter(dataset)
+
+
+def test_a_state_after_a_resumption_is_a_position_too() -> None:
+    for kind in kinds.RESUMABLE:
+        whole = [ids(element) for element in distributed(kind)]
+        state, seen = None, []
+        while True:
+            iterator = iter(distributed(kind))
+            if state is not None:
+                iterator.set_state(state)
+                assert iterator.get_state() is not None
+            taken = [ids(element) for element, _ in zip(iterator, range(3), strict=False)]
+            seen += taken[:2] if len(taken) > 2 else taken
+            if len(taken) < 3:
+                break
+            again = iter(distributed(kind))
+            if state is not None:
+                again.set_state(state)
+            next(again), next(again)
+            state = again.get_state()
+        assert seen == whole, kind
+
+
+CHILD = """
+    import pickle, sys
+    import keras_distribute as kd
+    kd.config.set_cpu_devices(2)
+    from tests.input import kinds
+    from tests.input.test_resumption import distributed, ids
+    {setup}
+    kind, stop, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    dataset = distributed(kind)
+    iterator = iter(dataset)
+    if stop < 0:
+        with open(path, "rb") as file:
+            iterator.set_state(pickle.load(file))
+        print([ids(element) for element in iterator])
+    else:
+        list(dataset) if kind == "arrays" else None
+        iterator = iter(dataset)
+        print([ids(next(iterator)) for _ in range(stop)])
+        with open(path, "wb") as file:
+            pickle.dump(iterator.get_state(), file)
+        print([ids(element) for element in iterator])
+"""
+
+
+def child(kind: str, stop: int, path: str) -> list[Any]:
+    code = textwrap.dedent(CHILD).format(setup="")
+    done = subprocess.run(
+        [sys.executable, "-c", code, kind, str(stop), path], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("kind", [k for k in kinds.RESUMABLE if k not in ("Grain IterDataset", "Grain MapDataset")])
+def test_goes_on_in_a_new_process(kind: str, tmp_path: Any) -> None:
+    stop = int(np.random.RandomState(len(kind)).randint(1, 11))
+    path = str(tmp_path / "state")
+    first, rest = child(kind, stop, path)
+    assert len(first) == stop and len(first) + len(rest) == 12
+    assert child(kind, -1, path) == [rest]
+
+
+def test_arrays_shuffled_by_fit_go_on() -> None:
+    """The order that Keras draws for `fit`, as the reader of `fit` sees it."""
+    from keras_distribute._compat import adapters
+    from keras_distribute.input.feeding import Feed
+    from keras_distribute.input.kinds import source_of_adapter
+
+    def feed() -> Any:
+        adapter = adapters.ArrayDataAdapter(np.arange(20), batch_size=3, shuffle=True)
+        return Feed(source_of_adapter(adapter).open, lambda batch: np.ravel(batch.data).tolist(), ahead=2)
+
+    np.random.seed(5)
+    first = feed()
+    seen = [next(first) for _ in range(3)]
+    state = first.position()
+    rest, following = list(first), np.random.rand()
+    np.random.seed(77)
+    second = feed()
+    second.seek(state)
+    assert list(second) == rest and np.random.rand() == following
+    assert sorted(itertools.chain(*seen, *rest)) == list(range(20))
+
+
+class Changing(kinds.Batches):
+    def on_epoch_end(self) -> None:
+        self.order = self.order[::-1].copy()
+
+
+class Saying(Changing):
+    def get_state(self) -> Any:
+        return {"order": self.order.copy()}
+
+    def set_state(self, state: Any) -> None:
+        self.order = np.asarray(state["order"])
+
+
+def test_what_cannot_go_on_says_so() -> None:
+    for kind, text in (("generator", "a generator cannot start in the middle"), ("torch DataLoader", "StatefulData")):
+        iterator = iter(distributed(kind))
+        next(iterator)
+        with pytest.raises(errors.InputError, match=text) as raised:
+            iterator.get_state()
+        assert "Fix:" in str(raised.value)
+        assert len(list(iterator)) == 11, "the iterator is as usable as before"
+
+    def py(cls: Any) -> Any:
+        return strategy().experimental_distribute_dataset(cls(kinds.examples(12), 4, False, np.arange(12)))
+
+    iterator = iter(py(Changing))
+    with pytest.raises(errors.InputError, match="Changing cannot be resumed: it changes between epochs"):
+        iterator.get_state()
+    first, second = py(Saying), py(Saying)
+    list(first)
+    iterator = iter(first)
+    next(iterator)
+    state = iterator.get_state()
+    rest = [ids(element) for element in iterator]
+    resumed = iter(second)
+    resumed.set_state(state)
+    assert [ids(element) for element in resumed] == rest == [[7, 6, 5, 4], [3, 2, 1, 0]]
+
+
+def test_a_position_of_something_else_is_refused() -> None:
+    arrays, data = distributed("arrays"), distributed("tf.data")
+    iterator = iter(arrays)
+    with pytest.raises(errors.InputError, match="This is not a position in arrays"):
+        iterator.set_state(iter(data).get_state())
+    with pytest.raises(errors.InputError, match="This is not a position in arrays"):
+        iterator.set_state({})
+    shorter = strategy().experimental_distribute_dataset(kd.ArrayDataset(np.arange(9), 4))
+    with pytest.raises(errors.InputError, match="rows=46 in the position, rows=9 here"):
+        iter(shorter).set_state(iter(arrays).get_state())
