@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keras_distribute import context
-from keras_distribute._compat import adapters, layers, losses, optimizer, trainer, variables
+from keras_distribute._compat import adapters, layers, losses, optimizer, tensorflow, trainer, variables
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import replica_rules, steps
 from keras_distribute.variables import choose_class
@@ -14,13 +14,14 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Hooks variable creation, the trainer, optimizers, losses, batch normalization and seeds."""
+    """Hooks variable creation, the trainer and its input, optimizers, losses, batch normalization and seeds."""
     if _undo:
         return
     context.register_default(default_strategy)
     _undo.extend(
         [
             variables.install(choose_class),
+            tensorflow.keep_off_accelerators(),
             trainer.install(seams := steps.TrainerSeams()),
             adapters.install(seams.adapter),
             optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree),

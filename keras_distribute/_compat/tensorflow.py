@@ -14,25 +14,34 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
 
 
-def keep_off_accelerators() -> None:
+def keep_off_accelerators() -> Callable[[], None]:
     """TensorFlow sees no GPU and no TPU in this process, now or when it is imported; JAX needs their memory.
 
     The environment variable `KERAS_DISTRIBUTE_TF_DEVICES=1` leaves TensorFlow alone.
+
+    Returns:
+        A function that stops waiting for TensorFlow's import.
     """
-    if os.environ.get(_OPT_OUT, "0") not in ("", "0"):
-        return
-    module = sys.modules.get(_NAME)
-    if module is not None and hasattr(module, "config"):
-        _hide_devices(module)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    finder = _AfterImport()
+    if os.environ.get(_OPT_OUT, "0") in ("", "0"):
+        module = sys.modules.get(_NAME)
+        if module is not None and hasattr(module, "config"):
+            _hide_devices(module)
+        else:
+            sys.meta_path.insert(0, finder)
+
+    def undo() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return undo
 
 
 def _hide_devices(tensorflow: Any) -> None:

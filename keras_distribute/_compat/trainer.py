@@ -5,6 +5,7 @@ Keras's loop, callbacks, history and data adapters are used as they are. Replace
 - `make_train_function`, `make_test_function`, `make_predict_function`: how a step is compiled;
 - `JAXEpochIterator._get_iterator`: batches come from a feed, ready on the devices, but for the one that
   `_symbolic_build` and `predict` of an unbuilt model only look at;
+- `EpochIterator._enumerate_iterator`: the steps of a `fit` that is saved and resumed; see `epochs.py`;
 - `_distribute_data`: a single batch stays on the host until the step takes it;
 - around `jax_state_sync`, variables take the arrays as they are;
 - `_get_jax_state` takes the values out of the variables for an epoch; when the input or a callback raises before the
@@ -25,7 +26,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.trainers import epoch_iterator
 from keras.src.trainers import trainer as base_trainer
+
+from keras_distribute._compat import epochs
 
 Undo = Callable[[], None]
 _REMEMBERED = "_keras_distribute_state"
@@ -64,6 +68,10 @@ class Seams(Protocol):
         """The batches of one pass, ready for the steps of `trainer`; an iterator with `close`."""
         ...
 
+    def read_by_us(self, adapter: Any) -> None:
+        """Keeps the adapter from reading by itself."""
+        ...
+
     def refuse_empty(self) -> None:
         """Raises the error for data without a single batch."""
         ...
@@ -98,6 +106,8 @@ def install(seams: Seams) -> Undo:
                     raise
                 finally:
                     _remember(self, None)
+                    if original.__name__ == "fit":
+                        epochs.fit_ended(self)
 
         return method
 
@@ -130,24 +140,35 @@ def install(seams: Seams) -> Undo:
         def get_iterator(self: Any) -> Any:
             if _calls.only_looks(self) and seams.looks(self.data_adapter):
                 return looked(self)
-            return batches(self) if seams.takes_host_batches() else original(self)
+            if seams.takes_host_batches() or _calls.followed_fit() is not None:
+                return epochs.Pass(self, lambda last: opened(self, last), seams.refuse_empty)
+            return original(self)
 
         def looked(self: Any) -> Generator[Any]:
             yield from seams.look(self.data_adapter)
             seams.refuse_empty()
 
-        def batches(self: Any) -> Generator[Any]:
+        def opened(self: Any, last: Any) -> Any:
+            _calls.close(last)  # Only one pass of an iterator is under way; the other was at its end, or given up.
             group = self.steps_per_execution
             per_epoch = -(-self.steps_per_epoch // group) * group if self.steps_per_epoch else None
             feed = seams.feed(_calls.trainer, self.data_adapter, per_epoch)
             _calls.feeds.append(feed)
-            for batch in feed:
-                _remember(self, True)
-                yield batch
-            if not getattr(self, _REMEMBERED, False):
-                seams.refuse_empty()
+            return feed
 
         return get_iterator
+
+    def following(original: Any) -> Any:
+        def enumerate_steps(self: Any) -> Any:
+            follower = None if self is _calls.looked_at else _calls.follower()
+            if follower is None:
+                return original(self)
+            if _calls.followed_fit() is None:
+                return epochs.test_steps(original(self), follower)
+            seams.read_by_us(self.data_adapter)
+            return epochs.train_steps(self, original, follower)
+
+        return enumerate_steps
 
     def looking(original: Any) -> Any:
         def method(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -189,6 +210,7 @@ def install(seams: Seams) -> Undo:
         ),
     )
     replace(iterator, "_get_iterator", feeding)
+    replace(epoch_iterator.EpochIterator, "_enumerate_iterator", following)
     replace(base, "_symbolic_build", looking)
 
     def undo() -> None:
@@ -203,7 +225,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self._stack: list[tuple[Any, str]] = []
-        self._looked_at: Any = None
+        self.looked_at: Any = None
         self.feeds: list[Any] = []
 
     @property
@@ -222,18 +244,32 @@ class _Calls(threading.local):
             while not self._stack and self.feeds:
                 self.feeds.pop().close()
 
+    def close(self, feed: Any) -> None:
+        """Closes one of the feeds."""
+        if feed in self.feeds:
+            self.feeds.remove(feed)
+            feed.close()
+
+    def follower(self) -> epochs.Follower | None:
+        """Who follows the innermost `fit`."""
+        return next((epochs.follower_of(trainer) for trainer, name in reversed(self._stack) if name == "fit"), None)
+
+    def followed_fit(self) -> epochs.Follower | None:
+        """Who follows this method, if it is a `fit`."""
+        return self.follower() if self._stack and self._stack[-1][1] == "fit" else None
+
     @contextlib.contextmanager
     def looking_at(self, iterator: Any) -> Generator[None]:
         """While Keras takes a batch from an epoch iterator to see its form."""
-        self._looked_at = iterator
+        self.looked_at = iterator
         try:
             yield
         finally:
-            self._looked_at = None
+            self.looked_at = None
 
     def only_looks(self, iterator: Any) -> bool:
         """Whether the batch that is about to be taken is only looked at; `reset` follows."""
-        if iterator is self._looked_at:
+        if iterator is self.looked_at:
             return True
         if not self._stack:
             return False

@@ -7,10 +7,13 @@ import math
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
+from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
+from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError, StructureTypeError
 
 
@@ -88,6 +91,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._metrics: dict[int, dict[str, float] | None] = {}
         self._damaged: set[int] = set()
+        self._always: dict[str, Callable[[], float]] = {}  # Numbers to keep with each save, asked for when it is made.
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -149,7 +153,13 @@ class CheckpointManager:
         step = (0 if last is None else last + 1) if step is None else int(step)
         if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
             return None
-        numbers = self._checked(metrics)
+        always = {name: value() for name, value in self._always.items()}
+        numbers = self._checked(always | (metrics or {}) if always else metrics)
+        self._write(step, numbers, lambda: self._checkpoint._snapshot(step=step, metrics=numbers))
+        return self._path(step)
+
+    def _write(self, step: int, numbers: dict[str, float] | None, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
+        """Starts to write what `take` returns; it is called when the save before is complete."""
         self.wait()
         writer = self._open()
         steps = self.all_steps()
@@ -162,11 +172,10 @@ class CheckpointManager:
                 fix=f"manager.delete({step}) first, or save to another folder.",
             )
         self._metrics[step] = numbers
-        manifest, arrays = self._checkpoint._snapshot(step=step, metrics=numbers)
+        manifest, arrays = take()
         writer.save(step, manifest, arrays)
         self._damaged.discard(step)
         self._last_step = step
-        return self._path(step)
 
     def restore(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> RestoreStatus:
         """Restores a step, the latest by default; waits for a save that is being written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,7 +130,9 @@ class DistributedIterator(Iterator[Any]):
     def __init__(self, dataset: DistributedDataset) -> None:
         _require_cross_replica()
         self._dataset = dataset
-        self._feed = Feed(dataset._layout.open, _Prepare(dataset), dataset._options.experimental_per_replica_buffer_size)
+        self._feed = Feed(
+            dataset._layout.open, _Prepare(dataset), dataset._options.experimental_per_replica_buffer_size
+        )
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -233,11 +236,7 @@ class _Prepare:
             return None
         arrays = [np.asarray(component) for component in components]
         if any(array.dtype == object and not array.ndim for array in arrays):
-            raise InputError(
-                "The elements of a dataset are structures of arrays.",
-                received=f"an element with a {type(components[0]).__name__}.",
-                fix="yield arrays; of datasets of datasets, as from window(), make one dataset: flat_map(...).",
-            )
+            raise _no_arrays(components[0])
         return PerReplica.of(arrays, self._mesh) if self._on_devices else PerReplica(components=tuple(arrays))
 
 
@@ -289,25 +288,28 @@ def distribute(
             received="InputReplicationMode.PER_REPLICA.",
             fix="strategy.distribute_datasets_from_function(dataset_fn, options)",
         )
-    source = _source_of(dataset)
+    layout, how = _shared(_source_of(dataset), context, options)
+    distributed = DistributedDataset(layout, mesh, options, how)
+    if context.num_input_pipelines > 1 and context.input_pipeline_id == 0:
+        sys.stderr.write(f"keras_distribute: {distributed!r}\n")
+    return distributed
+
+
+def _shared(source: Source, context: InputContext, options: InputOptions) -> tuple[Layout, str]:
+    """What each batch of `source` means for the replicas of one process, and that in words."""
     replicas, workers, worker = context.num_replicas_in_sync, context.num_input_pipelines, context.input_pipeline_id
+    policy, own = _policy(source, options), replicas // workers
     if workers == 1:
-        if _policy(source, options) is AutoShardPolicy.HINT and isinstance(source, TensorFlowSource):
-            source = _by_files(source, AutoShardPolicy.HINT, workers, worker, replicas) or source
-        return DistributedDataset(
-            SplitLayout(source, replicas, (0, replicas)), mesh, options, f"each batch split over {replicas} replica(s)"
-        )
-    own = replicas // workers
-    policy = _policy(source, options)
+        if policy is AutoShardPolicy.HINT and isinstance(source, TensorFlowSource):
+            source = _by_files(source, policy, workers, worker, replicas) or source
+        return SplitLayout(source, replicas, (0, replicas)), f"each batch split over {replicas} replica(s)"
     place = f"process {worker} of {workers}"
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT, AutoShardPolicy.AUTO):
         sharded = _by_files(source, policy, workers, worker, replicas)
         if sharded is not None:
-            layout: Layout = RoundLayout([_cut(sharded, workers, own, worker)], own)
-            return DistributedDataset(layout, mesh, options, f"{place} reads its files ({policy.name})")
+            return RoundLayout([_cut(sharded, workers, own, worker)], own), f"{place} reads its files ({policy.name})"
     if policy is AutoShardPolicy.OFF:
-        layout = RoundLayout([_cut(source, workers, own, worker)], own)
-        return DistributedDataset(layout, mesh, options, f"{place} reads all of its own data (OFF)")
+        return RoundLayout([_cut(source, workers, own, worker)], own), f"{place} reads all of its own data (OFF)"
     if source.kind == "a generator" and options.auto_shard_policy is not AutoShardPolicy.DATA:
         raise InputError(
             "Several processes cannot share a generator: nothing says that theirs are the same.",
@@ -315,8 +317,8 @@ def distribute(
             fix="InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA) where each process's generator yields the "
             "same global batches, kd.AutoShardPolicy.OFF where each yields data of its own.",
         )
-    split = SplitLayout(source, replicas, (worker * own, (worker + 1) * own))
-    return DistributedDataset(split, mesh, options, f"{place} keeps its rows of each batch (DATA)")
+    mine = (worker * own, (worker + 1) * own)
+    return SplitLayout(source, replicas, mine), f"{place} keeps its rows of each batch (DATA)"
 
 
 def distribute_from_function(
@@ -401,10 +403,20 @@ def _spec_of(example: Any) -> Any:
     def spec(leaf: Any) -> ElementSpec | None:
         if type(leaf).__name__ == "NoneTensorSpec":
             return None
+        if not hasattr(leaf, "shape"):
+            raise _no_arrays(leaf)
         shape = tuple(leaf.shape)
         return ElementSpec((None, *shape[1:]) if shape else (), _dtype_name(leaf.dtype))
 
     return jax.tree.map(spec, example, is_leaf=lambda leaf: hasattr(leaf, "shape") or compat.is_sparse(leaf))
+
+
+def _no_arrays(part: Any) -> InputError:
+    return InputError(
+        "The elements of a dataset are structures of arrays.",
+        received=f"an element with a {type(part).__name__}.",
+        fix="yield arrays; of datasets of datasets, as from window(), make one dataset: flat_map(...).",
+    )
 
 
 def _dtype_name(dtype: Any) -> str:

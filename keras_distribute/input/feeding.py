@@ -63,15 +63,22 @@ class Feed(Iterator[Any]):
             self.close()
             raise
 
-    def position(self) -> Position:
+    def start(self) -> None:
+        """Starts to read; otherwise the first batch that is asked for does."""
+        self._started()
+
+    def position(self, *, ended: bool = False) -> Position:
         """The position after the last batch that was handed out.
+
+        Args:
+            ended: Whether that was the last of the pass: what its owner has changed for the next one is then included.
 
         Raises:
             InputError: For data that has none.
         """
         if self._work is None and self._sought is not None:
             return self._sought
-        return self._started().position()
+        return self._started().position(ended)
 
     def seek(self, position: Position) -> None:
         """Goes on from `position` instead."""
@@ -194,12 +201,14 @@ class _Work:
             self._no_position = error.with_traceback(None)  # Its frames would keep the feed alive.
             return None
 
-    def position(self) -> Position:
+    def position(self, ended: bool) -> Position:
         if self._no_position is not None:
             raise self._no_position
-        if self._position is not None:
+        if self._position is not None and not ended:
             return self._position
         with self._reading, self._changed:  # The reader stands still; what it has read ahead belongs to the position.
+            if ended:
+                return {"at": self._reader.position()}
             waiting = [item.batch for item in self._ready] + list(self.pending)
             return {"at": self._reader.position(), "pending": _packed(waiting)}
 

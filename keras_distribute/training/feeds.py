@@ -17,7 +17,7 @@ from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
-from keras_distribute.input.source import Batch, Source
+from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.training import batches
 
@@ -97,12 +97,7 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -
         traced: Whether the steps are compiled.
         per_epoch: How many batches an epoch takes, where the user says so.
     """
-
-    if isinstance(adapter, DatasetAdapter):
-        layout, ahead = adapter.dataset.layout, adapter.dataset.options.experimental_per_replica_buffer_size
-        open_reader, whole = layout.open, layout.whole
-    else:
-        open_reader, whole, ahead = _source(adapter).open, _data, config.prefetch_steps()
+    open_reader, whole, ahead = _reading(adapter)
 
     def placed(batch: Batch) -> batches.Placed:
         data = whole(batch)
@@ -115,6 +110,24 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -
         return batches.place(data, mesh, traced=traced)
 
     return Feed(open_reader, placed, ahead, per_epoch)
+
+
+def host_feed(adapter: Any, per_epoch: int | None) -> Feed:
+    """The batches of one pass on the host, for a model without a strategy whose `fit` is to have positions."""
+    return Feed(*_reading(adapter), per_epoch)
+
+
+def claim(adapter: Any) -> None:
+    """Makes `feed` the only one to read from an adapter."""
+    _reading(adapter)
+
+
+def _reading(adapter: Any) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
+    """What opens a pass, what makes of a batch what the step takes, and how many to have ready."""
+    if isinstance(adapter, DatasetAdapter):
+        layout = adapter.dataset.layout
+        return layout.open, layout.whole, adapter.dataset.options.experimental_per_replica_buffer_size
+    return _source(adapter).open, _data, config.prefetch_steps()
 
 
 def _data(batch: Batch) -> Any:

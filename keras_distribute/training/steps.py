@@ -83,8 +83,13 @@ class TrainerSeams:
     def feed(self, trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
         """An iterator over the batches, made ready for the trainer's steps."""
         strategy = _strategy_of(trainer)
-        assert strategy is not None
+        if strategy is None:
+            return feeds.host_feed(adapter, per_epoch)
         return feeds.feed(adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch)
+
+    def read_by_us(self, adapter: Any) -> None:
+        """Ends what the adapter's own workers would do for an epoch."""
+        feeds.claim(adapter)
 
     def refuse_empty(self) -> None:
         """Raises the error for data without a single batch."""

@@ -143,3 +143,13 @@ def test_files_are_read_once_by_one_process(tmp_path: Any, policy: str) -> None:
     parts = [[row for step in part(process) for rows in step for row in rows] for process in (0, 1)]
     assert sorted(parts[0] + parts[1]) == sorted(10 * i + j for i, n in enumerate([7, 3, 5, 4]) for j in range(n))
     assert {x // 10 for x in parts[0]} == {0, 2} and {x // 10 for x in parts[1]} == {1, 3}
+
+
+def test_the_first_process_says_what_is_shared_how(capfd: Any) -> None:
+    mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
+    data = kd.ArrayDataset(np.arange(8), 4)
+    for process in (0, 1):
+        datasets.distribute(data, mesh, kd.InputContext(2, process, 2), None)
+    datasets.distribute(data, mesh, kd.InputContext(1, 0, 1), None)
+    line = "keras_distribute: DistributedDataset(arrays: process 0 of 2 keeps its rows of each batch (DATA))\n"
+    assert capfd.readouterr().err == line

@@ -87,42 +87,51 @@ CHILD = """
     import pickle, sys
     import keras_distribute as kd
     kd.config.set_cpu_devices(2)
+    import numpy as np
     from tests.input import kinds
     from tests.input.test_resumption import distributed, ids
-    {setup}
-    kind, stop, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    dataset = distributed(kind)
-    iterator = iter(dataset)
-    if stop < 0:
+
+    what, path, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    positions, found = {}, {}
+    if what == "resume":
         with open(path, "rb") as file:
-            iterator.set_state(pickle.load(file))
-        print([ids(element) for element in iterator])
-    else:
+            positions = pickle.load(file)
+    for kind in kinds.RESUMABLE:
+        dataset = distributed(kind)
+        if what == "resume":
+            iterator = iter(dataset)
+            iterator.set_state(positions[kind])
+            found[kind] = [ids(element) for element in iterator]
+            continue
         list(dataset) if kind == "arrays" else None
         iterator = iter(dataset)
-        print([ids(next(iterator)) for _ in range(stop)])
+        first = [ids(next(iterator)) for _ in range(np.random.RandomState(seed + len(kind)).randint(1, 11))]
+        positions[kind] = iterator.get_state()
+        found[kind] = [first, [ids(element) for element in iterator]]
+    if what == "stop":
         with open(path, "wb") as file:
-            pickle.dump(iterator.get_state(), file)
-        print([ids(element) for element in iterator])
+            pickle.dump(positions, file)
+    print("FOUND", __import__("json").dumps(found))
 """
 
 
-def child(kind: str, stop: int, path: str) -> list[Any]:
-    code = textwrap.dedent(CHILD).format(setup="")
-    done = subprocess.run(
-        [sys.executable, "-c", code, kind, str(stop), path], capture_output=True, text=True, timeout=200, check=False
-    )
+def child(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
 
 
-@pytest.mark.parametrize("kind", [k for k in kinds.RESUMABLE if k not in ("Grain IterDataset", "Grain MapDataset")])
-def test_goes_on_in_a_new_process(kind: str, tmp_path: Any) -> None:
-    stop = int(np.random.RandomState(len(kind)).randint(1, 11))
-    path = str(tmp_path / "state")
-    first, rest = child(kind, stop, path)
-    assert len(first) == stop and len(first) + len(rest) == 12
-    assert child(kind, -1, path) == [rest]
+@pytest.mark.parametrize("seed", [0, 1])
+def test_goes_on_in_a_new_process(seed: int, tmp_path: Any) -> None:
+    """Stopped at a random step; the second process has only the position."""
+    path = str(tmp_path / "positions")
+    stopped = child("stop", path, str(seed))
+    resumed = child("resume", path, str(seed))
+    assert stopped.keys() == resumed.keys() == set(kinds.RESUMABLE)
+    for kind, (first, rest) in stopped.items():
+        assert len(first) + len(rest) == 12 and first, kind
+        assert resumed[kind] == rest, kind
 
 
 def test_arrays_shuffled_by_fit_go_on() -> None:

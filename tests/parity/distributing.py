@@ -358,7 +358,8 @@ def wrapped(kind: str, batches: list[JSON]) -> list[JSON]:
 
 def _in_floatx(leaf: JSON) -> JSON:
     """Keras converts floating arrays to `keras.config.floatx()`."""
-    return {"float32": leaf["float16"]} if leaf and "float16" in leaf else leaf
+    tag = next(iter(leaf or {"": 0}))
+    return {"float32": leaf[tag]} if tag in ("float16", "float64") else leaf
 
 
 def with_kinds(*topics: str, where: Callable[[Entry], bool] = lambda entry: True) -> Any:

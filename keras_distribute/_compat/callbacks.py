@@ -1,0 +1,83 @@
+"""Keras's callbacks: the list that `fit` calls, and what some of them keep outside of their attributes.
+
+- `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
+  with `joins(callbacks)` is moved to the end of the list, and given it, before the training begins.
+- `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
+- `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
+- `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
+- `OrbaxCheckpoint.checkpointer`: refuses to write a step again.
+- `global_state`: the generator that `keras.random` uses where no seed is given.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.src.random import seed_generator
+
+Undo = Callable[[], None]
+
+
+def install() -> Undo:
+    """Lets callbacks join, and returns what ends that."""
+    original = CallbackList.on_train_begin
+
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        joining = [callback for callback in self.callbacks if hasattr(callback, "joins")]
+        if joining:
+            self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining
+        for callback in joining:
+            callback.joins(self)
+        original(self, logs)
+
+    CallbackList.on_train_begin = on_train_begin
+
+    def undo() -> None:
+        CallbackList.on_train_begin = original
+
+    return undo
+
+
+def finish(callbacks: Any) -> None:
+    """Returns when the callbacks of the last step have run."""
+    if callbacks._async_train:
+        callbacks._flush_futures()
+
+
+def begin_at(trainer: Any, epoch: int | None) -> None:
+    """Makes `fit` begin at another epoch than its argument says; `None`: as it says."""
+    trainer._initial_epoch = epoch
+
+
+def choose_monitor(callback: Any) -> None:
+    """Chooses whether less or more is better, as at the end of the first epoch."""
+    if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
+        callback._set_monitor_op()
+
+
+def has_monitor(callback: Any) -> bool:
+    """Whether that was chosen."""
+    return getattr(callback, "monitor_op", None) is not None
+
+
+def global_seed() -> np.ndarray[Any, Any] | None:
+    """The state of the global seed generator of this thread; `None` before it was used."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else np.asarray(generator.state)
+
+
+def set_global_seed(state: np.ndarray[Any, Any] | None) -> None:
+    """Gives it back."""
+    if state is None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        seed_generator.global_seed_generator().state.assign(state)

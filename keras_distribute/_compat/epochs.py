@@ -1,0 +1,200 @@
+"""Keras's epoch iterator: where `fit` stands in its data, and how an epoch begins in the middle.
+
+Keras can begin `fit` at an epoch (`Trainer._initial_epoch`), but not within one: its loop counts steps from 0, and data
+adapters have no positions. So the iterator that counts the steps (`EpochIterator._enumerate_iterator`) is replaced for
+a `fit` that somebody follows. To go on after `k` steps it passes over so many, without their data, moves the feed to
+its position, and then hands out step `k - 1` once more, for which the step function returns the state as it is: `fit`
+needs a step's logs even where none is left in the epoch. Goes when Keras can resume within an epoch.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NamedTuple, Protocol
+
+_FOLLOWER, _LAST = "_keras_distribute_follower", "_keras_distribute_last"
+
+
+class Place(NamedTuple):
+    """Where a `fit` stands.
+
+    Args:
+        steps: The steps of the epoch that are done.
+        within: Whether the loop of the epoch goes on; otherwise it has been left.
+        data: What `position` returned.
+    """
+
+    steps: int
+    within: bool
+    data: dict[str, Any]
+
+
+class Follower(Protocol):
+    """What follows a `fit` from step to step."""
+
+    def epoch_begins(self, epochs: Any) -> Place | None:
+        """Called before the first step of an epoch; returns where to go on in it."""
+        ...
+
+    def moved(self) -> None:
+        """Called when the data stands at its place, before the first batch is taken."""
+        ...
+
+    def replayed(self) -> None:
+        """Called after the step that was handed out once more."""
+        ...
+
+    def step_ended(self, steps: int) -> None:
+        """Called when `steps` of the epoch are done, and `fit` asks for the next one."""
+        ...
+
+    def test_step_ended(self) -> None:
+        """Called likewise within an `evaluate` or `predict` that was called in the `fit`."""
+        ...
+
+    def train_function(self, original: Callable[..., Any], state: Any, data: Any) -> Any:
+        """Runs a step of the trainer."""
+        ...
+
+    def fit_ended(self) -> None:
+        """Called when `fit` is left, in whatever way."""
+        ...
+
+
+class Pass(Iterator[Any]):
+    """One pass over the data of an epoch iterator; its feed is opened when the first batch is asked for.
+
+    Args:
+        epochs: The epoch iterator.
+        open_feed: Opens a feed, and closes the one before it, if any.
+        refuse_empty: Raises the error for data without a batch.
+    """
+
+    def __init__(self, epochs: Any, open_feed: Callable[[Any], Any], refuse_empty: Callable[[], None]) -> None:
+        self._epochs, self._open, self._refuse_empty = epochs, open_feed, refuse_empty
+        self._any = False
+        self.feed: Any = None
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.feed or self._opened())
+        except StopIteration:
+            if not self._any:
+                self._refuse_empty()
+            raise
+        self._any = True
+        return batch
+
+    def move_to(self, position: Any) -> None:
+        """Goes on from a position, and starts to read."""
+        self._opened().seek(position)
+        self.feed.start()
+        self._any = True
+
+    def _opened(self) -> Any:
+        last = getattr(self._epochs, _LAST, None)
+        self.feed = self._open(None if last is None else last.feed)
+        self._any = last is not None
+        setattr(self._epochs, _LAST, self)
+        return self.feed
+
+
+def follow(trainer: Any, follower: Follower) -> None:
+    """Lets `follower` follow the `fit` that has begun, until it is left."""
+    original = trainer.train_function
+    _set(trainer, _FOLLOWER, (follower, original))
+    trainer.train_function = lambda state, data: follower.train_function(original, state, data)
+
+
+def follower_of(trainer: Any) -> Follower | None:
+    """Who follows the trainer's `fit`."""
+    return getattr(trainer, _FOLLOWER, (None,))[0]
+
+
+def fit_ended(trainer: Any) -> None:
+    """Ends the following."""
+    follower, original = getattr(trainer, _FOLLOWER, (None, None))
+    if follower is not None:
+        _set(trainer, _FOLLOWER, (None, None))
+        trainer.train_function = original
+        follower.fit_ended()
+
+
+def position(epochs: Any, *, within: bool) -> dict[str, Any]:
+    """Where an epoch iterator stands in its data, between two steps or behind the last one.
+
+    Args:
+        epochs: The iterator.
+        within: Whether the loop of the epoch goes on.
+
+    Raises:
+        InputError: For data without positions.
+    """
+    last: Pass = getattr(epochs, _LAST)
+    open_ = within or _is_open(epochs, last)
+    return {
+        "adapter": type(epochs.data_adapter).__name__,
+        "steps_seen": epochs._steps_seen,
+        "num_batches": epochs._num_batches,
+        "open": open_,
+        "at": last.feed.position(ended=not open_),
+    }
+
+
+def _is_open(epochs: Any, last: Pass) -> bool:
+    """Whether the next epoch goes on in the same pass, as it does with `steps_per_epoch`."""
+    return epochs.steps_per_epoch is not None and epochs._current_iterator is last
+
+
+def test_steps(original: Generator[Any], follower: Follower) -> Generator[Any]:
+    """The steps of an `evaluate` in a `fit`."""
+    for step in original:
+        yield step
+        follower.test_step_ended()
+
+
+def train_steps(
+    epochs: Any, enumerate_steps: Callable[[Any], Generator[Any]], follower: Follower
+) -> Generator[tuple[int, int, Iterator[Any]]]:
+    """The steps of an epoch of a `fit`, from where the follower wants to go on."""
+    place = follower.epoch_begins(epochs)
+    group = epochs.steps_per_execution
+    steps: Iterator[Any] = iter(())
+    if place is None:
+        steps = enumerate_steps(epochs)
+    elif place.within:
+        epochs._num_batches = place.data["num_batches"]
+        steps = enumerate_steps(epochs)
+        batches: Any = None
+        for _, _, batches in itertools.islice(steps, place.steps // group):
+            pass
+        epochs._steps_seen = place.data["steps_seen"]
+        batches.move_to(place.data["at"])
+    else:
+        _move_between_passes(epochs, place)
+        steps = steps if place.steps else enumerate_steps(epochs)
+    if place is not None:
+        follower.moved()
+    if place is not None and place.steps:
+        yield place.steps - group, place.steps - 1, iter(())
+        follower.replayed()
+    for begin, end, batches in steps:
+        yield begin, end, batches
+        follower.step_ended(end + 1)
+
+
+def _move_between_passes(epochs: Any, place: Place) -> None:
+    """As if the epochs before had been run: with `steps_per_epoch` they may have left a pass half read."""
+    batches = epochs._get_iterator()
+    batches.move_to(place.data["at"])
+    epochs._num_batches = place.data["num_batches"]
+    if place.data["open"]:
+        epochs._current_iterator, epochs._steps_seen = batches, place.data["steps_seen"]
+    else:  # At its end. What the next pass depends on, such as the seed of a shuffle, is where that left it.
+        batches.feed.close()
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    object.__setattr__(owner, name, value)  # Not Keras's `__setattr__`, which would track what is inside.

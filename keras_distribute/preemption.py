@@ -1,0 +1,309 @@
+"""Termination with notice: who says so, what is left to do, and how the program ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.errors import CheckpointError, StructureTypeError
+
+EXIT_CODE = 42
+_POLL_SECONDS = 1.0
+_RUNS = "total_run_calls"
+_log = logging.getLogger("keras_distribute")
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminationConfig:
+    """How a program learns that it will be ended, and what it does then.
+
+    Source: `tf.distribute.experimental.TerminationConfig`.
+
+    Args:
+        termination_watcher_fn: Called once a second, in a thread, until it returns `True`; by default `SIGTERM` is the
+            notice.
+        exit_fn: Called when the checkpoint is complete; by default the program exits with status 42, as TensorFlow's
+            does. If it returns, the program goes on.
+        grace_period: Seconds from the notice to the end. By default, and with 0, the step under way is completed, a
+            checkpoint is saved, and the program exits. With more, a checkpoint is saved at once, and the time is used
+            for training; shortly before the end another one is saved.
+        save_fn: Called to save, with the arguments of `save_checkpoint_if_preempted`, in place of
+            `CheckpointManager.save`.
+
+    Raises:
+        StructureTypeError: For something else than functions and a number of seconds.
+
+    Example:
+        >>> import sys, keras_distribute as kd
+        >>> config = kd.experimental.TerminationConfig(exit_fn=lambda: sys.exit(3), grace_period=60.0)
+        >>> config.grace_period
+        60.0
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise StructureTypeError(
+                    f"{name} is a function.", received=f"{getattr(self, name)!r}.", fix="exit_fn=lambda: sys.exit(3)"
+                )
+        seconds: Any = self.grace_period
+        if seconds is not None and (not isinstance(seconds, int | float) or seconds < 0):
+            raise StructureTypeError(
+                "grace_period is a number of seconds.", received=f"{seconds!r}.", fix="grace_period=60.0"
+            )
+
+
+class Reaction(enum.Enum):
+    """What is to be done between two steps."""
+
+    NONE = "nothing"
+    SAVE = "save, and go on"
+    EXIT = "save, and exit"
+
+
+class Watch:
+    """Waits for the notice, and says between steps what it asks for.
+
+    Args:
+        config: What the user wants.
+    """
+
+    def __init__(self, config: TerminationConfig | None) -> None:
+        self.config = config or TerminationConfig()
+        self._received: float | None = None
+        self._saved = self._done = False
+        self._stopped = threading.Event()
+        self._previous: Any = None
+        self._has_signal = False
+        self._step_seconds = self._save_seconds = 0.0
+
+    def start(self) -> None:
+        """Begins to wait; for a signal only in the main thread, as Python wants it."""
+        self._stopped.clear()
+        if self.config.termination_watcher_fn is not None:
+            threading.Thread(target=self._poll, name="keras_distribute preemption", daemon=True).start()
+        elif threading.current_thread() is threading.main_thread():
+            watch = weakref.ref(self)
+
+            def notice(*_: Any) -> None:
+                if (own := watch()) is not None:
+                    own.notify()
+
+            self._previous, self._has_signal = signal.signal(signal.SIGTERM, notice), True
+        else:
+            warnings.warn(
+                "SIGTERM cannot be waited for outside of the main thread: it will end the program without a "
+                "checkpoint. Train in the main thread, or pass TerminationConfig(termination_watcher_fn=...).",
+                stacklevel=3,
+            )
+
+    def stop(self) -> None:
+        """Ends the waiting. A signal that nobody has reacted to does what it would have done."""
+        self._stopped.set()
+        if self._has_signal and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            self._has_signal = False
+            if self._received is not None and not self._done:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def notify(self) -> None:
+        """The notice has come."""
+        if self._received is None:
+            self._received = time.monotonic()
+
+    @property
+    def is_notified(self) -> bool:
+        """Whether the notice has come and nobody has exited yet."""
+        return self._received is not None and not self._done
+
+    def reaction(self) -> Reaction:
+        """What is to be done now."""
+        if self._received is None or self._done:
+            return Reaction.NONE
+        grace = self.config.grace_period or 0
+        if not grace:
+            return Reaction.EXIT
+        # Source: TensorFlow leaves six steps; and the save needs its time, too.
+        left = self._received + grace - time.monotonic() - 6 * self._step_seconds - 2 * self._save_seconds
+        if left <= 0:
+            return Reaction.EXIT
+        return Reaction.NONE if self._saved else Reaction.SAVE
+
+    def step_took(self, seconds: float) -> None:
+        """Notes how long a step took."""
+        self._step_seconds += 0.1 * (seconds - self._step_seconds) if self._step_seconds else seconds
+
+    def save_and_react(self, reaction: Reaction, save: Callable[[], Any]) -> None:
+        """Saves, and exits if that is the reaction.
+
+        Args:
+            reaction: What `reaction` returned, but not `NONE`.
+            save: Saves, and returns when the files are complete.
+        """
+        start = time.monotonic()
+        save()
+        self._saved, self._save_seconds = True, time.monotonic() - start
+        if reaction is Reaction.EXIT:
+            self._done = True
+            _log.warning("Training was preempted; a checkpoint is saved, and the program exits.")
+            (self.config.exit_fn or _exit)()
+
+    def _poll(self) -> None:
+        watcher = self.config.termination_watcher_fn
+        assert watcher is not None
+        while not self._stopped.is_set():
+            if watcher():
+                self.notify()
+                return
+            self._stopped.wait(_POLL_SECONDS)
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when the program is about to be ended, and restores it when it starts again.
+
+    Source: `tf.distribute.experimental.PreemptionCheckpointHandler`. For custom loops; in `fit` that is what
+    `kd.callbacks.BackupAndRestore` does. When it is created, the latest checkpoint is restored, if there is one.
+    After the notice, which is `SIGTERM` by default, the next call of `run` saves, and the program exits with status
+    42. Create it in the main thread.
+
+    Differs from TF: works with every strategy of one process. A position in the data is kept if the iterator is in the
+    checkpoint: `kd.Checkpoint(model=model, data=iterator)`.
+
+    Args:
+        cluster_resolver: `None` for strategies of one process.
+        checkpoint_or_checkpoint_manager: What to save. A `CheckpointManager` that also saves from time to time is
+            the better choice, since not all ends have a notice.
+        checkpoint_dir: The folder, for a `Checkpoint`.
+        termination_config: What the notice is, and how to exit.
+
+    Raises:
+        CheckpointError: For a `Checkpoint` without a folder, and where the latest checkpoint cannot be restored.
+        StructureTypeError: For something else than a `Checkpoint` or a `CheckpointManager`.
+
+    Example:
+        >>> import tempfile, keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     weight = keras.Variable(0.0)
+        >>> progress = {"step": 0}
+        >>> checkpoint = kd.Checkpoint(weight=weight, progress=progress)
+        >>> handler = kd.experimental.PreemptionCheckpointHandler(None, checkpoint, tempfile.mkdtemp())
+        >>> def train_step():
+        ...     return strategy.run(lambda: weight.assign_add(1.0))
+        >>> while progress["step"] < 3:
+        ...     _ = handler.run(train_step)
+        ...     progress["step"] += 1
+        >>> handler.total_run_calls
+        3
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        if isinstance(checkpoint_or_checkpoint_manager, Checkpoint):
+            if checkpoint_dir is None:
+                raise CheckpointError(
+                    "A Checkpoint needs a folder to be saved in.",
+                    received="checkpoint_dir=None.",
+                    fix="PreemptionCheckpointHandler(None, checkpoint, checkpoint_dir), or pass a CheckpointManager.",
+                )
+            manager = CheckpointManager(checkpoint_or_checkpoint_manager, checkpoint_dir, max_to_keep=1)
+        elif isinstance(checkpoint_or_checkpoint_manager, CheckpointManager):
+            manager = checkpoint_or_checkpoint_manager
+        else:
+            raise StructureTypeError(
+                "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
+                received=f"{checkpoint_or_checkpoint_manager!r}.",
+                fix="PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), checkpoint_dir)",
+            )
+        self._cluster_resolver = cluster_resolver
+        self._manager = manager
+        self._runs = 0
+        if manager.all_steps():
+            status = manager.restore(fallback=True)
+            self._runs = int((status.metrics or {}).get(_RUNS, 0))
+        manager._always[_RUNS] = lambda: self._runs
+        self._watch = Watch(termination_config)
+        self._watch.start()
+        weakref.finalize(self, self._watch.stop).atexit = False
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called, before the program was started again, too.
+
+        Deprecated in TF: keep a step in the checkpoint.
+        """
+        return self._runs
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Saves and exits if the notice has come; otherwise calls a function that trains one step.
+
+        Args:
+            distributed_train_function: Calls `strategy.run`, for one step.
+            *args: For the function.
+            **kwargs: For the function.
+
+        Returns:
+            What the function returns.
+        """
+        self._react()
+        start = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._watch.step_took(time.monotonic() - start)
+        self._runs += 1
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Saves and exits if the notice has come: for loops that do not use `run`.
+
+        Args:
+            *args: For `CheckpointManager.save`, or for the `save_fn` of the `TerminationConfig`.
+            **kwargs: Likewise.
+        """
+        self._react(*args, **kwargs)
+        self._runs += 1
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Generator[None]:
+        """A `with` block around the loop: a notice that comes after the last `run` in it is reacted to at its end."""
+        yield
+        self._react()
+
+    def _react(self, *args: Any, **kwargs: Any) -> None:
+        reaction = self._watch.reaction()
+        if reaction is Reaction.NONE:
+            return
+
+        def save() -> None:
+            if self._watch.config.save_fn is not None:
+                self._watch.config.save_fn(*args, **kwargs)
+            else:
+                self._manager.save(*args, **{"force": True} | kwargs)
+            self._manager.wait()
+
+        self._watch.save_and_react(reaction, save)
+
+
+def _exit() -> None:
+    sys.exit(EXIT_CODE)

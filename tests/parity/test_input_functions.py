@@ -1,0 +1,308 @@
+"""`distribute_datasets_from_function` and InputContext against TensorFlow, for tf.data and all other kinds of datasets."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+from .comparing import check_error, encoded, mirrored
+from .differences import because
+from .distributing import (
+    Entry,
+    array_of,
+    as_kind,
+    as_ours,
+    assert_spec,
+    batches_of,
+    by_rounds,
+    dealt,
+    elements_of,
+    end_of,
+    entries,
+    identified,
+    leaves,
+    pipeline,
+    raised_in,
+    wrapped,
+)
+from .encoding import JSON, is_error
+from .test_input import ON_THE_HOST
+
+
+def of_replicas(entry: Entry, kind: str = "") -> list[list[JSON]]:
+    """The batches that are meant for each replica."""
+    replicas = entry["replicas"]
+    if "datasets" in entry:
+        return [wrapped(kind, batches_of(steps)) for steps in entry["datasets"]]
+    batches = wrapped(kind, entry["whole"])
+    return dealt(batches, replicas) if entry["mode"] == "PER_WORKER" else [batches[: end_of(entry)]] * replicas
+
+
+def expected_of(entry: Entry) -> list[JSON]:
+    """The elements that we must give: TensorFlow's, or what the rule says."""
+    ours, theirs = by_rounds(of_replicas(entry)), as_ours(entry["elements"])
+    if ours == theirs:
+        return ours
+    full = theirs == ours[: len(theirs)]
+    if raised_in(entry):
+        assert because("none in elements")
+        assert full and "with none" in entry["name"]
+    elif full:
+        assert because("incomplete rounds")
+        lengths = {len(batches) for batches in of_replicas(entry)}
+        assert len(theirs) == min(lengths) < len(ours) == max(lengths)
+        assert "element_spec" not in entry or None not in _first_shape(entry["element_spec"])[:1]
+    elif "with scalar" in entry["name"]:
+        assert because("scalars beside rows")
+        assert json.dumps(ours) == json.dumps(theirs).replace('{"int32": 0}', '{"int32": 7}')
+    else:
+        assert because("empty shapes")
+        assert ours[:-1] == theirs[:-1]
+        parts = zip(ours[-1]["PerReplica"], theirs[-1]["PerReplica"], strict=True)
+        assert all(mine == other or (mine["shape"], other["shape"]) == ([0, 2], [0, 0]) for mine, other in parts)
+    return ours
+
+
+def _first_shape(spec: JSON) -> list[int | None]:
+    return spec["PerReplica"][0]["shape"] if "PerReplica" in spec else spec["shape"]
+
+
+def scalars_run_out(entry: Entry) -> bool:
+    """Whether a replica is left without an element that has no rows, so that nothing can stand for it."""
+    given = of_replicas(entry)
+    bare = all(array_of(leaf).ndim == 0 for batches in given for batch in batches for leaf in leaves(batch) if leaf)
+    return bare and len({len(batches) for batches in given}) > 1
+
+
+def distributed(entry, make, **options):
+    """The distributed dataset, and the contexts that its function was given."""
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        return make(context.input_pipeline_id)
+
+    options = kd.InputOptions(experimental_replication_mode=kd.InputReplicationMode[entry["mode"]], **options)
+    return mirrored(entry["replicas"]).distribute_datasets_from_function(dataset_fn, options), contexts
+
+
+@entries("from_function")
+def test_tf_data(entry):
+    strategy = mirrored(entry["replicas"])
+    fetch = {"experimental_fetch_to_device": entry.get("fetch_to_device", entry["mode"] == "PER_WORKER")}
+    dataset, contexts = distributed(
+        entry,
+        lambda pipeline_id: pipeline(entry["datasets"][pipeline_id] if "datasets" in entry else entry["dataset"]),
+        **fetch,
+    )
+    assert [_attributes(context) for context in contexts] == [_without_prefix(made) for made in entry["contexts"]]
+    if scalars_run_out(entry):
+        assert because("elements without rows")
+        with pytest.raises(errors.InputError, match=r"without rows(.|\n)*Fix: batch the dataset"):
+            elements_of(strategy, dataset)
+        return
+    expected = expected_of(entry)
+    elements, end = elements_of(strategy, dataset, end_of(entry))
+    if not fetch["experimental_fetch_to_device"]:
+        assert elements == by_rounds(of_replicas(entry), on_devices=False)
+    assert json.dumps(as_ours(elements)) == json.dumps(expected), "also the order of keys"
+    assert end == ("StopIteration" if raised_in(entry) else entry["end"])
+    if "element_spec" in entry:
+        assert_spec(dataset.element_spec, entry["element_spec"])
+        if entry["cardinality"] >= 0:
+            assert because("lengths")
+            assert len(dataset) == len(elements)
+            assert entry["cardinality"] == len(entry["whole"])
+
+
+def kinds():
+    for entry, name in identified(["from_function"]):
+        made = [entry["whole"]] if "whole" in entry else [batches_of(steps) for steps in entry["datasets"]]
+        for kind in ("arrays", "Grain rows", "Grain batches", "PyDataset", "torch DataLoader", "generator"):
+            if not scalars_run_out(entry) and all(as_kind(kind, batches) is not None for batches in made):
+                yield pytest.param(entry, kind, made, id=f"{kind}-{name}")
+
+
+@pytest.mark.parametrize(("entry", "kind", "made"), kinds())
+def test_other_kinds(entry, kind, made):
+    given = of_replicas(entry, kind)
+    endless = entry["end"] == "more" and entry["mode"] == "PER_REPLICA"
+
+    def make(pipeline_id):
+        batches = made[pipeline_id if len(made) > 1 else 0]
+        return as_kind(kind, batches[: end_of(entry)] if endless else batches)
+
+    dataset, contexts = distributed(entry, make, **ON_THE_HOST)
+    assert len(contexts) == (entry["replicas"] if entry["mode"] == "PER_REPLICA" else 1)
+    elements, _ = elements_of(mirrored(entry["replicas"]), dataset)
+    assert elements == by_rounds(given, on_devices=False)
+
+
+@entries("function_misuse")
+def test_misuse(entry):
+    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    call = misuse(strategy)[name]
+    if name in ("returns a generator", "returns a list of tuples"):
+        assert because("every kind")
+        assert (
+            encoded(strategy, call())
+            == by_rounds([[{"tuple": [{"int64": [i] * 2}]}] for i in range(entry["replicas"])])[0]
+        )
+    elif name == "class":
+        assert call() == [True, "DistributedDataset"]
+    elif name in ("raises", "takes nothing", "per replica batch of 0"):  # the user's own errors, as they are
+        with pytest.raises(Exception) as raised:
+            call()
+        assert type(raised.value).__name__ == expected.get("class", expected["error"])
+    elif name in ("in run",):
+        assert because("iterating in run")
+        check_error(call, {"error": "RuntimeError"})
+    elif name == "none" or (is_error(expected) and expected["error"] == "AttributeError"):
+        assert because("not a dataset")
+        check_error(call, {"error": "TypeError" if name == "none" else "ValueError"})
+    elif is_error(expected):
+        check_error(call, expected)
+    else:
+        theirs = expected.get("list", [expected])
+        ours = call()
+        ours = ours if isinstance(ours, list) else [ours]
+        assert [_plain(strategy, mine) for mine in ours] == [_plain_of(other) for other in theirs[-len(ours) :]]
+
+
+def _plain(strategy, value):
+    """Numbers as they are, arrays as lists by replica."""
+    if isinstance(value, kd.PerReplica):
+        return [part.tolist() for part in strategy.experimental_local_results(value)]
+    return value.item() if hasattr(value, "item") else value
+
+
+def _plain_of(value):
+    """The same of what the record holds, which encoded some results twice."""
+    tag, content = next(iter(value.items()))
+    if tag == "python":
+        return content
+    if tag == "dict":
+        return _plain_of({name: _once(item) for name, item in content.items()})
+    if tag == "PerReplica":
+        return [next(iter(item.values())) for item in content]
+    return [content] if isinstance(content, list) else content
+
+
+def _once(value):
+    if isinstance(value, dict) and set(value) & {"list", "python", "dict"}:
+        content = next(iter(value.values()))
+        if "list" in value:
+            return [_once(item) for item in content]
+        return {name: _once(item) for name, item in content.items()} if "dict" in value else content
+    return value
+
+
+def misuse(strategy):
+    """The same calls as in the record."""
+    whole = tf.data.Dataset.range(8).batch(2)
+    calls = []
+
+    def distributed(dataset_fn):
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    def first(dataset_fn):
+        return lambda: next(iter(distributed(dataset_fn)))
+
+    def counted(context):
+        calls.append(context.input_pipeline_id)
+        return whole
+
+    def count(iterate):
+        calls.clear()
+        dataset = distributed(counted)
+        for _ in range(iterate):
+            next(iter(dataset))
+        return len(calls)
+
+    def fails(context):
+        raise KeyError("missing")
+
+    def batch_of(size):
+        return first(lambda context: tf.data.Dataset.range(16).batch(context.get_per_replica_batch_size(size)))
+
+    def places():
+        noted = []
+
+        def note(context):
+            noted.extend([kd.in_cross_replica_context(), kd.get_strategy() is strategy])
+            return whole
+
+        distributed(note)
+        with strategy.scope():
+            distributed(note)
+        return noted
+
+    def two_iterators():
+        dataset = distributed(counted)
+        return [next(iter(dataset)), next(iter(dataset))]
+
+    return {
+        "returns a list": first(lambda context: [1, 2, 3]),
+        "returns none": first(lambda context: None),
+        "returns a tensor": first(lambda context: tf.range(8)),
+        "returns an array": first(lambda context: np.arange(8)),
+        "returns an iterator": first(lambda context: iter(whole)),
+        "returns a generator": first(lambda context: ((np.full(2, i),) for i in range(4))),
+        "returns a distributed dataset": first(lambda context: strategy.experimental_distribute_dataset(whole)),
+        "raises": first(fails),
+        "takes nothing": first(lambda: whole),
+        "not a function": first(whole),
+        "none": first(None),
+        "calls when distributed": lambda: count(0),
+        "calls when iterated once": lambda: count(1),
+        "calls when iterated three times": lambda: count(3),
+        "per replica batch of 8": batch_of(8),
+        "per replica batch of 6": batch_of(6),
+        "per replica batch of 0": batch_of(0),
+        "context in the function, outside scope and in it": places,
+        "class": lambda: [isinstance(distributed(counted), kd.DistributedDataset), type(distributed(counted)).__name__],
+        "iterator class": lambda: isinstance(iter(distributed(counted)), kd.DistributedIterator),
+        "reduce": lambda: distributed(counted).reduce(0, lambda state, x: state + strategy.reduce("SUM", x, axis=0)),
+        "two iterators": two_iterators,
+        "in run": lambda: strategy.run(lambda: next(iter(distributed(counted)))),
+    }  # fmt: skip
+
+
+@entries("input_context")
+def test_input_context(entry):
+    name, expected = entry["name"], entry["result"]
+    if "arguments" in entry:
+        assert _attributes(kd.InputContext(**entry["arguments"])) == _without_prefix(expected)
+    elif name == "positional":
+        assert _attributes(kd.InputContext(3, 1, 6)) == _without_prefix(expected)
+    elif name.startswith("get_per_replica_batch_size"):
+        context = kd.InputContext(num_replicas_in_sync=entry["replicas"] if "size" in entry else 0)
+        size = entry.get("size", 8)
+        if is_error(expected):
+            check_error(
+                lambda: context.get_per_replica_batch_size(size), expected, fix=expected["error"] == "ValueError"
+            )
+        else:
+            assert context.get_per_replica_batch_size(size) == expected["python"]
+    elif name in ("equal", "repr is the default one"):
+        assert because("contexts compare")
+        assert kd.InputContext() == kd.InputContext() != kd.InputContext(input_pipeline_id=1)
+        assert repr(kd.InputContext()).startswith("InputContext(num_input_pipelines=1")
+    elif name in ("set", "new attribute"):
+        attribute = "input_pipeline_id" if name == "set" else "other"
+        check_error(lambda: setattr(kd.InputContext(), attribute, 1), expected, fix=False)
+    else:
+        assert [attribute for attribute in dir(kd.InputContext) if not attribute.startswith("_")] == expected
+
+
+def _attributes(context):
+    names = ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync")
+    return {name: getattr(context, name) for name in names} | {"str": str(context)}
+
+
+def _without_prefix(recorded):
+    return {**recorded, "str": recorded["str"].removeprefix("tf.distribute.")}
