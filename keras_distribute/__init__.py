@@ -18,6 +18,7 @@ from keras_distribute import errors as errors  # noqa: E402
 config.size_pool_for_requested_devices()
 
 from keras_distribute import _install  # noqa: E402
+from keras_distribute import callbacks as callbacks  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
 from keras_distribute import nn as nn  # noqa: E402
 from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
@@ -91,6 +92,7 @@ __all__ = [
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",
+    "callbacks",
     "config",
     "errors",
     "experimental",
@@ -109,7 +111,7 @@ def _publish() -> None:
     """Makes each public object say that it comes from where users find it."""
     here = {name: globals()[name] for name in __all__}
     everywhere = [(__name__, here)]
-    for module, names in ((experimental, experimental.__all__), (nn, nn.__all__)):
+    for module, names in ((callbacks, callbacks.__all__), (experimental, experimental.__all__), (nn, nn.__all__)):
         everywhere.append((module.__name__, {name: getattr(module, name) for name in names}))
     for module_name, objects in everywhere:
         for thing in objects.values():

@@ -159,6 +159,11 @@ def stop_workers(adapter: Any) -> None:
                 workers.future_queue.get_nowait()
 
 
+def generator_batches(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of a generator as NumPy, JAX and JAX sparse arrays."""
+    return data_adapter_utils.get_jax_iterator(batches)
+
+
 def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
     """The batches that Keras has looked at, and a function that gives an iterator over those and the rest."""
     return adapter._first_batches, adapter.get_jax_iterator

@@ -1,11 +1,10 @@
 """Keras's callbacks: the list that `fit` calls, and what some of them keep outside of their attributes.
 
 - `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
-  with `joins(callbacks)` is moved to the end of the list, and given it, before the training begins.
+  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the training begins.
 - `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
-- `OrbaxCheckpoint.checkpointer`: refuses to write a step again.
 - `global_state`: the generator that `keras.random` uses where no seed is given.
 """
 
@@ -16,7 +15,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.callbacks.callback_list import CallbackList
@@ -24,6 +22,7 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.random import seed_generator
 
 Undo = Callable[[], None]
+JOINS = "_keras_distribute_joins"
 
 
 def install() -> Undo:
@@ -32,11 +31,11 @@ def install() -> Undo:
 
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        joining = [callback for callback in self.callbacks if hasattr(callback, "joins")]
+        joining = [callback for callback in self.callbacks if hasattr(callback, JOINS)]
         if joining:
             self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining
         for callback in joining:
-            callback.joins(self)
+            getattr(callback, JOINS)(self)
         original(self, logs)
 
     CallbackList.on_train_begin = on_train_begin

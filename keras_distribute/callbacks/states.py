@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections import Counter, deque
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_distribute._compat import callbacks as compat
 from keras_distribute.checkpoint import structures
 from keras_distribute.checkpoint.tracking import is_stateful
-from keras_distribute.errors import CheckpointError
 
 _NO_STATE = frozenset({"params", "_model", "model", "validation_data"})
 
@@ -41,21 +40,18 @@ def get_state(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Gives the callbacks their states.
-
-    Raises:
-        CheckpointError: If the checkpoint has the state of a callback that is missing here.
-    """
+    """Gives the callbacks their states; warns of those that are missing here, but for the progress bar."""
     present = named(callbacks)
-    missing = sorted(states.keys() - present.keys())
+    missing = sorted(states.keys() - present.keys() - {"ProgbarLogger"})
     if missing:
-        raise CheckpointError(
-            f"The checkpoint has the state of {', '.join(missing)}, which this fit lacks.",
-            received=f"callbacks {', '.join(present) or 'none'}.",
-            fix="pass the same callbacks to fit as when it was saved, or start anew in another folder.",
+        warnings.warn(
+            f"The training was interrupted with {', '.join(missing)} among its callbacks, which this fit lacks. It goes "
+            "on without.",
+            stacklevel=2,
         )
     for name, state in states.items():
-        _give(present[name], state)
+        if name in present:
+            _give(present[name], state)
 
 
 def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
@@ -66,8 +62,6 @@ def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
             if os.path.exists(callback.filename):
                 size = min(os.path.getsize(callback.filename), states[name]["file_bytes"])
                 os.truncate(callback.filename, size)
-        elif isinstance(callback, keras.callbacks.OrbaxCheckpoint):
-            compat.forget_steps_after(callback, states.get(name, {}).get("last_step"))
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
@@ -79,16 +73,16 @@ def _state_of(callback: Any) -> dict[str, Any]:
     if isinstance(callback, keras.callbacks.ProgbarLogger):
         return {"target": callback.target}
     chosen = _constructor_names(callback)
+    values = {name: list(value) if isinstance(value, deque) else value for name, value in vars(callback).items()}
     attributes = {
         name: value
-        for name, value in vars(callback).items()
-        if name not in _NO_STATE and (name not in chosen or isinstance(value, list | dict)) and _can_keep(value)
+        for name, value in values.items()
+        if name not in _NO_STATE and (name not in chosen or isinstance(value, list | dict))
+        if structures.can_encode(value)
     }
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
     if compat.has_monitor(callback):
         state["monitors"] = True
-    if isinstance(callback, keras.callbacks.OrbaxCheckpoint):
-        state["last_step"] = compat.last_step(callback)
     return state
 
 
@@ -117,20 +111,3 @@ def _constructor_names(callback: Any) -> set[str]:
     except (TypeError, ValueError):
         return set()
     return names | {f"_{name}" for name in names}
-
-
-def _can_keep(value: Any) -> bool:
-    if isinstance(value, deque):
-        value = list(value)
-    try:
-        structures.encode(value, "", _Nowhere())
-    except CheckpointError:
-        return False
-    return True
-
-
-class _Nowhere(dict[str, np.ndarray[Any, Any]]):
-    """Arrays that are not kept."""
-
-    def __setitem__(self, name: str, array: Any) -> None:
-        pass

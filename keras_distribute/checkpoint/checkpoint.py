@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,13 +12,34 @@ import keras
 
 from keras_distribute import context
 from keras_distribute.checkpoint import matching, structures, tracking, values
-from keras_distribute.checkpoint.manifest import ArrayRecord, Manifest
+from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.checkpoint.tracking import Tracked
 from keras_distribute.errors import BackendError
 
 Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A checkpoint that was read and verified.
+
+    Args:
+        status: What assigning it restores.
+        manifest: What it says about itself.
+        arrays: Its arrays.
+        assign: Gives the objects their state; may be called again.
+    """
+
+    status: RestoreStatus
+    manifest: Manifest
+    arrays: Arrays
+    assign: Callable[[], None]
+
+    def state_of(self, name: str) -> Any:
+        """The state of an object that is no variable, as a new structure."""
+        return structures.decode(self.manifest.objects[name], self.arrays)
 
 
 class Checkpoint:
@@ -130,13 +153,16 @@ class Checkpoint:
         if save_path is None:
             return RestoreStatus()
         path = load_storage().absolute(save_path)
-        status, manifest = self._restore_from(path, partial=partial)
-        self._counter = manifest.counter
-        return status
+        reading = self._read(path, partial=partial)
+        reading.assign()
+        self._counter = reading.manifest.counter
+        return reading.status
 
     def read(self, save_path: Path, *, partial: bool = False) -> RestoreStatus:
         """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
-        return self._restore_from(load_storage().absolute(save_path), partial=partial)[0]
+        reading = self._read(load_storage().absolute(save_path), partial=partial)
+        reading.assign()
+        return reading.status
 
     def _snapshot(self, *, step: int | None = None, metrics: dict[str, float] | None = None) -> tuple[Manifest, Arrays]:
         """Copies of the state in host memory, which training on does not change."""
@@ -155,8 +181,8 @@ class Checkpoint:
         optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
         return Manifest(records, objects, optimizers, tracked.unbuilt, self._counter, step, metrics), arrays
 
-    def _restore_from(self, path: str, *, partial: bool) -> tuple[RestoreStatus, Manifest]:
-        """Verifies the checkpoint at `path` and assigns it."""
+    def _read(self, path: str, *, partial: bool) -> Reading:
+        """Reads and verifies the checkpoint at `path`; nothing changes yet."""
         context.require_cross_replica("Restoring a checkpoint", "restore before strategy.run is called.")
         storage = load_storage()
         manifest, records = storage.read_manifest(path)
@@ -166,7 +192,6 @@ class Checkpoint:
         chosen = {name: tracked.variables[name] for name in found.variables}
         values.check_assignable(chosen, manifest.variables)
         arrays = storage.read_arrays(path, records)
-        self._assign(found, tracked, manifest, arrays, records)
         status = RestoreStatus(
             path=path,
             step=manifest.step,
@@ -176,7 +201,7 @@ class Checkpoint:
             unexpected=tuple(found.unexpected),
             unbuilt=tuple(found.unbuilt),
         )
-        return status, manifest
+        return Reading(status, manifest, arrays, lambda: self._assign(found, tracked, manifest, arrays))
 
     def _tracked_for(self, manifest: Manifest) -> Tracked:
         """What the objects hold, once optimizers have the variables that the checkpoint has for them."""
@@ -191,9 +216,8 @@ class Checkpoint:
                 unbuilt = True
         return tracking.track(self._objects) if unbuilt else tracked
 
-    def _assign(
-        self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays, records: dict[str, ArrayRecord]
-    ) -> None:
+    def _assign(self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays) -> None:
+        tracking.synchronize(self._objects)
         # Objects first: these may refuse, and then no variable has changed.
         for name in found.objects:
             state, value = structures.decode(manifest.objects[name], arrays), tracked.stateful[name]

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
+from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
@@ -193,6 +193,12 @@ class CheckpointManager:
             CheckpointError: If there is no checkpoint of the step, or it is of something else.
             DamagedCheckpointError: If it is damaged; with `fallback`, if all are.
         """
+        reading = self._read(step, partial=partial, fallback=fallback)
+        reading.assign()
+        return reading.status
+
+    def _read(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> Reading:
+        """Reads a step for `restore`."""
         self.wait()
         steps = self.all_steps()
         if not steps or (step is not None and step not in steps):
@@ -208,7 +214,7 @@ class CheckpointManager:
         for candidate in candidates if fallback else candidates[:1]:
             path = self._path(candidate)
             try:
-                status, _ = self._checkpoint._restore_from(path, partial=partial)
+                reading = self._checkpoint._read(path, partial=partial)
             except DamagedCheckpointError as error:
                 if not fallback:
                     raise
@@ -217,9 +223,9 @@ class CheckpointManager:
                 continue
             if damaged:
                 passed = "\n".join(damaged.values())
-                warnings.warn(f"Restored {path!r}, since later checkpoints are damaged:\n{passed}", stacklevel=2)
+                warnings.warn(f"Restored {path!r}, since later checkpoints are damaged:\n{passed}", stacklevel=3)
             self._last_step = candidate
-            return dataclasses.replace(status, damaged=damaged)
+            return dataclasses.replace(reading, status=dataclasses.replace(reading.status, damaged=damaged))
         raise DamagedCheckpointError(
             f"All {len(damaged)} checkpoints in {self._directory!r} are damaged.\n" + "\n".join(damaged.values()),
             fix="start anew in another folder.",
@@ -263,6 +269,11 @@ class CheckpointManager:
             finally:
                 writer, self._writer = self._writer, None
                 writer.close()
+
+    def _remove(self) -> None:
+        """Deletes the folder."""
+        self.close()
+        self._storage.remove(self._directory)
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -318,6 +318,18 @@ def steps_in(directory: str) -> list[int]:
         return sorted(ocp.utils.checkpoint_steps(directory)) if epath.Path(directory).is_dir() else []
 
 
+def remove(directory: str) -> None:
+    """Deletes the folder of all steps: renamed first, so that it is gone at once."""
+    folder = epath.Path(directory)
+    trash = folder.with_name(f"{folder.name}.{_TRASH}")
+    with _writing(directory):
+        if trash.exists():
+            trash.rmtree()
+        if folder.exists():
+            folder.rename(trash)
+            trash.rmtree()
+
+
 def step_path(directory: str, step: int) -> str:
     """The folder of a step."""
     return str(epath.Path(directory) / str(step))

@@ -52,6 +52,17 @@ def encode(value: Any, name: str, arrays: Arrays) -> Any:
     )
 
 
+def can_encode(value: Any) -> bool:
+    """Whether `encode` takes `value`; makes no copies."""
+    if isinstance(value, dict):
+        return all(can_encode(key) and can_encode(item) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return all(can_encode(item) for item in value)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return not np.dtype(value.dtype).hasobject
+    return value is None or type(value) in (bool, int, float, str, bytes)
+
+
 def decode(form: Any, arrays: Arrays) -> Any:
     """The value that `encode` made `form` and `arrays` of."""
     if isinstance(form, list):

@@ -45,6 +45,13 @@ class ArrayDataset:
                 received=f"{type(arrays).__name__} with {sorted({type(leaf).__name__ for leaf in leaves})}.",
                 fix="kd.ArrayDataset((x, y), batch_size=64)",
             )
+        text = [leaf for leaf in leaves if getattr(leaf.dtype, "kind", "f") in "OSU"]
+        if text:
+            raise InputError(
+                "Arrays of text or objects have no place on a device.",
+                received=f"an array of dtype {text[0].dtype}.",
+                fix="numbers; tf.data can hold text, and turn it into numbers.",
+            )
         lengths = {int(leaf.shape[0]) if leaf.shape else -1 for leaf in leaves}
         if len(lengths) > 1 or -1 in lengths:
             raise InputError(

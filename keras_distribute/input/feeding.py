@@ -88,7 +88,7 @@ class Feed(Iterator[Any]):
         self._sought, self._closed = position, False
         self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
         self._work.pending = _unpacked(position.get("pending"), reader)
-        weakref.finalize(self, self._work.stop)
+        self._finalize(self._work)
 
     def close(self) -> None:
         """Ends the thread, and gives back what nobody took."""
@@ -96,10 +96,14 @@ class Feed(Iterator[Any]):
         if self._work is not None:
             self._work.stop(wait=True)
 
+    def _finalize(self, work: _Work) -> None:
+        """Dropping the feed closes it."""
+        weakref.finalize(self, work.stop, wait=True).atexit = False
+
     def _started(self) -> _Work:
         if self._work is None:
             self._work = _Work(self._open(), self._prepare, self._ahead, self._per_epoch)
-            weakref.finalize(self, self._work.stop)
+            self._finalize(self._work)
         self._work.start()
         return self._work
 
@@ -218,7 +222,7 @@ class _Work:
                 return
             self._stopped = True
             self._changed.notify_all()
-        if not wait or not self._running:
+        if not wait or not self._running or self._thread is threading.current_thread():
             return
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from keras_distribute._compat import adapters as compat
 from keras_distribute.input.source import Batch, IteratorReader, Reader, Source, rows_of
 
 
@@ -17,7 +18,7 @@ class GeneratorSource(Source):
     """A Python generator: it can be read once, and every batch of it counts.
 
     Args:
-        seen: The batches that Keras has looked at, which each pass begins with.
+        seen: The batches that Keras has looked at in `fit`, which each pass of its begins with.
         batches: Opens an iterator over those and the rest.
         stream: Where the rest comes from.
     """
@@ -27,9 +28,18 @@ class GeneratorSource(Source):
     def __init__(self, seen: list[Any], batches: Callable[[], Iterator[Any]], stream: Stream) -> None:
         self._seen, self._batches, self._stream = seen, batches, stream
 
+    @staticmethod
+    def of(generator: Any) -> GeneratorSource:
+        """The source of a generator that only we read."""
+        stream = Stream.of(generator)
+        return GeneratorSource([], lambda: compat.generator_batches(stream.read(generator)), stream)
+
     @property
     def example(self) -> Any:
-        return self._seen[0]
+        try:
+            return self.peek().data
+        except StopIteration:
+            return super().example
 
     def open(self) -> Reader:
         return _GeneratorReader(len(self._seen), self._batches, self._stream)

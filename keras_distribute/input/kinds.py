@@ -34,7 +34,7 @@ def source_of(dataset: Any) -> Source:
             fix="kd.ArrayDataset((x, y), batch_size=64)",
         )
     if isinstance(dataset, types.GeneratorType):
-        return source_of_adapter(compat.adapter_of(Stream.of(dataset).read(dataset)), Stream.of(dataset))
+        return GeneratorSource.of(dataset)
     if dataset is None:
         raise _no_dataset(dataset)
     try:

@@ -141,4 +141,4 @@ KINDS: dict[str, Callable[..., Any]] = {
     "reusing generator": reusing_generator,
 }
 RESUMABLE = [kind for kind in KINDS if "generator" not in kind and "torch" not in kind]
-EMPTY_IS_AN_ERROR = ("generator", "reusing generator", "Grain IterDataset", "Grain DataLoader", "Grain MapDataset")
+EMPTY_IS_AN_ERROR = ("Grain IterDataset", "Grain DataLoader", "Grain MapDataset")

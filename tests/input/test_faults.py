@@ -219,7 +219,16 @@ def test_a_distributed_dataset_is_not_distributed_twice() -> None:
         )
 
 
-@pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"batch_size": 2.0}, {"arrays": (X, Y[:3])}, {"arrays": ()}])
+WRONG = [
+    {"batch_size": 0},
+    {"batch_size": 2.0},
+    {"arrays": (X, Y[:3])},
+    {"arrays": ()},
+    {"arrays": np.array(["a", "b"])},
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_array_dataset(arguments: Any) -> None:
     with pytest.raises(errors.InputError, match="Fix:"):
         kd.ArrayDataset(**{"arrays": X, "batch_size": 4, **arguments})

@@ -271,3 +271,39 @@ def test_memory_does_not_grow() -> None:
             del element
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     assert peaks[-1] - peaks[0] < 30, peaks  # One leaked array a step would be 160 MiB.
+
+
+def numbers(count: int) -> Any:
+    return ((np.full((2, 1), i, np.float32),) for i in range(count))
+
+
+def firsts(elements: Any) -> list[int]:
+    return [int(np.asarray(element[0].values[0])[0, 0]) for element in elements]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 4])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    generator = numbers(9)
+    dataset = strategy.experimental_distribute_dataset(generator)
+    assert dataset.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+    iterator = iter(dataset)
+    seen = firsts(next(iterator) for _ in range(taken))
+    time.sleep(0.05)
+    if how == "close":
+        iterator.close()
+    del iterator
+    gc.collect()
+    other = iter(dataset)
+    seen += firsts(next(other) for _ in range(2))
+    other.close()
+    seen += firsts(strategy.experimental_distribute_dataset(generator))
+    assert seen == list(range(9))
+
+
+def test_an_empty_generator_has_no_elements() -> None:
+    dataset = kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(numbers(0))
+    assert list(dataset) == []
+    with pytest.raises(errors.InputError, match="is known only when one has been read"):
+        _ = dataset.element_spec

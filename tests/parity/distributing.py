@@ -320,7 +320,10 @@ def torch_rows(batches: list[Any]) -> Any:
     def collate(rows: list[int]) -> Any:
         return jax.tree.map(lambda array: torch.from_numpy(array[rows]), whole)
 
-    return DataLoader(range(int(ends[-1])), batch_sampler=order, collate_fn=collate)
+    rows = range(int(ends[-1]))
+    if even(batches):
+        return DataLoader(rows, batch_size=even(batches), collate_fn=collate)
+    return DataLoader(rows, batch_sampler=order, collate_fn=collate)
 
 
 def generator(batches: list[Any]) -> Iterator[Any]:
@@ -391,3 +394,32 @@ def batches_of(steps: JSON) -> list[JSON]:
 def raised_in(entry: Entry) -> bool:
     """Whether TensorFlow failed."""
     return is_error(entry["end"])
+
+
+# Results of calls
+
+
+def assert_result(strategy: kd.Strategy, value: Any, recorded: JSON) -> None:
+    """Asserts that a call returned the numbers of the record, for each replica where there are several values."""
+    ours, theirs = plain(encoded(strategy, value)), plain(recorded)
+    if ours != theirs:
+        assert because("elements of one replica")
+        assert strategy.num_replicas_in_sync == 1
+        assert _bare(ours) == _bare(theirs)
+
+
+def plain(value: JSON) -> Any:
+    """The numbers and texts of the record in lists; what was encoded twice is the same as what was encoded once."""
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items()))
+    if tag in ("list", "tuple", "PerReplica") and isinstance(content, list):
+        return [plain(item) for item in content]
+    return plain(content) if isinstance(content, dict) else content
+
+
+def _bare(value: Any) -> Any:
+    """Without the lists of one that stand for one replica."""
+    if isinstance(value, list) and len(value) == 1:
+        return _bare(value[0])
+    return [_bare(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,173 @@
+"""`BackupAndRestore`: a `fit` that goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+
+from keras_distribute.callbacks.run import Options, Run
+from keras_distribute.errors import CheckpointError
+from keras_distribute.preemption import TerminationConfig
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves a `fit` while it runs; run again, the same script goes on with the very next batch.
+
+    Saved are the model with its optimizer, metrics and seeds, the position in the data, the epoch and the step, the
+    history so far, the state of the other callbacks, and the random streams of NumPy, Python and Keras. On as many
+    replicas as before, the weights and the whole history are those of a run without interruption, bit for bit; on
+    another number of replicas, and in plain Keras, up to rounding. Saves are written in the background; a save that
+    is cut off leaves the one before it.
+
+    Other callbacks keep their attributes that are numbers, strings, arrays, or lists, tuples and dictionaries of them;
+    or what their `get_state()` returns, if they have that and `set_state(state)`.
+
+    `SIGTERM` saves after the step that is under way, or as before the validation that is, and the program exits with
+    status 42: start it again, and no step is repeated.
+
+    Differs from Keras's `BackupAndRestore`: resumes within an epoch, with all that is said above; asynchronous;
+    `max_to_keep` in place of `double_checkpoint`. Needs `pip install orbax-checkpoint`.
+
+    Args:
+        backup_dir: The folder; of this `fit` alone.
+        save_freq: `"epoch"`, or a number of steps, or `False` to save only before preemption, or by `save_seconds`.
+        save_seconds: Saves also when so many seconds have passed since the last save.
+        delete_checkpoint: Whether to delete the folder when the `fit` is complete. Otherwise running the script again
+            skips what was trained.
+        max_to_keep: How many saves to keep. If the latest is damaged, the one before it is used.
+        save_before_preemption: Whether to wait for `SIGTERM`, or what `termination_config` names. Then the state is
+            also copied to host memory before each validation.
+        termination_config: Another notice than `SIGTERM`, a grace period, or another way to exit.
+        data_position: Whether to save the position in the data. `False` for data without one, such as a generator:
+            saves are then made after epochs only, and each epoch begins with what the data gives.
+        objects: More to save, by name: see `kd.Checkpoint`.
+
+    Raises:
+        CheckpointError: For arguments that make no sense together, and from `fit` if a save cannot be written or the
+            checkpoint is of something else.
+        InputError: From `fit`, after its first step, for data without positions; and if data, `batch_size` or
+            `steps_per_execution` are others than before.
+
+    Example:
+        >>> import tempfile, numpy as np, keras, keras_distribute as kd
+        >>> def train(backup_dir, callbacks=()):
+        ...     keras.utils.set_random_seed(0)
+        ...     with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ...         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...         model.compile("adam", "mse")
+        ...     backup = kd.callbacks.BackupAndRestore(backup_dir, save_freq=2)
+        ...     x, y = np.ones((40, 3)), np.zeros((40, 1))
+        ...     return model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[backup, *callbacks]).history
+        >>> class PowerCut(keras.callbacks.Callback):
+        ...     def on_train_batch_end(self, batch, logs=None):
+        ...         if self.model.optimizer.iterations == 9:
+        ...             raise OSError("no power")
+        >>> folder = tempfile.mkdtemp() + "/backup"
+        >>> train(folder, [PowerCut()])
+        Traceback (most recent call last):
+        OSError: no power
+        >>> train(folder) == train(tempfile.mkdtemp() + "/backup")
+        True
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int | bool = "epoch",
+        *,
+        save_seconds: float | None = None,
+        delete_checkpoint: bool = True,
+        max_to_keep: int = 2,
+        save_before_preemption: bool = True,
+        termination_config: TerminationConfig | None = None,
+        data_position: bool = True,
+        objects: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._options = Options(
+            os.fspath(backup_dir),
+            save_freq,
+            save_seconds,
+            max_to_keep,
+            delete_checkpoint,
+            save_before_preemption,
+            termination_config,
+            data_position,
+            objects or {},
+        )
+        _check(self._options)
+        self._run: Run | None = None
+
+    def _keras_distribute_joins(self, callbacks: Any) -> None:
+        """Called before training begins, with Keras's list of the callbacks, as the last of them."""
+        others = [callback for callback in callbacks.callbacks if isinstance(callback, BackupAndRestore)]
+        if len(others) > 1:
+            raise CheckpointError(
+                "A fit has one BackupAndRestore.", received=f"{len(others)} of them.", fix="pass one to fit."
+            )
+        self._run = Run(self.model, callbacks, self, self._options)
+        self._run.prepare()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores what was saved."""
+        self._running().begin()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._running().epoch_begun(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if it is time."""
+        self._running().epoch_ended()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Keeps a copy, in case that the validation is preempted."""
+        if self._run is not None and not self._run.is_over:
+            self._run.validation_begins()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets it."""
+        if self._run is not None and not self._run.is_over:
+            self._run.validation_ended()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Deletes the folder, if wanted."""
+        self._running().train_ended()
+
+    def _running(self) -> Run:
+        assert self._run is not None
+        return self._run
+
+
+def _check(options: Options) -> None:
+    freq = options.save_freq
+    if not (freq == "epoch" or freq is False or (isinstance(freq, int) and freq is not True and freq > 0)):
+        raise CheckpointError(
+            'save_freq is "epoch", a positive number of steps, or False.', received=f"{freq!r}.", fix="save_freq=100"
+        )
+    if options.save_seconds is not None and not options.save_seconds > 0:
+        raise CheckpointError(
+            "save_seconds is a positive number.", received=f"{options.save_seconds!r}.", fix="save_seconds=600"
+        )
+    if not options.directory:
+        raise CheckpointError("backup_dir is the path of a folder.", received="''.", fix='backup_dir="backup"')
+    if freq is False and options.save_seconds is None and not options.watched:
+        raise CheckpointError(
+            "This BackupAndRestore would never save.",
+            received="save_freq=False, save_seconds=None, save_before_preemption=False.",
+            fix='save_freq="epoch"',
+        )
+    if not options.data_position and (freq not in ("epoch", False) or options.save_seconds is not None):
+        raise CheckpointError(
+            "Without the position in the data, a fit can go on only at the beginning of an epoch.",
+            received=f"data_position=False, save_freq={freq!r}, save_seconds={options.save_seconds!r}.",
+            fix='save_freq="epoch", save_seconds=None',
+        )
+    if options.termination_config is not None and options.termination_config.save_fn is not None:
+        raise CheckpointError(
+            "BackupAndRestore saves by itself.",
+            received="a TerminationConfig with save_fn.",
+            fix="TerminationConfig without save_fn; save_fn is for PreemptionCheckpointHandler.",
+        )

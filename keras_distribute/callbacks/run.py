@@ -1,0 +1,300 @@
+"""One `fit` as it is saved and resumed. Follows it from step to step; knows no options of the user but its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distribute._compat import callbacks as compat
+from keras_distribute._compat import epochs as compat_epochs
+from keras_distribute.callbacks import random_streams, states
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.checkpoint.checkpoint import Reading
+from keras_distribute.checkpoint.manifest import Manifest
+from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.errors import CheckpointError, InputError
+from keras_distribute.preemption import Reaction, TerminationConfig, Watch
+
+_STEP, _EPOCH, _VALIDATION = "between steps", "after an epoch", "before validation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user wants of the saves; see `BackupAndRestore`."""
+
+    directory: str
+    save_freq: str | int | bool
+    save_seconds: float | None
+    max_to_keep: int
+    delete_checkpoint: bool
+    watched: bool
+    termination_config: TerminationConfig | None
+    data_position: bool
+    objects: dict[str, Any]
+
+
+class Run:
+    """A `fit` that is saved while it runs, and goes on where it was saved last.
+
+    A save is made in one of three places: between two steps of an epoch, after an epoch with all that belongs to it,
+    and, for a notice that comes during validation, as it was before the validation. The first needs the position in
+    the data within a pass, the others the one between two passes.
+
+    Args:
+        model: The model.
+        callbacks: The list of the callbacks of the `fit`, whose last one calls this.
+        own: That callback.
+        options: What the user wants.
+    """
+
+    def __init__(self, model: Any, callbacks: Any, own: Any, options: Options) -> None:
+        self._model, self._callbacks, self._options = model, callbacks, options
+        self._everyone: list[Any] = callbacks.callbacks
+        self._others = [callback for callback in callbacks.callbacks if callback is not own]
+        checkpoint = Checkpoint(model=model, training=self, **options.objects)
+        self._manager = CheckpointManager(checkpoint, options.directory, options.max_to_keep)
+        self._watch = Watch(options.termination_config) if options.watched else None
+        self._epochs: Any = None
+        self._epoch = self._steps = self._since = 0
+        self._where, self._logs = _STEP, dict[str, Any]()
+        self._last: tuple[str, int, int] | None = None
+        self._reading: Reading | None = None
+        self._state: dict[str, Any] = {}
+        self._streams: dict[str, Any] = {}
+        self._replaying = False
+        self.is_over = False
+        self._checked = not options.data_position
+        self._held: tuple[Manifest, Arrays] | None = None
+        self._saved_at = self._stepped_at = time.monotonic()
+
+    # What a checkpoint asks. ------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """All that is no variable, now."""
+        data = None
+        if self._options.data_position:
+            data = compat_epochs.position(self._epochs, within=self._where == _STEP)
+        return {
+            "where": self._where,
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "since_last_save": self._since,
+            "logs": {name: _plain(value) for name, value in self._logs.items()},
+            "stop_training": bool(self._model.stop_training),
+            "data": data,
+            "random": random_streams.get_state(),
+            "callbacks": states.get_state(self._others),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Called whenever the checkpoint that was read is assigned."""
+        self._state = state
+
+    # What the callback asks. ------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Reads the latest checkpoint, if there is one, before any callback knows that training begins."""
+        if keras.distribution.distribution() is not None:
+            raise CheckpointError(
+                "BackupAndRestore cannot save a model under a Keras distribution.",
+                received=f"{keras.distribution.distribution()!r}.",
+                fix="train under a strategy: with kd.MirroredStrategy().scope(): ...",
+            )
+        if self._manager.all_steps():
+            self._reading = self._manager._read(fallback=True)
+            states.before_training(self._others, self._reading.state_of("training")["callbacks"])
+
+    def begin(self) -> None:
+        """Gives the other callbacks their state, and lets `fit` begin at the right epoch."""
+        compat_epochs.follow(self._model, self)
+        if self._watch is not None:
+            self._watch.start()
+        if self._reading is None:
+            return
+        self._restore()
+        epoch = self._state["epoch"]
+        if self._state["where"] == _EPOCH:
+            epoch = self._callbacks.params["epochs"] if self._state["stop_training"] else epoch + 1
+        compat.begin_at(self._model, epoch)
+
+    def epoch_begun(self, epoch: int) -> None:
+        """`fit` has called all callbacks."""
+        compat.begin_at(self._model, None)
+        self._epoch, self._steps = epoch, 0
+
+    def epoch_ended(self) -> None:
+        """`fit` has called all callbacks, and the epoch is complete."""
+        self._where = _EPOCH
+        self._held = None
+        if not self._reacted() and self._options.save_freq == "epoch":
+            self._save()
+
+    def validation_begins(self) -> None:
+        """Keeps the state as it is in memory, in case that a notice comes before the validation is over."""
+        if self._watch is not None and self._epochs is not None and self._options.data_position:
+            self._where = _VALIDATION
+            self._held = self._manager.checkpoint._snapshot()
+
+    def validation_ended(self) -> None:
+        """Forgets it."""
+        self._held = None
+
+    def train_ended(self) -> None:
+        """The `fit` is complete, and needs no checkpoint any more."""
+        if self._watch is not None and self._watch.is_notified:
+            self._watch.save_and_react(Reaction.EXIT, self._manager.wait)  # Whoever starts again finds the last one.
+        self._manager.close()
+        if self._options.delete_checkpoint:
+            self._manager._remove()
+
+    # What the epoch iterator asks. ------------------------------------------------------------------------------------
+
+    def epoch_begins(self, epochs: Any) -> compat_epochs.Place | None:
+        self._epochs, self._stepped_at = epochs, time.monotonic()
+        if self._reading is None:
+            return None
+        steps = 0 if self._state["where"] == _EPOCH else self._state["steps"]
+        self._check_data(self._state["data"], steps)
+        self._streams = random_streams.get_state()
+        if steps:
+            # `fit` has reset the metrics since `begin`, and callbacks have begun an epoch that had begun before.
+            self._restore()
+            self._steps, self._logs, self._streams = steps, self._state["logs"], self._state["random"]
+            self._replaying = True
+            self._callbacks.callbacks = [c for c in self._others if isinstance(c, keras.callbacks.ProgbarLogger)]
+        self._reading = None
+        data = self._state["data"]
+        return None if data is None else compat_epochs.Place(steps, self._state["where"] == _STEP, data)
+
+    def moved(self) -> None:
+        random_streams.set_state(self._streams)
+
+    def replayed(self) -> None:
+        compat.finish(self._callbacks)
+        self._callbacks.callbacks = self._everyone
+
+    def step_ended(self, steps: int) -> None:
+        now = time.monotonic()
+        if self._watch is not None:
+            self._watch.step_took(now - self._stepped_at)
+        self._since += steps - self._steps
+        self._steps, self._where, self._stepped_at = steps, _STEP, now
+        if not self._checked:
+            self._check_position()
+        if not self._reacted() and self._is_due(now):
+            self._save()
+        self._stepped_at = time.monotonic()
+
+    def test_step_ended(self) -> None:
+        if self._held is not None:
+            self._reacted()
+
+    def train_function(self, original: Callable[..., Any], state: Any, data: Any) -> Any:
+        if self._replaying:
+            self._replaying = False
+            return self._logs, state
+        self._logs, state = original(state, data)
+        return self._logs, state
+
+    def fit_ended(self) -> None:
+        self.is_over = True
+        compat.begin_at(self._model, None)
+        self._callbacks.callbacks = self._everyone
+        try:
+            self._manager.close()
+        except CheckpointError as error:  # `fit` is being left for another reason.
+            warnings.warn(str(error), stacklevel=2)
+        if self._watch is not None:
+            self._watch.stop()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        assert self._reading is not None
+        self._reading.assign()
+        state = self._state
+        states.set_state(self._others, state["callbacks"])
+        random_streams.set_state(state["random"])
+        self._since = state["since_last_save"]
+        self._model.stop_training = state["stop_training"]
+
+    def _is_due(self, now: float) -> bool:
+        freq, seconds = self._options.save_freq, self._options.save_seconds
+        if isinstance(freq, int) and freq and self._since >= freq:
+            return True
+        return seconds is not None and now - self._saved_at >= seconds
+
+    def _save(self) -> None:
+        """Starts to save what is now; or what was before the validation, if that is under way."""
+        compat.finish(self._callbacks)
+        self._since = 0
+        place = (self._where, self._epoch, self._steps)
+        if place == self._last:
+            return
+        numbers: dict[str, float] = {"epoch": self._epoch, "step": self._steps}
+        if self._held is not None:
+            (manifest, arrays), step = self._held, (self._manager.latest_step or 0) + 1
+            held = dataclasses.replace(manifest, step=step, metrics=numbers), arrays
+            self._manager._write(step, numbers, lambda: held)
+        else:
+            self._manager.save(metrics=numbers)
+        self._last, self._saved_at = place, time.monotonic()
+
+    def _reacted(self) -> bool:
+        """Saves, and perhaps exits, if a notice asks for it."""
+        reaction = Reaction.NONE if self._watch is None else self._watch.reaction()
+        if self._watch is None or reaction is Reaction.NONE:
+            return False
+        possible = self._options.data_position or self._where == _EPOCH
+        if not possible and reaction is Reaction.SAVE:
+            return False
+
+        def save() -> None:
+            if possible:
+                self._save()
+            self._manager.wait()
+
+        self._watch.save_and_react(reaction, save)
+        return True
+
+    def _check_position(self) -> None:
+        """Raises early what the first save would raise."""
+        try:
+            compat_epochs.position(self._epochs, within=True)
+        except InputError as error:
+            raise InputError(
+                "BackupAndRestore cannot save the position in this data, so it could not go on with the next batch.",
+                received=str(error).split("\n", 1)[0],
+                fix="arrays, tf.data, Grain or a PyDataset; or BackupAndRestore(data_position=False), which goes on at "
+                "the beginning of an epoch, with whatever batches the data then gives.",
+            ) from error
+        self._checked = True
+
+    def _check_data(self, data: dict[str, Any] | None, steps: int) -> None:
+        here, group = type(self._epochs.data_adapter).__name__, self._epochs.steps_per_execution
+        if data is not None and data["adapter"] != here:
+            raise InputError(
+                "The training was interrupted with another kind of data.",
+                received=f"{data['adapter']} in the checkpoint, {here} here.",
+                fix="pass the same data to fit, or start anew in another backup_dir.",
+            )
+        if steps % group:
+            raise InputError(
+                f"The training was interrupted after {steps} steps of an epoch, which steps_per_execution does not "
+                "divide.",
+                received=f"steps_per_execution={group}.",
+                fix="compile the model with the same steps_per_execution as before.",
+            )
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return np.asarray(value)
