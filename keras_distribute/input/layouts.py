@@ -201,11 +201,11 @@ class _CutReader(Reader):
         self._ends: list[int] = []
         self._cut = self._skip = 0
         self._before: Position | None = None
-        self.start, self.close = inner.start, inner.close
+        self.start, self.form, self.close = inner.start, inner.form, inner.close
 
     def __next__(self) -> Batch:
         while self._cut + 1 >= len(self._ends):
-            self._before = self._inner.position() if self.cheap_position else None
+            self._before = self._position_before()
             self._batch = next(self._inner)
             require_rows(self._batch)
             self._ends = self._ends_in(self._batch.rows)
@@ -227,14 +227,31 @@ class _CutReader(Reader):
             ends = [end for end in ends if end < rows] + [rows]
         return ends
 
+    def _position_before(self) -> Position | None:
+        if not self.cheap_position:
+            return None
+        try:
+            return self._inner.position()
+        except InputError:  # Of data without positions, `position` says so when it is asked.
+            return None
+
     def position(self) -> Position:
-        if self._before is None:
-            return {"at": self._inner.position(), "cut": 0}
-        return {"at": self._before, "cut": self._cut}
+        if self._before is not None:
+            return {"at": self._before, "cut": self._cut}
+        at = self._inner.position()
+        if self._batch is None or self._cut + 1 >= len(self._ends):
+            return {"at": at, "cut": 0}
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(self._batch.data)]
+        return {"at": at, "cut": self._cut, "batch": {"leaves": arrays, "rows": self._batch.rows}}
 
     def seek(self, position: Position) -> None:
         self._inner.seek(position["at"])
-        self._skip = position["cut"]
+        if "batch" not in position:
+            self._skip = position["cut"]
+            return
+        batch = position["batch"]
+        self._batch = Batch(jax.tree.unflatten(self._inner.form(), batch["leaves"]), batch["rows"])
+        self._ends, self._cut = self._ends_in(batch["rows"]), position["cut"]
 
 
 def require_rows(batch: Batch) -> None:
