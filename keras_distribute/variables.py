@@ -255,6 +255,11 @@ class SyncOnReadVariable(DistributedVariable):
         shards = sorted(self._value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         return tuple(jnp.squeeze(shard.data, 0) for shard in shards)
 
+    @property
+    def components(self) -> PerReplica | None:
+        """What is stored, to be assigned again as it is; `None` if the value is with a running `fit`."""
+        return None if self._value is None else PerReplica(stacked=self._value)
+
     def _checked(self, value: Any) -> Any:
         if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
             return value
@@ -411,6 +416,10 @@ def _aggregate(mesh: ReplicaMesh, aggregation: str) -> Any:
         if aggregation == "only_first_replica":
             return stacked[0]
         total = jnp.sum(stacked, 0, dtype=stacked.dtype)
-        return total if aggregation == "sum" else (total / mesh.num_replicas).astype(stacked.dtype)
+        if aggregation == "sum":
+            return total
+        # XLA multiplies by 1 / n: the mean of three equal numbers would be another number.
+        equal = jnp.all(stacked == stacked[:1], 0)
+        return jnp.where(equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype))
 
     return jax.jit(aggregate, out_shardings=mesh.replicated)

@@ -1,7 +1,8 @@
 """Keras's callbacks: the list that `fit` calls, and what some of them keep outside of their attributes.
 
 - `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
-  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the training begins.
+  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the
+  training begins.
 - `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.

@@ -167,9 +167,7 @@ def train_steps(
     elif place.within:
         epochs._num_batches = place.data["num_batches"]
         steps = enumerate_steps(epochs)
-        batches: Any = None
-        for _, _, batches in itertools.islice(steps, place.steps // group):
-            pass
+        *_, (_, _, batches) = itertools.islice(steps, place.steps // group)
         epochs._steps_seen = place.data["steps_seen"]
         batches.move_to(place.data["at"])
     else:

@@ -80,6 +80,10 @@ class Seams(Protocol):
         """A batch given to `train_on_batch` and its like, for the step."""
         ...
 
+    def accumulators(self, trainer: Any) -> dict[int, Any]:
+        """The values of those optimizer variables whose parts on the replicas a training step takes, by position."""
+        ...
+
     def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
         """A compiled `step(state, data)`; `None` for a trainer without a strategy."""
         ...
@@ -116,7 +120,10 @@ def install(seams: Seams) -> Undo:
             groups = [getattr(self, name) for name in _GROUPS if which.get(name)]
             groups += [self.optimizer.variables] if which.get("optimizer_variables") else []
             groups += [self.metrics_variables] if which.get("metrics_variables") else []
+            components = seams.accumulators(self) if which.get("optimizer_variables") else {}
             state = original(self, **which)
+            for index, value in components.items():
+                state[len(_GROUPS)][index] = value
             _remember(self, list(zip(groups, state, strict=True)))
             return state
 
@@ -289,7 +296,7 @@ def _put_back(trainer: Any) -> None:
     trainer.jax_state_sync()
     for variables, values in getattr(trainer, _REMEMBERED, None) or []:
         for variable, value in zip(variables, values, strict=True):
-            if variable._value is None and not value.is_deleted():
+            if variable._value is None and not getattr(value, "stacked", value).is_deleted():
                 variable.assign(value)
     trainer._jax_state = None
 

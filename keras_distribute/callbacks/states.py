@@ -45,8 +45,8 @@ def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
     missing = sorted(states.keys() - present.keys() - {"ProgbarLogger"})
     if missing:
         warnings.warn(
-            f"The training was interrupted with {', '.join(missing)} among its callbacks, which this fit lacks. It goes "
-            "on without.",
+            f"The training was interrupted with {', '.join(missing)} among its callbacks, which this fit lacks. "
+            "It goes on without.",
             stacklevel=2,
         )
     for name, state in states.items():

@@ -99,6 +99,8 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
         return array
     if record.aggregation == "only_first_replica":
         return array[0]
+    if record.aggregation == "mean" and (array == array[:1]).all():
+        return array[0]
     stacked = jnp.asarray(array)
     total = jnp.sum(stacked, 0, dtype=stacked.dtype)
     return total if record.aggregation == "sum" else (total / record.replicas).astype(stacked.dtype)

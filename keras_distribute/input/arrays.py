@@ -147,6 +147,12 @@ class _ArrayReader(Reader):
         self._before = np.random.get_state(legacy=False) if source.seed is None else None
         if source.shuffle != "batch":
             self._order = self._permutation(0, source.rows)
+            return
+        # All drawn now: batches are read ahead in a thread, and others draw from NumPy's stream, too.
+        starts = range(0, source.num_batches * source.batch_size, source.batch_size)
+        sizes = [min(source.batch_size, source.rows - start) for start in starts]
+        orders = [start + self._permutation(i, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))]
+        self._order = np.concatenate(orders) if orders else np.arange(0)
 
     def _permutation(self, step: int, rows: int) -> Any:
         """A new order of `rows`: from the seed, the epoch and the step, or Keras's next draw."""
@@ -163,11 +169,8 @@ class _ArrayReader(Reader):
         stop = min(start + source.batch_size, source.rows)
         rows = stop - start
         first, last = (0, rows) if source.part is None else source.part(rows)
-        if source.shuffle == "batch":
-            indices: Any = self._permutation(step, rows)[first:last] + start
-            self._before = np.random.get_state(legacy=False) if source.seed is None else None
-        elif self._order is not None:
-            indices = self._order[start + first : start + last]
+        if self._order is not None:
+            indices: Any = self._order[start + first : start + last]
         else:
             indices = slice(start + first, start + last)
         self._step += 1

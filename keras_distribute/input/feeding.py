@@ -40,6 +40,7 @@ class Feed(Iterator[Any]):
         prepare: Makes a batch ready: puts it on devices.
         ahead: How many batches to have ready; 0 prepares each in the caller's thread when it is asked for.
         per_epoch: Reads no further than a multiple of this number until a batch beyond it is asked for.
+        followed: Whether somebody may ask for positions.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Feed(Iterator[Any]):
         prepare: Callable[[Batch], Any],
         ahead: int,
         per_epoch: int | None = None,
+        followed: bool = True,
     ) -> None:
         self._open, self._prepare, self._ahead, self._per_epoch = open_reader, prepare, ahead, per_epoch
+        self._followed = followed
         self._work: _Work | None = None
         self._sought: Position | None = None
         self._closed = False
@@ -102,7 +105,9 @@ class Feed(Iterator[Any]):
 
     def _started(self) -> _Work:
         if self._work is None:
-            self._work = _Work(self._open(), self._prepare, self._ahead, self._per_epoch)
+            reader = self._open()
+            reader.followed = self._followed
+            self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
             self._finalize(self._work)
         self._work.start()
         return self._work

@@ -47,6 +47,7 @@ class Reader:
     kind = "data"
     cheap_position = True
     reuses_arrays = False
+    followed = True  # Whether positions may be asked for, which some readers must prepare for.
     why_no_position = "its reader has no position."
     fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 import tempfile
 from typing import Any
 
@@ -27,6 +29,7 @@ class TensorFlowSource(Source):
     def __init__(self, dataset: Any, batch_size: int | None = None) -> None:
         self.dataset = dataset
         self._batch_size = compat_tf.static_batch_size(dataset) if batch_size is None else batch_size
+        self.resumed: dict[str, bytes] | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -42,7 +45,7 @@ class TensorFlowSource(Source):
         return self.dataset.element_spec
 
     def open(self) -> Reader:
-        return _TensorFlowReader(self.dataset)
+        return _TensorFlowReader(self)
 
 
 class _TensorFlowReader(Reader):
@@ -51,13 +54,20 @@ class _TensorFlowReader(Reader):
     kind = "tf.data"
     cheap_position = False
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, source: TensorFlowSource) -> None:
+        self._source, self._dataset = source, source.dataset
         self._iterator: Any = None
         self._sought: Position | None = None
+        self._beginning: dict[str, bytes] = {}
 
     def start(self, ahead: int) -> None:
+        source = self._source
         try:
+            if source.resumed is not None:
+                # The order of a pass depends on a count that the dataset keeps. The position of the pass before, which
+                # was resumed, has restored that if its input had not ended; that of its beginning does so in any case.
+                _restore(iter(self._dataset), source.resumed)
+                source.resumed = None
             self._iterator = iter(self._dataset)
         except Exception as error:
             if "SHARD_HINT" not in str(error):
@@ -67,29 +77,21 @@ class _TensorFlowReader(Reader):
                 received="a tf.data pipeline with a hint, under another policy.",
                 fix="kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.HINT)",
             ) from error
-        if self._sought is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                for name, content in self._sought["files"].items():
-                    with open(os.path.join(folder, name), "wb") as file:
-                        file.write(content)
-                compat_tf.restore_iterator(self._iterator, os.path.join(folder, "iterator"))
+        if self._sought is None:
+            if not self.followed:  # 10 ms and more.
+                return
+            with contextlib.suppress(InputError):  # Raised where a position is asked for.
+                self._beginning = _saved(self._iterator)
+            return
+        _restore(self._iterator, self._sought["files"])
+        self._beginning = source.resumed = self._sought["beginning"]
 
     def __next__(self) -> Batch:
         data = compat.tf_to_host(next(self._iterator))
         return Batch(data, rows_of(data))
 
     def position(self) -> Position:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                compat_tf.save_iterator(self._iterator, os.path.join(folder, "iterator"))
-            except Exception as error:
-                raise InputError(
-                    "TensorFlow cannot save the position of this tf.data pipeline.",
-                    received=str(error).split("\n", 1)[0][:300],
-                    fix="leave out from_generator and py_function, or use arrays, Grain or a PyDataset.",
-                ) from error
-            names = [name for name in os.listdir(folder) if name.startswith("iterator")]
-            return {"files": {name: _content(os.path.join(folder, name)) for name in names}}
+        return {"files": _saved(self._iterator), "beginning": self._beginning}
 
     def seek(self, position: Position) -> None:
         self._sought = position
@@ -98,6 +100,23 @@ class _TensorFlowReader(Reader):
         return jax.tree.structure(self._dataset.element_spec)
 
 
-def _content(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def _saved(iterator: Any) -> dict[str, bytes]:
+    """What TensorFlow writes of an iterator, by the name of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compat_tf.save_iterator(iterator, os.path.join(folder, "iterator"))
+        except Exception as error:
+            raise InputError(
+                "TensorFlow cannot save the position of this tf.data pipeline.",
+                received=str(error).split("\n", 1)[0][:300],
+                fix="leave out from_generator and py_function, or use arrays, Grain or a PyDataset.",
+            ) from error
+        paths = [path for path in pathlib.Path(folder).iterdir() if path.name.startswith("iterator")]
+        return {path.name: path.read_bytes() for path in paths}
+
+
+def _restore(iterator: Any, files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            pathlib.Path(folder, name).write_bytes(content)
+        compat_tf.restore_iterator(iterator, os.path.join(folder, "iterator"))

@@ -88,7 +88,7 @@ def look(adapter: Any) -> Iterator[Any]:
             yield _source(adapter).peek().data
 
 
-def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -> Feed:
+def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, followed: bool) -> Feed:
     """The batches of one pass, on the devices ahead of the steps that take them.
 
     Args:
@@ -96,6 +96,7 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -
         mesh: The replicas.
         traced: Whether the steps are compiled.
         per_epoch: How many batches an epoch takes, where the user says so.
+        followed: Whether somebody may ask for positions.
     """
     open_reader, whole, ahead = _reading(adapter)
 
@@ -109,7 +110,7 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None) -
             )
         return batches.place(data, mesh, traced=traced)
 
-    return Feed(open_reader, placed, ahead, per_epoch)
+    return Feed(open_reader, placed, ahead, per_epoch, followed)
 
 
 def host_feed(adapter: Any, per_epoch: int | None) -> Feed:

@@ -18,13 +18,14 @@ import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches, feeds
 from keras_distribute.variables import DistributedVariable, given_away, spread_sum
 
-_ATTRIBUTE = "_keras_distribute_strategy"
+_ATTRIBUTE, _ACCUMULATORS = "_keras_distribute_strategy", "_keras_distribute_accumulators"
 
 
 class TrainerSeams:
@@ -85,7 +86,8 @@ class TrainerSeams:
         strategy = _strategy_of(trainer)
         if strategy is None:
             return feeds.host_feed(adapter, per_epoch)
-        return feeds.feed(adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch)
+        followed = follower_of(trainer) is not None
+        return feeds.feed(adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch, followed)
 
     def read_by_us(self, adapter: Any) -> None:
         """Ends what the adapter's own workers would do for an epoch."""
@@ -103,6 +105,12 @@ class TrainerSeams:
         """The batch as it is, but for Python numbers, which become arrays: Keras asks the leaves for a shape."""
         return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data)
 
+    def accumulators(self, trainer: Any) -> dict[int, Any]:
+        """The accumulators of the training step as their components: their sum would be rounded otherwise."""
+        variables = trainer.optimizer.variables
+        stored = {i: variables[i].components for i in getattr(trainer, _ACCUMULATORS, [])}
+        return {i: value for i, value in stored.items() if value is not None}
+
     def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
         """`step(state, data)` on the trainer's strategy, taking a host batch."""
         strategy = _strategy_of(trainer)
@@ -112,6 +120,8 @@ class TrainerSeams:
         if not compat.is_traced(trainer):
             return _eager(strategy, step)
         indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
+        if kind == "train":
+            object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
         return _AccumulatingStep(strategy, trainer, indices, step) if indices else _GlobalStep(strategy, step)
 
 

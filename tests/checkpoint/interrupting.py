@@ -93,12 +93,13 @@ def run(
         callbacks: Others.
         backup: Arguments of `BackupAndRestore`.
         make: Makes the model.
-        seed: Of the process's random streams; those of a run that goes on come from the checkpoint.
+        seed: Of NumPy's and Python's random streams; those of a run that goes on come from the checkpoint.
     """
     keras.utils.set_random_seed(SEED)
     with scope(place):
         model = make()
-    keras.utils.set_random_seed(seed)
+    random.seed(seed)  # Not TensorFlow's: a dataset keeps its seed, which a script has to set.
+    np.random.seed(seed)
     log = Log()
     own = [] if folder is None else [kd.callbacks.BackupAndRestore(folder, **{"save_freq": 2} | (backup or {}))]
     history = fit(model, callbacks=[*own, log, *callbacks, *([] if cut is None else [cut])])

@@ -138,7 +138,8 @@ def test_data(kind: str, place: int, tmp_path: Any) -> None:
         x, y = made if isinstance(made, tuple) else (made, None)
         return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
 
-    expected = run(place, fit, None)
+    # Plain Keras lets workers shuffle at times of their own.
+    expected = run(place, fit, tmp_path / "c" if place == 0 and "workers" in kind else None)
     assert_same(interrupted(place, fit, tmp_path / "a", [Cut(STEP, 9), Cut(STEP, 4)]), expected)
     cuts = [Cut("on_epoch_begin", 3)]
     assert_same(interrupted(place, fit, tmp_path / "b", cuts, backup={"save_freq": "epoch"}), expected)

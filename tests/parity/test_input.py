@@ -123,7 +123,7 @@ def test_other_kinds(entry, kind):
     dataset = strategy.experimental_distribute_dataset(as_kind(kind, entry["whole"]), options)
     elements, _ = elements_of(strategy, dataset)
     assert elements == by_split(wrapped(kind, entry["whole"]), entry["replicas"], on_devices=False)
-    if kind != "generator":  # which can be read once
+    if kind != "generator" and "policy" not in entry:  # a generator can be read once
         assert len(elements_of(strategy, dataset)[0]) == len(elements)
     if elements:
         spec, first = dataset.element_spec, leaves(elements[0])

@@ -24,6 +24,7 @@ from .distributing import (
     elements_of,
     end_of,
     entries,
+    expressible,
     identified,
     leaves,
     pipeline,
@@ -124,7 +125,7 @@ def kinds():
     for entry, name in identified(["from_function"]):
         made = [entry["whole"]] if "whole" in entry else [batches_of(steps) for steps in entry["datasets"]]
         for kind in ("arrays", "Grain rows", "Grain batches", "PyDataset", "torch DataLoader", "generator"):
-            if not scalars_run_out(entry) and all(as_kind(kind, batches) is not None for batches in made):
+            if not scalars_run_out(entry) and all(expressible(kind, batches) for batches in made):
                 yield pytest.param(entry, kind, made, id=f"{kind}-{name}")
 
 

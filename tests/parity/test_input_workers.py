@@ -22,6 +22,7 @@ from .distributing import (
     elements_of,
     entries,
     even,
+    expressible,
     identified,
     leaves,
     per_replica,
@@ -52,7 +53,8 @@ def played(dataset, worker: int, entry: Entry, **options) -> list[JSON]:
     """The elements of one process."""
     devices = entry["devices"]
     most = 5 if ["repeat"] in entry["dataset"] else 40
-    return elements_of(mirrored(devices), distributed(dataset, worker, devices, **options), most)[0]
+    options = options if entry["policy"] == "DATA" else {**ON_THE_HOST, **options}
+    return as_ours(elements_of(mirrored(devices), distributed(dataset, worker, devices, **options), most)[0])
 
 
 def by_data(entry: Entry, worker: int) -> list[JSON]:
@@ -140,7 +142,7 @@ def cases(*policies):
         if not entry.get("whole") or entry["policy"] not in policies or entry["dataset"] == [["range", 10]]:
             continue
         for kind in KINDS:
-            if as_kind(kind, entry["whole"]) is not None:
+            if expressible(kind, entry["whole"]):
                 yield pytest.param(entry, kind, id=f"{kind}-{name}")
 
 
@@ -159,8 +161,8 @@ def test_other_kinds_by_data(entry, kind):
             with pytest.raises(errors.InputError, match="cannot share a generator"):
                 distributed(dataset, worker, entry["devices"], auto_shard_policy=policy)
             continue
-        elements = played(dataset, worker, entry, auto_shard_policy=policy, **ON_THE_HOST)
-        assert as_ours(elements) == as_wrapped(kind, entry, by_data(entry, worker))
+        elements = played(dataset, worker, entry, auto_shard_policy=policy)
+        assert elements == as_wrapped(kind, entry, by_data(entry, worker))
 
 
 def knows_its_size(entry: Entry, kind: str) -> bool:
@@ -179,9 +181,9 @@ def knows_its_size(entry: Entry, kind: str) -> bool:
 def test_other_kinds_with_data_of_their_own(entry, kind):
     for worker in WORKERS:
         dataset = as_kind(kind, entry["whole"])
-        elements = played(dataset, worker, entry, auto_shard_policy=kd.AutoShardPolicy.OFF, **ON_THE_HOST)
+        elements = played(dataset, worker, entry, auto_shard_policy=kd.AutoShardPolicy.OFF)
         theirs = as_wrapped(kind, entry, as_ours(entry["workers"][worker]["elements"]))
-        assert without_empty_end(as_ours(elements)) == without_empty_end(theirs)
+        assert without_empty_end(elements) == without_empty_end(theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
