@@ -41,6 +41,7 @@ NAMES = [
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",
+    "callbacks",
     "config",
     "errors",
     "experimental",
@@ -58,7 +59,13 @@ OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(k
 
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
-    assert kd.experimental.__all__ == ["CommunicationOptions", "ValueContext"]
+    assert kd.callbacks.__all__ == ["BackupAndRestore"]
+    assert kd.experimental.__all__ == [
+        "CommunicationOptions",
+        "PreemptionCheckpointHandler",
+        "TerminationConfig",
+        "ValueContext",
+    ]
     assert kd.nn.__all__ == ["compute_average_loss", "scale_regularization_loss"]
 
 
@@ -81,13 +88,20 @@ def _modules():
         yield info.name
 
 
+def _source_file(thing):
+    try:
+        return inspect.getsourcefile(thing)
+    except TypeError:  # Built in.
+        return None
+
+
 @pytest.mark.parametrize("name", _modules())
 def test_docstring_examples(name):
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     defined = [thing for thing in vars(module).values() if inspect.isclass(thing) or inspect.isfunction(thing)]
-    own = [thing for thing in defined if inspect.getsourcefile(thing) == module.__file__]
+    own = [thing for thing in defined if _source_file(thing) == module.__file__]
     for thing in own:
         for test in finder.find(thing, globs={"np": np, "keras": keras, "kd": kd}):
             runner.run(test)

@@ -30,6 +30,8 @@ ROOMS = [
     "strategies.base",
     "strategies",
     "training",
+    "preemption",
+    "callbacks",
     "nn",
     "experimental",
     "_install",

@@ -1,0 +1,243 @@
+"""Every Keras callback that keeps state, with and without interruption: what it does and writes is equal."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from .interrupting import Cut, PowerCut, assert_same, build, fit_arrays, interrupted, run
+from .support import data
+
+pytestmark = pytest.mark.timeout(120)
+C = keras.callbacks
+
+
+def ema() -> Any:
+    model = build()
+    model.compile(
+        keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.7),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def rising() -> Any:
+    """A model whose loss rises soon, so that callbacks have something to do."""
+    model = build()
+    model.compile(
+        keras.optimizers.SGD(0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
+    return model
+
+
+class OfTheUser(C.Callback):
+    """State in attributes of many types."""
+
+    def __init__(self, results: list[float], factor: float) -> None:
+        super().__init__()
+        self.results, self.factor = results, factor
+        self.best: Any = math.inf
+        self.recent: deque[float] = deque(maxlen=2)
+        self.by_epoch: dict[int, Any] = {}
+        self.weights: Any = None
+        self.flag, self.note, self.pair = False, b"", (0, None)
+        self.function = print
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.results.append(logs["loss"])
+        self.recent.append(logs["loss"])
+        self.best = min(self.best, logs["loss"] * self.factor)
+        self.by_epoch[epoch] = np.float32(logs["loss"])
+        self.weights = self.model.get_weights()
+        self.flag, self.note, self.pair = not self.flag, self.note + b"x", (epoch, self.pair[0])
+
+
+class OwnState(C.Callback):
+    """State that no attribute has in a form that can be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.add(epoch)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"seen": sorted(self.seen)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.seen = set(state["seen"])
+
+
+TABLE: dict[str, tuple[Any, Any]] = {
+    "EarlyStopping": (lambda _: C.EarlyStopping("val_loss", patience=2, restore_best_weights=True), rising),
+    "EarlyStopping, at once": (lambda _: C.EarlyStopping("loss", mode="max", restore_best_weights=True), build),
+    "ReduceLROnPlateau": (lambda _: C.ReduceLROnPlateau("val_loss", factor=0.3, patience=1, cooldown=1), rising),
+    "LearningRateScheduler": (lambda _: C.LearningRateScheduler(lambda epoch, rate: rate * 0.7), build),
+    "ModelCheckpoint, best": (
+        lambda d: C.ModelCheckpoint(d / "best-{epoch}.keras", monitor="val_loss", save_best_only=True),
+        rising,
+    ),
+    "ModelCheckpoint, steps": (
+        lambda d: C.ModelCheckpoint(d / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4),
+        build,
+    ),
+    "OrbaxCheckpoint": (lambda d: C.OrbaxCheckpoint(str(d / "orbax"), max_to_keep=None), build),
+    "OrbaxCheckpoint, steps": (lambda d: C.OrbaxCheckpoint(str(d / "orbax"), save_freq=4, max_to_keep=3), build),
+    "CSVLogger": (lambda d: C.CSVLogger(str(d / "log.csv")), build),
+    "CSVLogger, append": (lambda d: C.CSVLogger(str(d / "log.csv"), append=True), build),
+    "SwapEMAWeights": (lambda _: C.SwapEMAWeights(), ema),
+    "SwapEMAWeights, epochs": (lambda _: C.SwapEMAWeights(swap_on_epoch=True), ema),
+    "TerminateOnNaN": (lambda _: C.TerminateOnNaN(), build),
+    "TensorBoard": (lambda d: C.TensorBoard(str(d / "board"), update_freq=3, write_graph=False), build),
+    "LambdaCallback": (lambda _: C.LambdaCallback(on_epoch_end=lambda epoch, logs: None), build),
+    "RemoteMonitor": (lambda _: Silent(), build),
+    "BatchEnd of the user": (lambda _: OfTheUser([], 0.5), build),
+    "get_state of the user": (lambda _: OwnState(), build),
+}
+
+
+class Silent(C.RemoteMonitor):
+    """`RemoteMonitor` without a server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.sent.append({"epoch": epoch, **(logs or {})})
+
+
+def left(callback: Any, folder: Path) -> dict[str, Any]:
+    """What a callback holds in the end, and what it wrote."""
+    skipped = {"_model", "params", "_epoch_start_time", "_batch_start_time", "_train_accumulated_time", "directory"}
+    plain = (int, float, str, bytes, tuple, list, dict, set, deque, np.ndarray, np.generic, type(None))
+    held = {
+        name: value
+        for name, value in vars(callback).items()
+        if name not in skipped and isinstance(value, plain) and str(folder) not in str(value)
+    }
+    held = {n: v for n, v in held.items() if not (isinstance(v, list) and any(not isinstance(i, plain) for i in v))}
+    files: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".csv":
+            files[name] = path.read_text()
+        elif path.suffix == ".keras":
+            files[name] = keras.models.load_model(path).get_weights()
+        elif path.parent.name == "orbax" or path.suffix == ".h5":
+            files[name] = None
+    if isinstance(callback, C.TensorBoard):
+        files["events"] = events(folder)
+    return {"held": held, "files": files}
+
+
+def events(folder: Path) -> dict[str, dict[int, float]]:
+    """The numbers in the event files, by what they are of and by step."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.rglob("events.out*")):
+        for event in loader.EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if "time" not in value.tag and "steps_per_second" not in value.tag:
+                    number = np.frombuffer(value.tensor.tensor_content, np.float32)
+                    number = number if number.size else np.array(value.tensor.float_val)
+                    found.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = number.tolist()
+    return found
+
+
+def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert sorted(map(str, actual)) == sorted(map(str, expected)), where
+        for name in expected:
+            assert_equal(actual[name], expected[name], f"{where}/{name}")
+    elif isinstance(expected, list | tuple | deque):
+        assert type(actual) is type(expected) and len(actual) == len(expected), where
+        for a, b in zip(actual, expected, strict=True):
+            assert_equal(a, b, where)
+    else:
+        assert type(actual) is type(expected), where
+        np.testing.assert_array_equal(actual, expected, err_msg=where)
+
+
+@pytest.mark.parametrize("cut", [("on_train_batch_end", 9), ("on_train_batch_end", 21), ("on_epoch_end", 3)])
+@pytest.mark.parametrize("name", TABLE)
+def test_equal_with_and_without_interruption(name: str, cut: tuple[str, int], tmp_path: Any) -> None:
+    make_callback, make = TABLE[name]
+    callbacks: dict[str, Any] = {}
+
+    def fit(folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+
+        def fit(model: Any, callbacks: Any) -> Any:
+            callback = make_callback(folder)
+            found[folder.name] = callback
+            *first, last = callbacks if callbacks else [None]
+            return fit_arrays(model, [*first, callback, last], epochs=5)
+
+        return fit
+
+    found = callbacks
+    expected = run(2, fit(tmp_path / "whole"), None, make=make)
+    try:
+        result = interrupted(2, fit(tmp_path / "parts"), tmp_path / "backup", [Cut(*cut)], make=make)
+    except AssertionError:
+        assert "at once" in name
+        return
+    assert_same(result, expected)
+    assert_equal(
+        left(found["parts"], tmp_path / "parts"), left(found["whole"], tmp_path / "whole"), type(found["whole"]).__name__
+    )
+
+
+def test_stopped_early_and_killed_before_the_end(tmp_path: Any) -> None:
+    """Training that had been stopped stays stopped: nothing is trained after the restart."""
+
+    def fit(model: Any, callbacks: Any) -> Any:
+        stopping = C.EarlyStopping("loss", patience=0, mode="max", restore_best_weights=True)
+        return fit_arrays(model, [stopping, *callbacks], epochs=6)
+
+    expected = run(2, fit, None)
+    assert len(expected["epochs"]) < 6
+    result = interrupted(2, fit, tmp_path / "b", [Cut("on_train_end", 1)], backup={"save_freq": "epoch"})
+    assert_same(result, expected)
+
+
+def test_what_was_given_to_a_callback_is_not_taken_back(tmp_path: Any) -> None:
+    """A second run may choose another patience."""
+    with pytest.raises(PowerCut):
+        run(2, fit_arrays, tmp_path / "b", callbacks=[C.EarlyStopping("loss", patience=1)], cut=Cut("on_epoch_end", 2))
+    later = C.EarlyStopping("loss", patience=7)
+    run(2, fit_arrays, tmp_path / "b", callbacks=[later])
+    assert later.patience == 7
+
+
+def test_lines_written_after_the_last_save_are_written_once(tmp_path: Any) -> None:
+    def fit(model: Any, callbacks: Any) -> Any:
+        x, y = data(44)
+        return model.fit(
+            x, y, batch_size=8, epochs=4, verbose=0, callbacks=[C.CSVLogger(str(tmp_path / "log.csv")), *callbacks]
+        )
+
+    interrupted(2, fit, tmp_path / "b", [Cut("on_train_batch_end", 14)], backup={"save_freq": 11})
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2", "3"]
+
+
+def test_a_callback_that_is_missing_is_warned_about(tmp_path: Any) -> None:
+    class Counting(C.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+    with pytest.raises(PowerCut):
+        run(2, fit_arrays, tmp_path / "b", callbacks=[Counting()], cut=Cut("on_train_batch_end", 9))
+    with pytest.warns(UserWarning, match="interrupted with Counting among its callbacks"):
+        run(2, fit_arrays, tmp_path / "b")
