@@ -147,8 +147,8 @@ class Watch:
         return Reaction.NONE if self._saved else Reaction.SAVE
 
     def step_took(self, seconds: float) -> None:
-        """Notes how long a step took."""
-        self._step_seconds += 0.1 * (seconds - self._step_seconds) if self._step_seconds else seconds
+        """Notes how long a step took; the first one, which compiles, is soon forgotten."""
+        self._step_seconds += 0.3 * (seconds - self._step_seconds) if self._step_seconds else seconds
 
     def save_and_react(self, reaction: Reaction, save: Callable[[], Any]) -> None:
         """Saves, and exits if that is the reaction.
@@ -281,8 +281,8 @@ class PreemptionCheckpointHandler:
             *args: For `CheckpointManager.save`, or for the `save_fn` of the `TerminationConfig`.
             **kwargs: Likewise.
         """
+        self._runs += 1  # The step is done, unlike in `run`.
         self._react(*args, **kwargs)
-        self._runs += 1
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Generator[None]:

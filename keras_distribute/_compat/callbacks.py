@@ -6,6 +6,7 @@
 - `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
+- `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there already.
 - `global_state`: the generator that `keras.random` uses where no seed is given.
 """
 
@@ -67,6 +68,19 @@ def choose_monitor(callback: Any) -> None:
 def has_monitor(callback: Any) -> bool:
     """Whether that was chosen."""
     return getattr(callback, "monitor_op", None) is not None
+
+
+def last_orbax_step(callback: Any) -> int | None:
+    """The last step that an `OrbaxCheckpoint` has saved, once it is complete; `None` without one."""
+    callback.checkpointer.wait()
+    return max((info.step for info in callback.checkpointer.checkpoints), default=None)
+
+
+def forget_orbax_steps(callback: Any, last: int | None) -> None:
+    """Deletes the steps after `last`, which an `OrbaxCheckpoint` would refuse to save again."""
+    for info in callback.checkpointer.checkpoints:
+        if last is None or info.step > last:
+            callback.checkpointer.delete(info.step)
 
 
 def global_seed() -> np.ndarray[Any, Any] | None:

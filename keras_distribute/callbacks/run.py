@@ -147,8 +147,8 @@ class Run:
 
     def train_ended(self) -> None:
         """The `fit` is complete, and needs no checkpoint any more."""
-        if self._watch is not None and self._watch.is_notified:
-            self._watch.save_and_react(Reaction.EXIT, self._manager.wait)  # Whoever starts again finds the last one.
+        if self._watch is not None and self._watch.is_notified:  # In the callbacks just before this one.
+            self._react(Reaction.EXIT)
         self._manager.close()
         if self._options.delete_checkpoint:
             self._manager._remove()
@@ -249,19 +249,22 @@ class Run:
     def _reacted(self) -> bool:
         """Saves, and perhaps exits, if a notice asks for it."""
         reaction = Reaction.NONE if self._watch is None else self._watch.reaction()
-        if self._watch is None or reaction is Reaction.NONE:
+        if reaction is Reaction.NONE or (reaction is Reaction.SAVE and not self._can_save()):
             return False
-        possible = self._options.data_position or self._where == _EPOCH
-        if not possible and reaction is Reaction.SAVE:
-            return False
+        self._react(reaction)
+        return True
 
+    def _react(self, reaction: Reaction) -> None:
         def save() -> None:
-            if possible:
+            if self._can_save():
                 self._save()
             self._manager.wait()
 
+        assert self._watch is not None
         self._watch.save_and_react(reaction, save)
-        return True
+
+    def _can_save(self) -> bool:
+        return self._epochs is not None and (self._options.data_position or self._where == _EPOCH)
 
     def _check_position(self) -> None:
         """Raises early what the first save would raise."""

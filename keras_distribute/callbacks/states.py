@@ -40,7 +40,18 @@ def get_state(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Gives the callbacks their states; warns of those that are missing here, but for the progress bar."""
+    """Gives the callbacks their states; those that are missing in one of them stay as they are."""
+    present = named(callbacks)
+    for name, state in states.items():
+        if name in present:
+            _give(present[name], state)
+
+
+def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
+    """Makes ready the files that callbacks had written, and warns of states that no callback will take.
+
+    What was written after the save will be written again.
+    """
     present = named(callbacks)
     missing = sorted(states.keys() - present.keys() - {"ProgbarLogger"})
     if missing:
@@ -49,19 +60,14 @@ def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
             "It goes on without.",
             stacklevel=2,
         )
-    for name, state in states.items():
-        if name in present:
-            _give(present[name], state)
-
-
-def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Keeps callbacks from deleting, when the training begins, what they wrote before it was interrupted."""
-    for name, callback in named(callbacks).items():
-        if isinstance(callback, keras.callbacks.CSVLogger) and "file_bytes" in states.get(name, {}):
+    for name, callback in present.items():
+        state = states.get(name, {})
+        if isinstance(callback, keras.callbacks.CSVLogger) and "file_bytes" in state:
             callback.append = True
             if os.path.exists(callback.filename):
-                size = min(os.path.getsize(callback.filename), states[name]["file_bytes"])
-                os.truncate(callback.filename, size)
+                os.truncate(callback.filename, min(os.path.getsize(callback.filename), state["file_bytes"]))
+        elif isinstance(callback, keras.callbacks.OrbaxCheckpoint) and "last_step" in state:
+            compat.forget_orbax_steps(callback, state["last_step"])
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
@@ -83,6 +89,8 @@ def _state_of(callback: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
     if compat.has_monitor(callback):
         state["monitors"] = True
+    if isinstance(callback, keras.callbacks.OrbaxCheckpoint):
+        state["last_step"] = compat.last_orbax_step(callback)
     return state
 
 

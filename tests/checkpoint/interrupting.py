@@ -20,6 +20,10 @@ class PowerCut(Exception):
     """What interrupts a run."""
 
 
+class CompleteTooSoon(Exception):
+    """A run that ended before it could be interrupted."""
+
+
 class Cut(keras.callbacks.Callback):
     """Interrupts at the `count`th call of a method, of all that this run makes."""
 
@@ -121,7 +125,7 @@ def interrupted(
             run(place, fit, folder, cut=cut, seed=seed(number), **options)
         except PowerCut:
             continue
-        raise AssertionError("the run was complete before it could be interrupted")
+        raise CompleteTooSoon
     return run(place, fit, folder, seed=seed(999), cut=Cut("on_train_end", 1000), **options)
 
 
