@@ -53,7 +53,9 @@ class Feed(Iterator[Any]):
     ) -> None:
         self._open, self._prepare, self._ahead, self._per_epoch = open_reader, prepare, ahead, per_epoch
         self._followed = followed
+        self._opening = threading.Lock()
         self._work: _Work | None = None
+        self._dropped: Any = None
         self._sought: Position | None = None
         self._closed = False
 
@@ -88,10 +90,9 @@ class Feed(Iterator[Any]):
         self.close()
         reader = self._open()
         reader.seek(position["at"])
+        work = self._new_work(reader)
+        work.pending = _unpacked(position.get("pending"), reader)
         self._sought, self._closed = position, False
-        self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
-        self._work.pending = _unpacked(position.get("pending"), reader)
-        self._finalize(self._work)
 
     def close(self) -> None:
         """Ends the thread, and gives back what nobody took."""
@@ -99,18 +100,24 @@ class Feed(Iterator[Any]):
         if self._work is not None:
             self._work.stop(wait=True)
 
-    def _finalize(self, work: _Work) -> None:
+    def _new_work(self, reader: Reader) -> _Work:
         """Dropping the feed closes it."""
-        weakref.finalize(self, work.stop, wait=True).atexit = False
+        if self._dropped is not None:
+            self._dropped.detach()
+        self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
+        self._dropped = weakref.finalize(self, self._work.stop, wait=True)
+        self._dropped.atexit = False
+        return self._work
 
     def _started(self) -> _Work:
-        if self._work is None:
-            reader = self._open()
-            reader.followed = self._followed
-            self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
-            self._finalize(self._work)
-        self._work.start()
-        return self._work
+        with self._opening:
+            work = self._work
+            if work is None:
+                reader = self._open()
+                reader.followed = self._followed
+                work = self._new_work(reader)
+            work.start()
+            return work
 
 
 class _Work:
@@ -126,7 +133,7 @@ class _Work:
         self._changed = threading.Condition()
         self._reading = threading.Lock()
         self._asked = self._read = 0
-        self._running = self._stopped = False
+        self._running = self._ended = self._stopped = False
         self._thread: threading.Thread | None = None
         self._position: Position | None = None
         self._no_position: InputError | None = None
@@ -146,20 +153,25 @@ class _Work:
             self._thread.start()
 
     def take(self) -> _Ready:
-        """The next batch, waiting for it if need be."""
-        self._asked += 1
+        """The next batch, waiting for it if need be.
+
+        Raises:
+            StopIteration: At the end, when somebody else has closed the feed, or has met its failure.
+        """
         if self._thread is None:
             with self._reading:
+                if self._stopped:
+                    raise StopIteration
                 item = self._next()
         else:
             with self._changed:
+                self._asked += 1
                 self._changed.notify_all()
-                while not self._ready and self._failure is None:
+                while not (self._ready or self._ended or self._stopped):
                     self._changed.wait()
-                if not self._ready:
-                    assert self._failure is not None
+                if self._stopped or not self._ready:
                     failure, self._failure = self._failure, None  # Its traceback holds the feed, which would never end.
-                    raise failure
+                    raise failure or StopIteration
                 item = self._ready.popleft()
                 self._changed.notify_all()
         self._position = item.position
@@ -181,7 +193,7 @@ class _Work:
                         item = self._next()
                     except BaseException as failure:
                         with self._changed:
-                            self._failure = failure
+                            self._failure, self._ended = failure, True
                             self._changed.notify_all()
                         return
                     with self._changed:
@@ -238,8 +250,9 @@ class _Work:
                     stacklevel=3,
                 )
                 return
-        self._reader.close(len(self._ready))
+        unread = len(self._ready)
         self._ready.clear()
+        self._reader.close(unread)
 
 
 def _packed(batches: list[Batch]) -> list[Any]:

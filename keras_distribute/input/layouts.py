@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -131,15 +132,21 @@ class _RoundReader(Reader):
         self.cheap_position, self.reuses_arrays = readers[0].cheap_position, readers[0].reuses_arrays
         self._readers, self._num_replicas = readers, num_replicas
         self._turns = readers if len(readers) > 1 else readers * num_replicas
+        # How many batches each reader gave: for each of the last rounds, and for one that was begun and came to nothing.
+        self._given: deque[Counter[Reader]] = deque()
+        self._begun = Counter[Reader]()
 
     def start(self, ahead: int) -> None:
+        self._given = deque(maxlen=max(ahead, 1))
         for reader in self._readers:
             reader.start((ahead + 1) * self._num_replicas)
 
     def __next__(self) -> Batch:
         taken: list[Batch | None] = []
+        self._begun = Counter()
         for reader in self._turns:
             batch = next(reader, None)
+            self._begun[reader] += batch is not None
             if batch is not None and self.reuses_arrays:
                 data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
                 batch = batch._replace(data=data)
@@ -151,6 +158,8 @@ class _RoundReader(Reader):
             require_rows(given)
         nothing = rows_between(given, 0, 0)
         data = [nothing if batch is None else batch.data for batch in taken]
+        self._given.append(self._begun)
+        self._begun = Counter()
         return Batch(data, sum(batch.rows for batch in taken if batch is not None))
 
     def position(self) -> Position:
@@ -166,8 +175,9 @@ class _RoundReader(Reader):
         return jax.tree.structure([one] * self._num_replicas)
 
     def close(self, unread: int) -> None:
+        rounds = [*list(self._given)[len(self._given) - unread :], self._begun]
         for reader in self._readers:
-            reader.close(unread * (self._num_replicas if len(self._readers) == 1 else 1))
+            reader.close(sum(given[reader] for given in rounds))
 
 
 class CutSource(Source):
@@ -201,7 +211,12 @@ class _CutReader(Reader):
         self._ends: list[int] = []
         self._cut = self._skip = 0
         self._before: Position | None = None
-        self.start, self.form, self.close = inner.start, inner.form, inner.close
+        self._cuts: deque[int] = deque()  # How many were given of each of the last batches.
+        self.form = inner.form
+
+    def start(self, ahead: int) -> None:
+        self._cuts = deque(maxlen=ahead + 1)
+        self._inner.start(ahead + 1)
 
     def __next__(self) -> Batch:
         while self._cut + 1 >= len(self._ends):
@@ -210,9 +225,11 @@ class _CutReader(Reader):
             require_rows(self._batch)
             self._ends = self._ends_in(self._batch.rows)
             self._cut, self._skip = self._skip, 0
+            self._cuts.append(0)
         assert self._batch is not None
         start, stop = self._ends[self._cut], self._ends[self._cut + 1]
         self._cut += 1
+        self._cuts[-1] += 1
         return Batch(rows_between(self._batch, start, stop), stop - start)
 
     def _ends_in(self, rows: int) -> list[int]:
@@ -252,6 +269,15 @@ class _CutReader(Reader):
         batch = position["batch"]
         self._batch = Batch(jax.tree.unflatten(self._inner.form(), batch["leaves"]), batch["rows"])
         self._ends, self._cut = self._ends_in(batch["rows"]), position["cut"]
+        self._cuts.append(0)
+
+    def close(self, unread: int) -> None:
+        """Gives back whole batches; of one that was used in part, the rest belongs to this pass."""
+        whole = 0
+        while self._cuts and self._cuts[-1] <= unread:
+            unread -= self._cuts.pop()
+            whole += 1
+        self._inner.close(whole)
 
 
 def require_rows(batch: Batch) -> None:

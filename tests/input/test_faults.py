@@ -258,3 +258,75 @@ def test_a_generator_of_several_processes_needs_a_word() -> None:
     assert "reads all of its own data (OFF)" in repr(share(kd.AutoShardPolicy.OFF))
     with pytest.raises(errors.InputError, match="FILE is for tf.data pipelines"):
         share(kd.AutoShardPolicy.FILE)
+
+
+def test_several_threads_share_an_iterator(ahead: int) -> None:
+    """Each element goes to one of them, and all of them end."""
+    iterator = iter(distributed(kd.ArrayDataset(np.arange(40), 2), ahead))
+    seen: list[list[int]] = [[], [], []]
+
+    def take(into: list[int]) -> None:
+        into.extend(int(element.values[0][0]) for element in iterator)
+
+    threads = [threading.Thread(target=take, args=(into,), daemon=True) for into in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(sum(seen, [])) == list(range(0, 40, 2))
+
+
+def test_closing_wakes_a_loop_that_waits() -> None:
+    gate, waiting = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        yield (X,)
+        waiting.set()
+        gate.wait(60)
+        yield (X,)
+
+    iterator = iter(distributed(slow(), 2))
+    seen: list[int] = []
+    loop = threading.Thread(target=lambda: seen.extend(1 for _ in iterator), daemon=True)
+    loop.start()
+    assert waiting.wait(60)
+    closing = threading.Thread(target=iterator.close, daemon=True)
+    closing.start()
+    loop.join(20)
+    ended = not loop.is_alive()
+    gate.set()
+    closing.join(60)
+    assert ended and not closing.is_alive() and seen == [1]
+
+
+@pytest.mark.parametrize("kind", ["generator", "torch", "arrays"])
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
+    """Two replicas of two processes: each takes its own data in cuts, without positions too."""
+    import torch.utils.data
+
+    from keras_distribute.input import datasets
+
+    x = np.arange(24, dtype=np.float32)[:, None]
+    made: dict[str, Any] = {
+        "generator": ((x[i : i + 8],) for i in range(0, 24, 8)),
+        "torch": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x)), 8),
+        "arrays": kd.ArrayDataset((x,), 8),
+    }
+    options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    mesh = kd.MirroredStrategy(["cpu:0", "cpu:1"]).replica_mesh
+    dataset = datasets.distribute(made[kind], mesh, kd.InputContext(2, 1, 4), options)
+
+    def rows(element: Any) -> list[float]:
+        return np.concatenate([np.asarray(value) for value in element[0].values]).ravel().tolist()
+
+    iterator = iter(dataset)
+    seen = sum((rows(next(iterator)) for _ in range(taken)), [])
+    assert seen == list(range(len(seen)))
+    iterator.close()
+    rest = sum((rows(element) for element in dataset), [])
+    if kind == "generator":  # What was read for nobody comes again; the batch that was used in part does not.
+        assert rest == list(range(-(-len(seen) // 8) * 8, 24))
+    else:
+        assert rest == list(range(24))

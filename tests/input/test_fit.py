@@ -302,6 +302,39 @@ def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None
     assert seen == list(range(9))
 
 
+@pytest.mark.parametrize("mode", kd.InputReplicationMode)
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [5, 7, 8, 9])
+def test_generators_in_rounds_go_on(count: int, taken: int, mode: Any) -> None:
+    """Consecutive batches go to consecutive replicas, and the last round may be short."""
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    streams = [numbers(count), numbers(3)]
+    left = [0] if mode is kd.InputReplicationMode.PER_WORKER else [0, 1]
+    calls = iter(left * 2)
+
+    def made(context: Any) -> Any:
+        return streams[next(calls)]
+
+    def values_of(element: Any) -> list[tuple[int, int]]:
+        numbered = enumerate(element[0].values)
+        return [(replica, int(value[0, 0])) for replica, value in numbered if np.asarray(value).shape[0]]
+
+    options = kd.InputOptions(experimental_replication_mode=mode, experimental_per_replica_buffer_size=3)
+    dataset = strategy.distribute_datasets_from_function(made, options)
+    iterator = iter(dataset)
+    seen = [values_of(next(iterator)) for _ in range(taken)]
+    time.sleep(0.05)  # Reads ahead, to the end and beyond.
+    iterator.close()
+    seen += [values_of(element) for element in dataset]
+    assert not list(dataset)
+    if mode is kd.InputReplicationMode.PER_WORKER:
+        flat = [value for step in seen for _, value in step]
+        assert flat == list(range(count))
+        assert all([replica for replica, _ in step] == list(range(len(step))) for step in seen)
+    else:
+        assert seen == [[(0, i), *([(1, i)] if i < 3 else [])] for i in range(count)]
+
+
 def test_an_empty_generator_has_no_elements() -> None:
     dataset = kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(numbers(0))
     assert list(dataset) == []
