@@ -1,8 +1,9 @@
 """The names that TensorFlow keeps under `tf.distribute.experimental`."""
 
+from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from keras_distribute.preemption import TerminationConfig as TerminationConfig
 from keras_distribute.types import CommunicationOptions as CommunicationOptions
 from keras_distribute.types import ValueContext as ValueContext
 
-__all__ = ["CommunicationOptions", "PreemptionCheckpointHandler", "TerminationConfig", "ValueContext"]
+__all__ = ["CommunicationOptions", "Optional", "PreemptionCheckpointHandler", "TerminationConfig", "ValueContext"]

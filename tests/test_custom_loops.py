@@ -361,3 +361,46 @@ def test_average_loss_and_regularization():
         kd.nn.compute_average_loss([1.0], global_batch_size=-1)
     with pytest.raises(errors.ValueStructureError, match="one number"):
         kd.nn.compute_average_loss([1.0], global_batch_size=[1, 2])
+
+
+@pytest.mark.parametrize("sizes", [[8], [3, 5], [4, 4], [5, 0, 3], [1] * 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_losses_of_several_outputs(sizes, masked):
+    """`compute_loss` keeps a metric for each output: the mean over all rows, as on one device."""
+    ends = np.cumsum([0, *sizes])
+    weights = RNG.rand(8).astype("float32")
+
+    def history(strategy):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            inputs = keras.Input((5,))
+            outputs = {name: keras.layers.Dense(2, name=name)(inputs) for name in ("first", "second")}
+            model = keras.Model(inputs, outputs)
+            losses = {"first": "mse", "second": keras.losses.MeanAbsoluteError(reduction="sum")}
+            model.compile("sgd", losses, loss_weights={"first": 2.0, "second": 0.5})
+
+        def step(x, y, weight):
+            predictions = model(x)
+            if masked:
+                set_keras_mask(predictions["first"], x[:, 0] > 0)
+            targets = {"first": y, "second": y + 1}
+            return model.compute_loss(x, targets, predictions, {"first": weight, "second": weight})
+
+        if strategy.num_replicas_in_sync == 1:
+            total = step(X[0][:8], Y[0][:8], weights)
+        else:
+            arguments = [
+                strategy.experimental_distribute_values_from_function(
+                    lambda c, a=a: a[ends[c.replica_id_in_sync_group] : ends[c.replica_id_in_sync_group + 1]]
+                )
+                for a in (X[0][:8], Y[0][:8], weights)
+            ]
+            total = strategy.reduce("SUM", strategy.run(step, args=arguments), axis=None)
+        tracked = {metric.name: metric.result() for metric in model._compile_loss.metrics}
+        assert len(tracked) == 2
+        return {"total": total, **tracked}
+
+    expected = history(kd.get_strategy())
+    actual = history(mirrored(len(sizes)))
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5, err_msg=name)

@@ -62,6 +62,7 @@ def test_the_public_names_are_these():
     assert kd.callbacks.__all__ == ["BackupAndRestore"]
     assert kd.experimental.__all__ == [
         "CommunicationOptions",
+        "Optional",
         "PreemptionCheckpointHandler",
         "TerminationConfig",
         "ValueContext",

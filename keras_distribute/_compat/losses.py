@@ -2,7 +2,8 @@
 
 `reduce_values` and `apply_mask` are looked up by Keras's own losses in the module that defines them; Keras scales for
 `tf.distribute` in the same place, and only there. `Trainer._aggregate_additional_loss` is its place for penalties.
-`Loss.__call__` is where the rows of a loss are known that is one number already.
+`Loss.__call__` is where the rows of a loss are known that is one number already. `unscale_loss_for_distribution` makes
+of a loss what its own metric keeps, in the module that defines it; it concerns the loss that was called last.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -25,6 +26,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 class _Rows(threading.local):
     known: int | None = None
+    of_last: int | None = None
 
 
 _rows = _Rows()
@@ -43,6 +45,7 @@ def install(
     call: Callable[..., Any] = loss_module.Loss.__call__
     reduce_values: Callable[..., Any] = loss_module.reduce_values
     apply_mask: Callable[..., Any] = loss_module.apply_mask
+    unscale: Callable[..., Any] = loss_module.unscale_loss_for_distribution
 
     def share(local: Any) -> Any:
         """This replica's count over the count of all."""
@@ -87,17 +90,24 @@ def install(
         try:
             return call(self, y_true, y_pred, *args, **kwargs)
         finally:
-            _rows.known = before
+            _rows.known, _rows.of_last = before, _rows.known
+
+    def unscaled(value: Any) -> Any:
+        """The metric weights it by the rows of this replica: so that all together yield the sum of the shares."""
+        scale = share(keras.ops.cast(_rows.of_last, value.dtype)) if _rows.of_last is not None else None
+        return unscale(value) if scale is None else keras.ops.divide_no_nan(value, scale)
 
     aggregate_additional_loss: Callable[..., Any] = Trainer._aggregate_additional_loss
     Trainer._aggregate_additional_loss = additional_share
     loss_module.reduce_values = reduce_share
     loss_module.apply_mask = mask_share
+    loss_module.unscale_loss_for_distribution = unscaled
     loss_module.Loss.__call__ = functools.wraps(call)(call_with_rows)
 
     def undo() -> None:
         loss_module.reduce_values = reduce_values
         loss_module.apply_mask = apply_mask
+        loss_module.unscale_loss_for_distribution = unscale
         loss_module.Loss.__call__ = call
         Trainer._aggregate_additional_loss = aggregate_additional_loss
 

@@ -1,7 +1,7 @@
 """TensorFlow, where it is installed: kept off the accelerators, and asked how it shards a pipeline.
 
-`_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name. Nothing here imports TensorFlow
-unless the caller has.
+`_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name. `_as_serialized_graph` shows the seeds
+of a pipeline, which TensorFlow tells nobody. Nothing here imports TensorFlow unless the caller has.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
+_FIRST_SEED = {"ShuffleDataset": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}  # Which inputs are the two seeds.
 
 
 def keep_off_accelerators() -> Callable[[], None]:
@@ -60,19 +62,27 @@ def _hide_devices(tensorflow: Any) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Finds TensorFlow as everyone else does, and hides devices from it once it is loaded."""
 
+    def __init__(self) -> None:
+        self._asking = threading.local()
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _NAME:
+        if fullname != _NAME or getattr(self._asking, "others", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking.others = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking.others = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 load(module)
-                _hide_devices(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _hide_devices(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -119,6 +129,31 @@ def _reason(error: Any) -> str:
     """The first sentence of TensorFlow's message, without the names of its nodes."""
     text = str(error.message).split("\n", 1)[0]
     return text.rsplit("}}", 1)[-1].split("goo.gle", 1)[0].strip(" :.")
+
+
+def unseeded(dataset: Any) -> list[str]:
+    """The operations of a pipeline whose randomness no seed fixes: each process would draw its own."""
+    import tensorflow as tf
+    from tensorflow.core.framework.graph_pb2 import GraphDef
+
+    ignored = tf.data.experimental.ExternalStatePolicy.IGNORE
+    graph = GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=ignored).numpy())
+    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+    return [node.op for nodes in bodies for node in nodes if _is_unseeded(node, {each.name: each for each in nodes})]
+
+
+def _is_unseeded(node: Any, nodes: dict[str, Any]) -> bool:
+    """Whether both seeds are 0, which tells TensorFlow to draw them."""
+    import tensorflow as tf
+
+    first = next((at for name, at in _FIRST_SEED.items() if node.op.startswith(name)), None)
+    if first is None:
+        return False
+    seeds = [nodes.get(name.split(":")[0]) for name in node.input[first : first + 2]]
+    return all(
+        seed is not None and seed.op == "Const" and int(tf.make_ndarray(seed.attr["value"].tensor)) == 0
+        for seed in seeds
+    )
 
 
 def save_iterator(iterator: Any, prefix: str) -> None:

@@ -66,6 +66,7 @@ class ArrayDataset:
         self.arrays, self.batch_size, self.shuffle, self.drop_remainder = arrays, batch_size, shuffle, drop_remainder
         self.rows = lengths.pop()
         self.seed = int(np.random.randint(2**31)) if seed is None and shuffle else seed
+        self.one_order = seed is not None or not shuffle
 
     def __len__(self) -> int:
         return self.rows // self.batch_size if self.drop_remainder else -(-self.rows // self.batch_size)
@@ -82,6 +83,7 @@ class ArraySource(Source):
         seed: Of the orders; `None` draws them from NumPy's global stream, as Keras does.
         drop_remainder: Whether to leave out a last batch that is not full.
         part: Which rows of each batch to read.
+        one_order: Whether all processes have the same order.
     """
 
     kind = "arrays"
@@ -95,9 +97,10 @@ class ArraySource(Source):
         seed: int | None = None,
         drop_remainder: bool = False,
         part: Part | None = None,
+        one_order: bool = True,
     ) -> None:
         self.arrays, self.rows, self.shuffle, self.seed = arrays, rows, shuffle, seed
-        self.part = part
+        self.part, self._one_order = part, one_order
         self.epoch = 0
         self._batch_size, self._drop = batch_size, drop_remainder
 
@@ -123,6 +126,12 @@ class ArraySource(Source):
         return batch
 
     def only_rows(self, part: Part) -> Source:
+        if not self._one_order:
+            raise InputError(
+                "Each process would shuffle these arrays in another order.",
+                received="shuffle=True without a seed.",
+                fix="kd.ArrayDataset(arrays, batch_size, shuffle=True, seed=7), one seed for all processes.",
+            )
         return ArraySource(self.arrays, self.rows, self._batch_size, self.shuffle, self.seed, self._drop, part)
 
 

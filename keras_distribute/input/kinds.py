@@ -24,9 +24,8 @@ def source_of(dataset: Any) -> Source:
     """
     if isinstance(dataset, ArrayDataset):
         arrays = compat.sliceable_arrays(dataset.arrays)
-        return ArraySource(
-            arrays, dataset.rows, dataset.batch_size, dataset.shuffle, dataset.seed, dataset.drop_remainder
-        )
+        form = (dataset.rows, dataset.batch_size, dataset.shuffle, dataset.seed, dataset.drop_remainder)
+        return ArraySource(arrays, *form, one_order=dataset.one_order)
     if dataset is not None and compat.can_convert_arrays(dataset):
         raise InputError(
             "Arrays do not say how many rows a batch has.",

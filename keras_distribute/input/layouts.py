@@ -132,7 +132,7 @@ class _RoundReader(Reader):
         self.cheap_position, self.reuses_arrays = readers[0].cheap_position, readers[0].reuses_arrays
         self._readers, self._num_replicas = readers, num_replicas
         self._turns = readers if len(readers) > 1 else readers * num_replicas
-        # How many batches each reader gave: for each of the last rounds, and for one that was begun and came to nothing.
+        # How many batches each reader gave, for each of the last rounds and for one that came to nothing.
         self._given: deque[Counter[Reader]] = deque()
         self._begun = Counter[Reader]()
 

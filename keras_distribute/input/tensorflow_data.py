@@ -13,7 +13,7 @@ import jax
 from keras_distribute._compat import adapters as compat
 from keras_distribute._compat import tensorflow as compat_tf
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader, Source, rows_of
+from keras_distribute.input.source import Batch, Part, Position, Reader, Source, rows_of
 
 
 class TensorFlowSource(Source):
@@ -46,6 +46,17 @@ class TensorFlowSource(Source):
 
     def open(self) -> Reader:
         return _TensorFlowReader(self)
+
+    def only_rows(self, part: Part) -> Source:
+        operations = compat_tf.unseeded(self.dataset)
+        if operations:
+            raise InputError(
+                "Each process would shuffle this pipeline in another order.",
+                received=f"{', '.join(sorted(set(operations)))} without a seed.",
+                fix="dataset.shuffle(1000, seed=7) with one seed for all processes, or tf.random.set_seed(7) before "
+                "the pipeline is made.",
+            )
+        return super().only_rows(part)
 
 
 class _TensorFlowReader(Reader):

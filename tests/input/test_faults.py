@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from typing import Any
@@ -274,7 +275,7 @@ def test_several_threads_share_an_iterator(ahead: int) -> None:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    assert sorted(sum(seen, [])) == list(range(0, 40, 2))
+    assert sorted(itertools.chain(*seen)) == list(range(0, 40, 2))
 
 
 def test_closing_wakes_a_loop_that_waits() -> None:
@@ -322,11 +323,58 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
         return np.concatenate([np.asarray(value) for value in element[0].values]).ravel().tolist()
 
     iterator = iter(dataset)
-    seen = sum((rows(next(iterator)) for _ in range(taken)), [])
+    seen = [row for _ in range(taken) for row in rows(next(iterator))]
     assert seen == list(range(len(seen)))
     iterator.close()
-    rest = sum((rows(element) for element in dataset), [])
+    rest = [row for element in dataset for row in rows(element)]
     if kind == "generator":  # What was read for nobody comes again; the batch that was used in part does not.
         assert rest == list(range(-(-len(seen) // 8) * 8, 24))
     else:
         assert rest == list(range(24))
+
+
+def unseeded(kind: str) -> Any:
+    import tensorflow as tf
+    import torch.utils.data
+
+    numbers = tf.data.Dataset.range(12)
+    return {
+        "arrays": lambda: kd.ArrayDataset(X, 4, shuffle=True),
+        "torch": lambda: torch.utils.data.DataLoader(list(range(12)), 4, shuffle=True),
+        "shuffle": lambda: numbers.shuffle(12).batch(4),
+        "shuffle once": lambda: numbers.shuffle(12, reshuffle_each_iteration=False).batch(4),
+        "shuffle in a function": lambda: numbers.batch(4).flat_map(
+            lambda x: tf.data.Dataset.from_tensors(x).shuffle(2)
+        ),
+        "random": lambda: tf.data.Dataset.random().take(12).batch(4),
+        "sampled": lambda: tf.data.Dataset.sample_from_datasets([numbers, numbers]).batch(4),
+    }[kind]()
+
+
+@pytest.mark.parametrize(
+    "kind", ["arrays", "torch", "shuffle", "shuffle once", "shuffle in a function", "random", "sampled"]
+)
+def test_processes_must_shuffle_alike(kind: str) -> None:
+    from keras_distribute.input import datasets
+
+    mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
+    with pytest.raises(errors.InputError, match=r"(?s)Each process would shuffle.*in another order.*Fix:.*7"):
+        datasets.distribute(unseeded(kind), mesh, kd.InputContext(2, 1, 2), None)
+    assert datasets.distribute(unseeded(kind), mesh, kd.InputContext(1, 0, 1), None) is not None
+
+
+def test_a_seed_lets_processes_shuffle_alike() -> None:
+    import tensorflow as tf
+
+    from keras_distribute.input import datasets
+
+    mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
+    numbers = tf.data.Dataset.range(12)
+    for dataset in (
+        numbers.shuffle(12, seed=0).batch(4),
+        numbers.shuffle(12, seed=3).repeat(2).batch(4),
+        tf.data.Dataset.sample_from_datasets([numbers, numbers], seed=2).batch(4),
+    ):
+        parts = [datasets.distribute(dataset, mesh, kd.InputContext(2, worker, 2), None) for worker in (0, 1)]
+        seen = [[np.asarray(part).tolist() for part in each] for each in parts]
+        assert [len(a + b) for a, b in zip(*seen, strict=True)] == [len(batch) for batch in dataset]

@@ -48,6 +48,17 @@ def test_devices_are_hidden(first: str, tmp_path: Any) -> None:
     assert run(tmp_path, code).stdout.strip().splitlines()[-1] == "[([], 'GPU'), ([], 'TPU')]"
 
 
+def test_a_look_for_it_changes_nothing(tmp_path: Any) -> None:
+    code = """
+        import keras_distribute
+        import importlib.util
+        assert importlib.util.find_spec("tensorflow") is not None
+        import tensorflow
+        print(tensorflow.config.hidden)
+    """
+    assert run(tmp_path, code).stdout.strip() == "[([], 'GPU'), ([], 'TPU')]"
+
+
 def test_a_user_may_leave_them(tmp_path: Any) -> None:
     code = "import keras_distribute, tensorflow\nprint(tensorflow.config.hidden)"
     assert run(tmp_path, code, KERAS_DISTRIBUTE_TF_DEVICES="1").stdout.strip() == "[]"
