@@ -1,7 +1,8 @@
-"""Where an optimizer gets its gradients: `apply`, and the finiteness check of loss scaling.
+"""Where an optimizer gets its gradients: `apply`, and the finiteness check of loss scaling; where it keeps its slots.
 
 Keras's JAX optimizers have no hook for aggregation. `apply` is the one place before clipping, weight decay and
-loss-scale checks.
+loss-scale checks. `_trainable_variables` and what is excluded from weight decay have no public
+names.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from keras import Variable, optimizers
 from keras.src.backend.common.name_scope import name_scope
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -75,3 +78,95 @@ def inner_accumulates(optimizer: Any) -> bool:
 def index_of(optimizer: Any, variable: Any) -> int:
     """The position of a model variable among those that the optimizer was built with."""
     return optimizer._get_variable_index(variable)
+
+
+# Of Keras's optimizers, those that treat each element of a weight alone: none takes a norm of, or factors, a weight.
+_BY_ELEMENT = (
+    optimizers.SGD,
+    optimizers.RMSprop,
+    optimizers.Adam,
+    optimizers.AdamW,
+    optimizers.Adadelta,
+    optimizers.Adagrad,
+    optimizers.Adamax,
+    optimizers.Nadam,
+    optimizers.Ftrl,
+    optimizers.Lion,
+)
+
+
+class SlotOrder:
+    """Where an optimizer keeps the slots of each weight among its variables.
+
+    Args:
+        runs: In order, how many slots of each weight come together; 0 for a variable that belongs to no weight.
+    """
+
+    def __init__(self, runs: list[int]) -> None:
+        self._runs = runs
+
+    def places(self, num_weights: int) -> tuple[list[int], list[list[int]]]:
+        """The indices of variables that belong to no weight, and of the slots of each weight."""
+        ones: list[int] = []
+        own: list[list[int]] = [[] for _ in range(num_weights)]
+        index = 0
+        for run in self._runs:
+            if run == 0:
+                ones.append(index)
+                index += 1
+            for weight in range(num_weights if run else 0):
+                own[weight] += range(index, index + run)
+                index += run
+        return ones, own
+
+
+def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
+    """The order of the slots, for an optimizer that treats each element of `variables` alone; otherwise `None`."""
+    if type(optimizer) not in _BY_ELEMENT or not optimizer.built:
+        return None
+    targets = optimizer._trainable_variables
+    if len(targets) != len(variables) or any(a is not b for a, b in zip(targets, variables, strict=True)):
+        return None
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
+        optimizer, "_exclude_from_weight_decay_pattern", None
+    )
+    by_weight = optimizer.clipnorm is not None or optimizer.gradient_accumulation_steps or excluded
+    own_rules = any(v.constraint is not None or getattr(v, "overwrite_with_gradient", False) for v in variables)
+    if by_weight or own_rules or any(name in vars(optimizer) for name in ("update_step", "apply", "stateless_apply")):
+        return None
+    return _order_of([tuple(v.shape) for v in _clone(optimizer, [(2,), (3,)], "float32").variables])
+
+
+def same_for(optimizer: Any, shapes: list[tuple[int, ...]], dtype: Any) -> Any:
+    """An optimizer like `optimizer`, for weights of other shapes, for `stateless_apply` only: it holds no values."""
+    clone = _clone(optimizer, shapes, dtype)
+    for variable in [*clone.variables, *clone._trainable_variables]:
+        variable._value = None
+    return clone
+
+
+def _clone(optimizer: Any, shapes: list[tuple[int, ...]], dtype: Any) -> Any:
+    rate = optimizer._learning_rate
+    config = optimizer.get_config() | {"learning_rate": 0.0 if isinstance(rate, Variable) else rate}
+    clone = type(optimizer)(**config)
+    clone.build([Variable(np.zeros(shape), dtype=dtype, name=f"weight_{i}") for i, shape in enumerate(shapes)])
+    return clone
+
+
+def _order_of(shapes: list[tuple[int, ...]]) -> SlotOrder | None:
+    """Read off an optimizer of two weights, of 2 and of 3 elements."""
+    runs: list[int] = []
+    left = list(shapes)
+    while left:
+        if left[0] != (2,):
+            if left[0] == (3,):
+                return None
+            runs.append(0)
+            left.pop(0)
+            continue
+        run = next((i for i, shape in enumerate(left) if shape != (2,)), len(left))
+        if left[: 2 * run] != [(2,)] * run + [(3,)] * run:
+            return None
+        runs.append(run)
+        left = left[2 * run :]
+    return SlotOrder(runs)

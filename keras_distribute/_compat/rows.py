@@ -81,6 +81,17 @@ def has_own_step(trainer: Any) -> bool:
     )
 
 
+def draws_at_random(trainer: Any) -> bool:
+    """Whether a layer of the model has a random stream."""
+    return any(getattr(operation, "_seed_generators", None) for operation in _called(trainer))
+
+
+def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:
+    """The forward pass of Keras's own training step: predictions, the new values of `others`, losses."""
+    training = {"training": True} if trainer._call_has_training_arg else {}
+    return trainer.stateless_call(trained, others, x, return_losses=True, **training)
+
+
 def stateless_loss(trainer: Any, losses: list[Any], variables: tuple[Any, ...], **batch: Any) -> Any:
     """`stateless_compute_loss` with the losses that the forward pass collected, as Keras's own step calls it."""
     if losses:

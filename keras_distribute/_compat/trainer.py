@@ -138,6 +138,7 @@ def install(seams: Seams) -> Undo:
 
     def syncing(original: Any) -> Any:
         def method(self: Any) -> None:
+            _take_apart(self)
             with seams.given_away():
                 original(self)
 
@@ -194,7 +195,12 @@ def install(seams: Seams) -> Undo:
                 step = seams.compile_step(self, kind, _predict(self) if kind == "predict" else _step(self, kind))
                 if step is None:
                     return original(self, force)
-                setattr(self, function_name, self._make_function(step, concatenate_outputs=kind == "predict"))
+                size, several = self.steps_per_execution, getattr(step, "several", None)
+                if kind == "predict" or several is None or size == 1:
+                    function = self._make_function(step, concatenate_outputs=kind == "predict")
+                else:
+                    function = _grouped(several, size)
+                setattr(self, function_name, _forgetting(self, function))
                 return getattr(self, function_name)
 
             return make
@@ -299,6 +305,41 @@ def _put_back(trainer: Any) -> None:
             if variable._value is None and not getattr(value, "stacked", value).is_deleted():
                 variable.assign(value)
     trainer._jax_state = None
+
+
+def _take_apart(trainer: Any) -> None:
+    """Puts Keras's groups of values in place of a state that is carried in another form."""
+    state = getattr(trainer, "_jax_state", None)
+    if not state or trainer._jax_state_synced:
+        return
+    carried = state.get("trainable_variables")
+    if hasattr(carried, "groups"):
+        groups = carried.groups()
+        trainer._jax_state = None if groups is None else dict(zip(state, groups, strict=True))
+
+
+def _grouped(several: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """Takes `size` batches at a time, or those that are left."""
+
+    def steps(state: Any, iterator: Iterator[Any]) -> Any:
+        batches = [next(iterator)]
+        with contextlib.suppress(StopIteration):
+            while len(batches) < size:
+                batches.append(next(iterator))
+        return several(state, batches, size)
+
+    return steps
+
+
+def _forgetting(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """After the first step nobody needs the values from before it."""
+
+    def steps(state: Any, iterator: Iterator[Any]) -> Any:
+        result = function(state, iterator)
+        _remember(trainer, None)
+        return result
+
+    return steps
 
 
 def state_variables(trainer: Any, kind: str) -> list[list[Any]]:

@@ -23,6 +23,9 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches, feeds
+from keras_distribute.training.compiled import CompiledStep, Step
+from keras_distribute.training.flat import FlatStep
+from keras_distribute.training.packing import Packing, State, form_of
 from keras_distribute.variables import DistributedVariable, given_away, spread_sum
 
 _ATTRIBUTE, _ACCUMULATORS = "_keras_distribute_strategy", "_keras_distribute_accumulators"
@@ -122,7 +125,14 @@ class TrainerSeams:
         indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
         if kind == "train":
             object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
-        return _AccumulatingStep(strategy, trainer, indices, step) if indices else _GlobalStep(strategy, step)
+        if indices:
+            return _AccumulatingStep(strategy, trainer, indices, step)
+        form = form_of(compat.state_variables(trainer, kind))
+        flat = FlatStep.of(trainer, strategy, form) if kind == "train" else None
+        if flat is not None:
+            return CompiledStep(strategy, flat, flat.packing)
+        packing = Packing(form, strategy.replica_mesh)
+        return CompiledStep(strategy, packing.around(step), packing) if packing else CompiledStep(strategy, step)
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
@@ -139,44 +149,21 @@ def _current_strategy() -> Strategy | None:
     return context.scope_strategy() if keras.distribution.distribution() is None else None
 
 
-class _GlobalStep:
-    """A step compiled for the global batch: `program(state, placed batch, true rows, spread)`."""
-
-    def __init__(self, strategy: Strategy, step: Callable[..., Any], state_shardings: Any = None) -> None:
-        self._mesh = mesh = strategy.replica_mesh
-
-        def global_step(state: Any, data: Any, rows: batches.Rows, spread: batches.Spread) -> Any:
-            with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])):
-                return step(state, batches.trim(data, rows, mesh))
-
-        def compiled(outputs: Any) -> Any:
-            # The state comes back as it went in, or the second call would compile again.
-            shardings = (outputs, state_shardings or mesh.replicated)
-            return jax.jit(global_step, static_argnums=(2, 3), donate_argnums=0, out_shardings=shardings)
-
-        self.program = compiled(None)
-        self.uneven = compiled(mesh.replicated)  # An uneven split cannot leave a program.
-
-    def __call__(self, state: Any, data: Any) -> Any:
-        placed, rows, spread = batches.place(data, self._mesh)
-        divides = all(count == batches.WHOLE for count in rows)
-        return (self.program if divides else self.uneven)(state, placed, rows, spread)
-
-
-class _AccumulatingStep(_GlobalStep):
+class _AccumulatingStep(CompiledStep):
     """A training step that keeps gradient accumulators per replica between calls."""
 
-    def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Callable[..., Any]) -> None:
+    def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Step) -> None:
+        self._spread, self._indices = spread_sum(strategy.replica_mesh), indices
         mesh = strategy.replica_mesh
         slots = [mesh.split if i in indices else mesh.replicated for i in range(len(trainer.optimizer.variables))]
         shardings = (mesh.replicated, mesh.replicated, slots, mesh.replicated)
-        super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings)
-        self._indices = indices
+        super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings=shardings)
 
-    def __call__(self, state: Any, data: Any) -> Any:
-        state = accumulation.unwrapped(state, self._indices, spread_sum(self._mesh))
-        logs, state = super().__call__(state, data)
-        return logs, accumulation.wrapped(state, self._indices)
+    def _taken(self, state: State) -> Any:
+        return accumulation.unwrapped(state, self._indices, self._spread)
+
+    def _given(self, carried: Any, groups: int) -> State:
+        return accumulation.wrapped(carried, self._indices)
 
 
 def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:

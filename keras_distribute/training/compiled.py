@@ -1,0 +1,127 @@
+"""One compiled step over a global batch, and several of them in one dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_distribute import context
+from keras_distribute.context import Frame, Mode
+from keras_distribute.mesh import REPLICA_AXIS
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.training import batches
+from keras_distribute.training.packing import Carried, Packed, Packing, State
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class CompiledStep:
+    """A step compiled for the global batch: `program(state, placed batch, true rows, spread)`.
+
+    Args:
+        strategy: Where it runs.
+        step: From the state and the global batch to the logs and the new state.
+        packing: How the state is carried that `step` takes; `None` for Keras's groups of values.
+        shardings: Of the new state, where it is not on every replica.
+    """
+
+    def __init__(self, strategy: Strategy, step: Step, packing: Packing | None = None, shardings: Any = None) -> None:
+        self._mesh = mesh = strategy.replica_mesh
+        self._packing = packing
+        self._scans: dict[Any, bool] = {}
+
+        def global_step(state: Any, data: Any, rows: batches.Rows, spread: batches.Spread) -> Any:
+            with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])):
+                return step(state, batches.trim(data, rows, mesh))
+
+        def global_steps(state: Any, data: Sequence[Any], rows: batches.Rows, spread: batches.Spread) -> Any:
+            def body(state: Any, data: Any) -> Any:
+                logs, new = global_step(state, data, rows, spread)
+                return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), state, new), logs
+
+            state, logs = lax.scan(body, state, jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *data))
+            return jax.tree.map(lambda values: values[-1], logs), state
+
+        def compiled(function: Any, outputs: Any) -> Any:
+            # The state comes back as it went in, or the second call would compile again.
+            out = (outputs, shardings or mesh.replicated)
+            return jax.jit(function, static_argnums=(2, 3), donate_argnums=0, out_shardings=out)
+
+        self.program = compiled(global_step, None)
+        self.uneven = compiled(global_step, mesh.replicated)  # An uneven split cannot leave a program.
+        self.fused = compiled(global_steps, mesh.replicated)
+
+    def __call__(self, state: State, data: Any) -> tuple[Any, State]:
+        """Runs one step."""
+        logs, carried = self._one(self._taken(state), batches.place(data, self._mesh))
+        return logs, self._given(carried, len(state))
+
+    def several(self, state: State, data: Sequence[Any], size: int) -> tuple[Any, State]:
+        """Runs a step for each batch: `size` of one form in one dispatch, where that is no slower.
+
+        Returns:
+            The logs of the last one, and the new state.
+        """
+        carried, logs = self._taken(state), None
+        left = [batches.place(batch, self._mesh) for batch in data]
+        while left:
+            group = left[:size]
+            if len(group) == size and _alike(group) and self._can_scan(carried, group):
+                logs, carried = self.fused(carried, [each.data for each in group], group[0].rows, group[0].spread)
+                del left[:size]
+            else:
+                logs, carried = self._one(carried, left.pop(0))
+        return logs, self._given(carried, len(state))
+
+    def _one(self, carried: Any, placed: batches.Placed) -> Any:
+        divides = all(count == batches.WHOLE for count in placed.rows)
+        return (self.program if divides else self.uneven)(carried, *placed)
+
+    def _can_scan(self, carried: Any, group: list[batches.Placed]) -> bool:
+        """Whether a loop on the device is as fast as one here: XLA runs convolutions in a loop slowly on a CPU."""
+        key = _form(group[0])
+        if key not in self._scans:
+            on_cpu = self._mesh.devices[0].platform == "cpu"
+            self._scans[key] = not (on_cpu and _has_convolution(self.program.trace(carried, *group[0]).jaxpr))
+        return self._scans[key]
+
+    def _taken(self, state: State) -> Any:
+        if isinstance(state[0], Carried):
+            return state[0].packed
+        return state if self._packing is None else self._packing.pack_now(state)
+
+    def _given(self, carried: Any, groups: int) -> State:
+        if isinstance(carried, Packed):
+            assert self._packing is not None
+            return Carried(carried, self._packing), *[()] * (groups - 1)
+        return carried
+
+
+def _alike(group: Sequence[batches.Placed]) -> bool:
+    return all(_form(placed) == _form(group[0]) for placed in group)
+
+
+def _form(placed: batches.Placed) -> Any:
+    leaves, structure = jax.tree.flatten(placed.data)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), placed.rows, placed.spread
+
+
+def _stacked(leaves: Sequence[Any], mesh: Any) -> Any:
+    stacked = jnp.stack(leaves)
+    if leaves[0].ndim and not leaves[0].shape[0] % mesh.num_replicas:
+        split = NamedSharding(mesh.mesh, PartitionSpec(None, REPLICA_AXIS))
+        stacked = lax.with_sharding_constraint(stacked, split)
+    return stacked
+
+
+def _has_convolution(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "conv_general_dilated" or any(map(_has_convolution, core.jaxprs_in_params(eqn.params)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
