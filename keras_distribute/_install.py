@@ -7,7 +7,7 @@ from collections.abc import Callable
 from keras_distribute import context
 from keras_distribute._compat import adapters, callbacks, layers, losses, optimizer, tensorflow, trainer, variables
 from keras_distribute.strategies.default import default_strategy
-from keras_distribute.training import replica_rules, steps
+from keras_distribute.training import replica_rules, sharding, steps
 from keras_distribute.variables import choose_class
 
 _undo: list[Callable[[], None]] = []
@@ -25,7 +25,7 @@ def install() -> None:
             trainer.install(seams := steps.TrainerSeams()),
             adapters.install(seams.adapter),
             callbacks.install(),
-            optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree),
+            optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree, sharding.slot_created),
             losses.install(replica_rules.global_sum, replica_rules.in_replica, replica_rules.shapes_differ),
             layers.install(
                 replica_rules.batch_normalization,

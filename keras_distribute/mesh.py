@@ -50,6 +50,13 @@ class ReplicaMesh:
         """Axis 0 split over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
+    def divided(self, shape: Sequence[int]) -> NamedSharding:
+        """The longest axis that the number of replicas divides split over them; without one, the whole on each."""
+        lengths = [length if length and length % self.num_replicas == 0 else 0 for length in shape]
+        longest = lengths.index(max(lengths)) if any(lengths) else None
+        axes = [REPLICA_AXIS if axis == longest else None for axis in range(len(lengths))]
+        return NamedSharding(self.mesh, PartitionSpec(*axes)) if longest is not None else self.replicated
+
 
 def mesh_of_array(array: jax.Array) -> Mesh:
     """The mesh that an array of this package's making lives on."""

@@ -167,7 +167,11 @@ class _Program:
             check_vma=False,
         )
         compiler_options = options.experimental_xla_options if options is not None else None
-        self.compiled = jax.jit(mapped, donate_argnums=0, compiler_options=compiler_options)
+        # Variables come back as they are stored, or the second call would compile again.
+        stored = [strategy.replica_mesh.split if local_split[i] else self.variables[i].sharding for i in self.written]
+        self.compiled = jax.jit(
+            mapped, donate_argnums=0, out_shardings=(None, stored), compiler_options=compiler_options
+        )
 
     def __call__(self, arrays: list[Any]) -> Any:
         variables = self.variables

@@ -195,15 +195,31 @@ class MirroredVariable(DistributedVariable):
         4.0
     """
 
+    _divided = False
+
     @property
     def values(self) -> tuple[jax.Array, ...]:
         if compat.in_stateless_scope():
             return (self.value,)
+        if self._value is None:
+            return ()
+        whole = jax.device_put(self._value, self.replica_mesh.replicated)
         # Copies, since the next program may give the variable's own buffers away.
-        return () if self._value is None else tuple(jnp.copy(s.data) for s in self._value.addressable_shards)
+        return tuple(jnp.copy(shard.data) for shard in whole.addressable_shards)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the parts of the array are: the whole on every replica, unless it was divided among them."""
+        return self.replica_mesh.divided(self.shape) if self._divided else self.replica_mesh.replicated
+
+    def divide(self) -> None:
+        """From now on each replica keeps its part only, where the shape allows it."""
+        self._divided = True
+        if isinstance(self._value, jax.Array):
+            self._value = jax.device_put(self._value, self.sharding)
 
     def _direct_assign(self, value: Any) -> None:
-        value, sharding = _strong(value), self.replica_mesh.replicated
+        value, sharding = _strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
             value = jax.device_put(value, sharding)
         self._value = value

@@ -8,6 +8,7 @@ names.
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,19 @@ Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
 AroundApply = Callable[[Any, list[Any], "list[Any] | None", Apply], None]
 
 
-def install(around_apply: AroundApply, all_of: Callable[[Any], Any]) -> Undo:
-    """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and `all_of` around `check_finite`."""
+def install(around_apply: AroundApply, all_of: Callable[[Any], Any], slot_created: Callable[[Any], None]) -> Undo:
+    """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and `all_of` around `check_finite`.
+
+    `slot_created` is called with each slot of a weight.
+    """
+    add_slot = BaseOptimizer.add_variable_from_reference
+
+    @functools.wraps(add_slot)
+    def add_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = add_slot(self, *args, **kwargs)
+        slot_created(slot)
+        return slot
+
     originals = [(cls, cls.apply) for cls in (BaseOptimizer, LossScaleOptimizer)]
     check_finite = LossScaleOptimizer.check_finite
 
@@ -41,7 +53,9 @@ def install(around_apply: AroundApply, all_of: Callable[[Any], Any]) -> Undo:
         for cls, original in originals:
             cls.apply = original
         LossScaleOptimizer.check_finite = check_finite
+        BaseOptimizer.add_variable_from_reference = add_slot
 
+    BaseOptimizer.add_variable_from_reference = add_and_tell
     return undo
 
 

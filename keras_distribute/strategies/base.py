@@ -31,7 +31,12 @@ class Strategy:
     Source: `tf.distribute.Strategy`.
     """
 
-    def __init__(self, mesh: ReplicaMesh | None, cross_device_ops: CrossDeviceOps | None = None) -> None:
+    def __init__(
+        self,
+        mesh: ReplicaMesh | None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        shard_optimizer_state: bool = False,
+    ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise StructureTypeError(
                 "cross_device_ops says how values are reduced over the replicas.",
@@ -39,6 +44,7 @@ class Strategy:
                 fix="kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
             )
         self._mesh = mesh
+        self.shards_optimizer_state = shard_optimizer_state
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(self, cross_device_ops or collectives.NcclAllReduce(num_packs=0))
 

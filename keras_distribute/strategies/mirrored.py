@@ -24,6 +24,10 @@ class MirroredStrategy(Strategy):
             CPU devices.
         cross_device_ops: How `run` reduces gradients and values over the replicas; by default each by itself, as XLA
             does best.
+        shard_optimizer_state: Whether each replica keeps only its part of the optimizer's slots, such as Adam's
+            moments, and updates that part of the weights. The numbers are the same; the slots take `1 / num_replicas`
+            of the memory, but for those of weights without an axis that the number of replicas divides. For `fit`; in
+            `run` each replica gathers the slots for the time of the step.
 
     Raises:
         DeviceError: For devices that do not exist, are named twice, or are of different kinds.
@@ -42,8 +46,9 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        shard_optimizer_state: bool = False,
     ) -> None:
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))
-        super().__init__(ReplicaMesh.of(found), cross_device_ops)
+        super().__init__(ReplicaMesh.of(found), cross_device_ops, shard_optimizer_state)

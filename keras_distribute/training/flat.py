@@ -15,7 +15,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import forward, packing
+from keras_distribute.training import forward, packing, sharding
 from keras_distribute.training.packing import Packed, Packing, Place, State
 
 _WEIGHTS, _OTHERS, _SLOTS, _METRICS = range(4)
@@ -48,7 +48,14 @@ class FlatStep:
         self._ones, self._slots_of = order.places(count)
         slots = [[(_SLOTS, self._slots_of[i][j]) for i in small] for j in range(len(self._slots_of[0]))]
         self._num_buffers = 1 + len(slots)
-        self.packing = Packing(state, strategy.replica_mesh, [[(_WEIGHTS, i) for i in small], *slots])
+        divided = [False] + [strategy.shards_optimizer_state] * len(slots)
+        self.packing = Packing(
+            state,
+            strategy.replica_mesh,
+            [[(_WEIGHTS, i) for i in small], *slots],
+            divided,
+            sharding.divided_places(trainer, strategy),
+        )
         self._local = compat.treats_rows_alone(trainer) and not compat.draws_at_random(trainer)
 
     @staticmethod
@@ -63,6 +70,7 @@ class FlatStep:
             return None
         large = [weights[i].shape for i in range(len(weights)) if i not in set(small)]
         size = sum(weights[i].size for i in small)
+        size += -size % strategy.num_replicas_in_sync
         with context.entered(context.default_strategy().top_frame):
             optimizer = compat_optimizer.same_for(trainer.optimizer, [(size,), *large], weights[0].dtype)
         return FlatStep(trainer, strategy, optimizer, order, small, state)

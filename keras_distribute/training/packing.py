@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -53,18 +53,29 @@ class Packing:
         state: Groups of arrays, or of anything with their shapes and dtypes.
         mesh: The devices the state is on.
         buffers: The places (group, index) of arrays that share a buffer in any case; of one dtype each.
+        divided: Which of `buffers` are divided among the replicas.
+        single: The places of arrays that share none.
     """
 
-    def __init__(self, state: State, mesh: ReplicaMesh, buffers: Sequence[Sequence[Place]] = ()) -> None:
-        self.form = form_of(state)
+    def __init__(
+        self,
+        state: State,
+        mesh: ReplicaMesh,
+        buffers: Sequence[Sequence[Place]] = (),
+        divided: Sequence[bool] = (),
+        single: Collection[Place] = (),
+    ) -> None:
+        self.form, self._multiple = form_of(state), mesh.num_replicas
         self.buffers = [list(places) for places in buffers]
-        taken = {place for places in self.buffers for place in places}
+        taken = {place for places in self.buffers for place in places} | set(single)
         small: defaultdict[Any, list[Place]] = defaultdict(list)
         for place in self._places():
             if place not in taken and is_small(self._shape(place)):
                 small[self._shape(place).dtype].append(place)
         self.buffers += [places for places in small.values() if len(places) >= MANY]
-        self._join = jax.jit(lambda arrays: [_joined(each) for each in arrays], out_shardings=mesh.replicated)
+        self._shardings = [mesh.split if split else mesh.replicated for split in divided]
+        self._shardings += [mesh.replicated] * (len(self.buffers) - len(self._shardings))
+        self._join = jax.jit(lambda arrays: list(map(self._joined, arrays)), out_shardings=self._shardings)
         self._split = jax.jit(
             lambda buffers: [self.parts(i, value) for i, value in enumerate(buffers)], out_shardings=mesh.replicated
         )
@@ -105,15 +116,24 @@ class Packing:
         """The reverse."""
         return self._filled(packed.single, self._split(packed.buffers))
 
+    def shardings(self, groups: State) -> Packed:
+        """Where the packed state is, from where the arrays are."""
+        return Packed(self._shardings, self.without_packed(groups))
+
     def joined(self, state: State, buffer: int) -> Any:
         """One buffer, from the arrays of a state."""
-        return _joined([state[group][index] for group, index in self.buffers[buffer]])
+        return self._joined([state[group][index] for group, index in self.buffers[buffer]])
+
+    def _joined(self, arrays: Sequence[Any]) -> Any:
+        extra = -sum(array.size for array in arrays) % self._multiple  # So that it can be divided.
+        return jnp.concatenate([*map(jnp.ravel, arrays), jnp.zeros(extra, arrays[0].dtype)])
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
         shapes = [self._shape(place).shape for place in self.buffers[buffer]]
-        parts = lax.split(value, [math.prod(shape) for shape in shapes])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = lax.split(value, [*sizes, value.size - sum(sizes)])
+        return [part.reshape(shape) for part, shape in zip(parts[:-1], shapes, strict=True)]
 
     def without_packed(self, state: State) -> State:
         """The groups, with `None` in the places of packed arrays."""
@@ -145,10 +165,6 @@ class Carried:
         if any(array.is_deleted() for array in jax.tree.leaves(self.packed)):
             return None
         return self._packing.unpack_now(self.packed)
-
-
-def _joined(arrays: Sequence[Any]) -> Any:
-    return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
 
 def form_of(state: State) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:

@@ -22,12 +22,13 @@ from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
-from keras_distribute.training import accumulation, batches, feeds
+from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
 from keras_distribute.training.packing import Packing, State, form_of
 from keras_distribute.variables import DistributedVariable, given_away, spread_sum
 
+_SLOTS = 2  # In the state of a training step.
 _ATTRIBUTE, _ACCUMULATORS = "_keras_distribute_strategy", "_keras_distribute_accumulators"
 
 
@@ -128,11 +129,15 @@ class TrainerSeams:
         if indices:
             return _AccumulatingStep(strategy, trainer, indices, step)
         form = form_of(compat.state_variables(trainer, kind))
-        flat = FlatStep.of(trainer, strategy, form) if kind == "train" else None
-        if flat is not None:
-            return CompiledStep(strategy, flat, flat.packing)
-        packing = Packing(form, strategy.replica_mesh)
-        return CompiledStep(strategy, packing.around(step), packing) if packing else CompiledStep(strategy, step)
+        if kind == "train":
+            flat = FlatStep.of(trainer, strategy, form)
+            if flat is not None:
+                return CompiledStep(strategy, flat, flat.packing, sharding.of_state(trainer, strategy, flat.packing))
+            packing = Packing(form, strategy.replica_mesh, single=sharding.divided_places(trainer, strategy))
+            shardings = sharding.of_state(trainer, strategy, packing or None)
+        else:
+            packing, shardings = Packing(form, strategy.replica_mesh), None
+        return CompiledStep(strategy, packing.around(step) if packing else step, packing or None, shardings)
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
@@ -154,9 +159,10 @@ class _AccumulatingStep(CompiledStep):
 
     def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Step) -> None:
         self._spread, self._indices = spread_sum(strategy.replica_mesh), indices
-        mesh = strategy.replica_mesh
-        slots = [mesh.split if i in indices else mesh.replicated for i in range(len(trainer.optimizer.variables))]
-        shardings = (mesh.replicated, mesh.replicated, slots, mesh.replicated)
+        shardings = sharding.of_state(trainer, strategy, None)
+        shardings[_SLOTS][:] = [
+            strategy.replica_mesh.split if i in indices else own for i, own in enumerate(shardings[_SLOTS])
+        ]
         super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings=shardings)
 
     def _taken(self, state: State) -> Any:

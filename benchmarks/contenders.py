@@ -1,0 +1,336 @@
+"""Who takes part: each contender is a process that stays alive, and runs a round when it is told to.
+
+Contenders are measured in turn, round after round, so that whatever else the machine does meets all of them. A round
+is one call of `fit`, `evaluate` or `predict` over arrays in memory, or the same number of steps of a loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workloads import WORKLOADS, Workload
+
+FUSED = 10
+TITLES = {
+    "plain": "Keras `fit`, one device",
+    "plain_fused": f"Keras `fit`, one device, steps_per_execution={FUSED}",
+    "data_parallel": "`keras.distribution.DataParallel`",
+    "tf_one": "Keras on TensorFlow, one device",
+    "tf_mirrored": "`tf.distribute.MirroredStrategy`",
+    "by_hand": "`shard_map` loop by hand",
+    "by_hand_flat": "`shard_map` loop by hand, flat state",
+    "by_hand_scan": f"`shard_map` loop by hand, {FUSED} steps in a scan",
+    "ours": "keras_distribute",
+    "ours_fused": f"keras_distribute, steps_per_execution={FUSED}",
+}
+KINDS = ("fit", "evaluate", "predict", "run")
+
+
+class Task(NamedTuple):
+    """What one process does."""
+
+    contender: str
+    workload: str
+    devices: int
+    kind: str = "fit"
+
+
+# In the process of a contender. --------------------------------------------------------------------------------------
+
+
+def prepared(task: Task) -> tuple[Callable[[], None], int]:
+    """A function that runs one round, and how many steps that is."""
+    name, workload = task.contender, WORKLOADS[task.workload]
+    if name.startswith("tf_"):
+        return _tensorflow(task, workload), workload.steps
+    if name.startswith("ours"):
+        import keras_distribute as kd
+
+        kd.config.set_cpu_devices(task.devices)
+    import jax
+    import keras
+
+    alone = name.startswith("plain")
+    if not alone and not name.startswith("ours"):
+        jax.config.update("jax_num_cpu_devices", task.devices)
+    assert len(jax.devices()) == (1 if alone else task.devices)
+    if name == "data_parallel":
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+    keras.utils.set_random_seed(0)
+    fused = FUSED if name.endswith("fused") else 1
+    if name.startswith("ours"):
+        import keras_distribute as kd
+
+        strategy = kd.MirroredStrategy()
+        with strategy.scope():
+            model = _compiled(workload, fused)
+        if task.kind == "run":
+            return _run_loop(strategy, model, workload), workload.steps
+    else:
+        model = _compiled(workload, fused)
+    if name.startswith("by_hand"):
+        return _by_hand(name, task.kind, model, workload), workload.steps
+    return _keras(task.kind, model, workload), workload.steps
+
+
+def _compiled(workload: Workload, fused: int) -> Any:
+    import keras
+
+    model = workload.build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, steps_per_execution=fused)
+    return model
+
+
+def _keras(kind: str, model: Any, workload: Workload) -> Callable[[], None]:
+    x, y = workload.data()
+    if kind == "evaluate":
+        return lambda: model.evaluate(x, y, batch_size=workload.batch, verbose=0)
+    if kind == "predict":
+        return lambda: model.predict(x, batch_size=workload.batch, verbose=0)
+    return lambda: model.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
+
+
+def _tensorflow(task: Task, workload: Workload) -> Callable[[], None]:
+    import tensorflow as tf
+
+    count = task.devices if task.contender == "tf_mirrored" else 1
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    if count == 1 and task.contender == "tf_one":
+        return _keras(task.kind, _compiled(workload, 1), workload)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+    with strategy.scope():
+        model = _compiled(workload, 1)
+    return _keras(task.kind, model, workload)
+
+
+def _run_loop(strategy: Any, model: Any, workload: Workload) -> Callable[[], None]:
+    """A custom loop of `strategy.run` over a distributed dataset."""
+    import jax
+
+    import keras_distribute as kd
+
+    x, y = workload.data()
+    data = kd.ArrayDataset((x, y), workload.batch)
+    dataset = strategy.experimental_distribute_dataset(data)
+
+    def step(element: Any) -> Any:
+        x, y = element
+
+        def loss_of() -> Any:
+            return model.compute_loss(x, y, model(x, training=True))
+
+        loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
+        model.optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    def round_() -> None:
+        loss = None
+        for element in dataset:
+            loss = strategy.run(step, args=(element,))
+        jax.block_until_ready(loss.stacked)  # type: ignore[union-attr]
+
+    return round_
+
+
+def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[], None]:
+    """The loop that one would write in JAX: local statistics in BatchNormalization, gradients averaged, Adam."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    x, y = workload.data()
+    optimizer, loss_of, batch = model.optimizer, model.loss, workload.batch
+    optimizer.build(model.trainable_variables)
+    mesh = Mesh(np.asarray(jax.devices()), ("replica",))
+    replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("replica"))
+    stacked = NamedSharding(mesh, PartitionSpec(None, "replica"))
+    everywhere, by_replica = PartitionSpec(), PartitionSpec("replica")
+    groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    trainable, others, slots = [[v.value for v in group] for group in groups]
+    shapes = [value.shape for value in trainable]
+    ends = np.cumsum([value.size for value in trainable])[:-1].tolist()
+
+    def parts(flat: Any) -> list[Any]:
+        return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)]
+
+    def joined(values: list[Any]) -> Any:
+        return jnp.concatenate([jnp.ravel(value) for value in values])
+
+    if name == "by_hand_flat":
+        import keras
+
+        weight = keras.Variable(joined(trainable))
+        optimizer = keras.optimizers.Adam(1e-3)
+        optimizer.build([weight])
+        trainable, slots = [weight.value], [v.value for v in optimizer.variables]
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, others, slots, total = state
+        weights = parts(trainable[0]) if name == "by_hand_flat" else trainable
+
+        def loss_fn(weights: Any) -> Any:
+            logits, new_others = model.stateless_call(weights, others, x, training=True)
+            return loss_of(y, logits), new_others
+
+        (loss, others), grads = jax.value_and_grad(loss_fn, has_aux=True)(weights)
+        grads = [joined(grads)] if name == "by_hand_flat" else grads
+        others = [lax.pmean(v, "replica") if v.dtype.name == "float32" else v for v in others]
+        loss, grads = lax.pmean((loss, grads), "replica")
+        trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
+        return trainable, others, slots, total + loss
+
+    def evaluation(state: Any, x: Any, y: Any) -> Any:
+        logits, _ = model.stateless_call(state[0], state[1], x, training=False)
+        return (*state[:3], state[3] + lax.pmean(loss_of(y, logits), "replica"))
+
+    def prediction(state: Any, x: Any) -> Any:
+        return model.stateless_call(state[0], state[1], x, training=False)[0]
+
+    def mapped(function: Any, inputs: Any, outputs: Any, donate: tuple[int, ...] = (0,)) -> Any:
+        program = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.jit(program, donate_argnums=donate)
+
+    state = jax.device_put((trainable, others, slots, 0.0), replicated)
+    held = [state]
+
+    if kind == "predict":
+        predict = mapped(prediction, (everywhere, by_replica), by_replica, ())
+
+        def predictions() -> None:
+            parts = [predict(held[0], jax.device_put(x[i : i + batch], split)) for i in range(0, len(x), batch)]
+            np.concatenate([np.asarray(part) for part in parts])
+
+        return predictions
+
+    if name == "by_hand_scan":
+
+        def steps(state: Any, x: Any, y: Any) -> Any:
+            return lax.scan(lambda state, data: (step(state, *data), None), state, (x, y))[0]
+
+        inner = PartitionSpec(None, "replica")
+        program = mapped(steps, (everywhere, inner, inner), everywhere)
+        width, target = batch * FUSED, stacked
+    else:
+        program = mapped(evaluation if kind == "evaluate" else step, (everywhere, by_replica, by_replica), everywhere)
+        width, target = batch, split
+
+    def round_() -> None:
+        state = held[0]
+        for start in range(0, len(x) - len(x) % width, width):
+            rows = x[start : start + width], y[start : start + width]
+            if name == "by_hand_scan":
+                rows = tuple(a.reshape(FUSED, batch, *a.shape[1:]) for a in rows)
+            state = program(state, *jax.device_put(rows, target))
+        held[0] = jax.block_until_ready(state)
+
+    return round_
+
+
+def work(task: Task) -> None:
+    """Runs one round for each line that arrives; answers with milliseconds a step, and the peak memory so far."""
+    round_, steps = prepared(task)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        round_()
+        elapsed = 1000 * (time.perf_counter() - start)
+        print("ms", elapsed / steps, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+
+
+# In the process that measures. ---------------------------------------------------------------------------------------
+
+
+class Contender:
+    """A process that runs rounds on demand."""
+
+    def __init__(self, task: Task) -> None:
+        root = str(Path(__file__).resolve().parents[1])
+        environment = os.environ | {
+            "KERAS_BACKEND": "tensorflow" if task.contender.startswith("tf_") else "jax",
+            "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        }
+        if task.contender in ("data_parallel", "by_hand", "by_hand_flat", "by_hand_scan"):
+            environment["NPROC"] = str(8 * task.devices)  # keras_distribute does this by itself
+        self.peak_mib = 0.0
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, task)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def round(self) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print("go", file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("ms "):
+                self.peak_mib = float(line.split()[2])
+                return float(line.split()[1])
+        raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Measured(NamedTuple):
+    """What was found of one contender.
+
+    Args:
+        all_ms: Milliseconds a step of each round, but the first two.
+        first_ms: Of the first round, all steps together, which compiles.
+        peak_mib: The peak memory of the process.
+    """
+
+    all_ms: list[float]
+    first_ms: float
+    peak_mib: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.all_ms)
+
+
+def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
+    """All contenders of one comparison, in turn, by name."""
+    contenders = {task.contender: Contender(task) for task in tasks}
+    try:
+        steps = WORKLOADS[tasks[0].workload].steps
+        first = {name: contender.round() * steps for name, contender in contenders.items()}
+        for contender in contenders.values():
+            contender.round()
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, contender in contenders.items():
+                times[name].append(contender.round())
+        return {name: Measured(times[name], first[name], contenders[name].peak_mib) for name in contenders}
+    finally:
+        for contender in contenders.values():
+            contender.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("contender", choices=TITLES)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("devices", type=int)
+    parser.add_argument("kind", choices=KINDS)
+    work(Task(**vars(parser.parse_args())))

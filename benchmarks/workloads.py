@@ -1,0 +1,92 @@
+"""The models of the benchmarks, with the data of a round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Args:
+        title: Of its column.
+        build: Makes the model.
+        shape: Of an example.
+        batch: The global batch.
+        steps: Of a round.
+        tokens: How many different integers an example is made of; 0 for floats.
+    """
+
+    title: str
+    build: Callable[[], Any]
+    shape: tuple[int, ...]
+    batch: int
+    steps: int
+    tokens: int = 0
+
+    def data(self) -> tuple[Any, Any]:
+        """The examples of a round, and their labels."""
+        import numpy as np
+
+        rng = np.random.default_rng(0)
+        count = self.batch * self.steps
+        x = rng.integers(0, self.tokens, (count, *self.shape)) if self.tokens else rng.normal(size=(count, *self.shape))
+        return x.astype("int32" if self.tokens else "float32"), rng.integers(0, 10, count).astype("int32")
+
+
+def mlp() -> Any:
+    """A dense model 784-128-10."""
+    import keras
+    from keras import layers
+
+    return keras.Sequential([keras.Input((784,)), layers.Dense(128, activation="relu"), layers.Dense(10)])
+
+
+def cnn() -> Any:
+    """Three blocks of convolution and BatchNormalization."""
+    import keras
+    from keras import layers
+
+    blocks: list[Any] = []
+    for filters in (16, 32, 32):
+        blocks += [
+            layers.Conv2D(filters, 3, strides=1 if filters == 16 else 2, padding="same", use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+        ]
+    return keras.Sequential([keras.Input((32, 32, 3)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(10)])
+
+
+def deep() -> Any:
+    """161 dense layers of 32: 324 trainable arrays, about 1,000 with those of Adam."""
+    import keras
+    from keras import layers
+
+    narrow = [layers.Dense(32, activation="relu") for _ in range(161)]
+    return keras.Sequential([keras.Input((32,)), *narrow, layers.Dense(10)])
+
+
+def transformer() -> Any:
+    """Two blocks of attention over 32 tokens."""
+    import keras
+    from keras import layers
+
+    tokens = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(200, 64)(tokens)
+    for _ in range(2):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, 16)(y, y)])
+        y = layers.Dense(128, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(64)(y)])
+    return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+WORKLOADS = {
+    "mlp": Workload("MLP 784-128-10", mlp, (784,), 256, 100),
+    "cnn": Workload("CNN, 3 × (conv, BatchNorm)", cnn, (32, 32, 3), 128, 12),
+    "deep": Workload("161 dense layers of 32", deep, (32,), 256, 20),
+    "transformer": Workload("transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200),
+}

@@ -1,0 +1,271 @@
+"""A state that travels in few buffers gives the numbers of one that does not, and is there whenever somebody looks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import keras_distribute as kd
+from keras_distribute.training import packing
+
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(42, 6).astype("float32"), RNG.randint(0, 3, 42)
+
+
+@pytest.fixture(params=["packed", "one by one"])
+def packed(request: Any, monkeypatch: Any) -> bool:
+    monkeypatch.setattr(packing, "MANY", 4 if request.param == "packed" else 10**9)
+    return request.param == "packed"
+
+
+def built(replicas: int, make: Any, *inside: Any, **compiled: Any) -> keras.Model:
+    """Small weights beside a large one, where `SMALL_BYTES` is small."""
+    keras.utils.set_random_seed(3)
+    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
+        blocks = [layers.Dense(8, activation="tanh"), *inside, layers.Dense(8, activation="tanh"), layers.Dense(5)]
+        model = keras.Sequential([keras.Input((6,)), *blocks, layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make(), loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+def trained(model: keras.Model, **options: Any) -> dict[str, Any]:
+    arguments = {"batch_size": 8, "epochs": 2, "verbose": 0, "validation_data": (X[:20], Y[:20])} | options
+    history = model.fit(X, Y, **arguments).history
+    values = {v.path.split("/", 1)[-1] + str(i): v.numpy() for i, v in enumerate(model.variables)}
+    slots = {f"slot {i}": v.numpy() for i, v in enumerate(model.optimizer.variables)}
+    return {"history": history, "predictions": model.predict(X, batch_size=9, verbose=0), **values, **slots}
+
+
+def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys() or len(actual) == len(expected)
+    for (name, a), b in zip(actual.items(), expected.values(), strict=True):
+        if name == "history":
+            assert a.keys() == b.keys()
+            for key in a:
+                np.testing.assert_allclose(a[key], b[key], rtol=1e-5, err_msg=key)
+        else:
+            np.testing.assert_allclose(
+                a, b, rtol=1e-5, atol=1e-6 * max(1.0, np.max(np.abs(b), initial=0)), err_msg=name
+            )
+
+
+OPTIMIZERS = {
+    "SGD": lambda: optimizers.SGD(0.05),
+    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipvalue=0.01),
+    "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+    "Adam": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
+    "Adadelta": lambda: optimizers.Adadelta(0.5),
+    "Adagrad": lambda: optimizers.Adagrad(0.05),
+    "Adamax": lambda: optimizers.Adamax(0.01),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "Ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.001),
+    "Lion": lambda: optimizers.Lion(0.001),
+    "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "schedule": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)),
+    "callable rate": lambda: optimizers.SGD(lambda: 0.05),
+}
+WHOLE = {
+    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.05),
+    "Lamb": lambda: optimizers.Lamb(0.01),
+    "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "Muon": lambda: optimizers.Muon(0.01),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0),
+    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+}
+
+
+def flat(model: keras.Model) -> bool:
+    """Whether the optimizer sees one long weight."""
+    from keras_distribute._compat import optimizer as compat
+
+    return compat.slots_by_element(model.optimizer, model.trainable_variables) is not None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_take_elements_one_by_one(name: str, monkeypatch: Any) -> None:
+    expected = trained(built(0, OPTIMIZERS[name]))
+    monkeypatch.setattr(packing, "MANY", 4)
+    model = built(2, OPTIMIZERS[name])
+    assert_close(trained(model), expected)
+    assert flat(model)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_look_at_whole_weights(name: str, monkeypatch: Any) -> None:
+    expected = trained(built(0, WHOLE[name]))
+    monkeypatch.setattr(packing, "MANY", 4)
+    model = built(2, WHOLE[name])
+    assert_close(trained(model), expected)
+    assert not flat(model)
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("large", [False, True])
+def test_replica_counts_with_a_short_last_batch(replicas: int, large: bool, monkeypatch: Any) -> None:
+    """With `large`, some weights are too large for a buffer."""
+    expected = trained(built(0, OPTIMIZERS["AdamW"]))
+    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packing, "SMALL_BYTES", 160 if large else 10**6)
+    assert_close(trained(built(replicas, OPTIMIZERS["AdamW"])), expected)
+
+
+INSIDE = {
+    "dropout": lambda: layers.Dropout(0.4),
+    "regularizer": lambda: layers.Dense(8, kernel_regularizer="l2"),
+    "activity regularizer": lambda: layers.ActivityRegularization(0.1),
+    "constraint": lambda: layers.Dense(8, kernel_constraint="unit_norm"),
+    "frozen": lambda: layers.Dense(8, trainable=False),
+    "half": lambda: layers.Dense(8, dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_layers(name: str, monkeypatch: Any) -> None:
+    """What mixes rows, draws at random or has rules of its own takes the step over the whole batch."""
+    adam = OPTIMIZERS["Adam"]
+    expected = trained(built(4, adam, INSIDE[name]()))
+    monkeypatch.setattr(packing, "MANY", 4)
+    actual = trained(built(4, adam, INSIDE[name]()))
+    if name == "half":
+        np.testing.assert_allclose(actual["history"]["loss"], expected["history"]["loss"], rtol=0.02)
+    else:
+        assert_close(actual, expected)
+
+
+def test_weights_excluded_from_decay(packed: bool) -> None:
+    def excluding() -> Any:
+        optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        return optimizer
+
+    model = built(2, excluding)
+    assert_close(trained(model), trained(built(0, excluding)))
+    assert not flat(model)
+
+
+def test_steps_of_ones_own(packed: bool) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [layers.Dense(6) for _ in range(3)] + [layers.Dense(3)]
+
+        def call(self, x: Any) -> Any:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+        def train_step(self, state: Any, data: Any) -> Any:
+            assert all(isinstance(group, list) for group in state) and len(state[0]) == 8
+            return super().train_step(state, data)
+
+    def run(strategy: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Own()
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return trained(model)
+
+    assert_close(run(kd.MirroredStrategy(["cpu:0", "cpu:1"])), run(kd.get_strategy()))
+
+
+class Meddling(keras.callbacks.Callback):
+    """Looks at the state after some steps, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch in (1, 2):
+            model = self.model
+            self.seen += [int(model.optimizer.iterations), model.layers[0].kernel.numpy().sum()]
+            model.optimizer.learning_rate = 0.02 / (batch + 1)
+            model.layers[1].bias.assign(model.layers[1].bias + 0.1)
+
+
+def test_a_callback_sees_and_changes_the_state(packed: bool) -> None:
+    expected, actual = Meddling(), Meddling()
+    one = trained(built(0, OPTIMIZERS["Adam"]), callbacks=[expected])
+    assert_close(trained(built(2, OPTIMIZERS["Adam"]), callbacks=[actual]), one)
+    np.testing.assert_allclose(actual.seen, expected.seen, rtol=1e-5)
+
+
+class Break(keras.callbacks.Callback):
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.left = 3
+        setattr(self, method, self.strike)
+
+    def strike(self, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["on_train_batch_begin", "on_train_batch_end"])
+def test_an_interrupted_fit_keeps_what_its_steps_did(method: str, packed: bool) -> None:
+    model = built(2, OPTIMIZERS["Adam"])
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Break(method)])
+    assert int(model.optimizer.iterations) == (3 if method == "on_train_batch_end" else 2)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert all(np.isfinite(v.numpy()).all() for v in model.variables)
+
+
+def test_input_that_breaks_before_the_first_step_changes_nothing(packed: bool) -> None:
+    model = built(2, OPTIMIZERS["Adam"])
+    before = [v.numpy() for v in model.variables]
+
+    class Broken(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            raise LookupError("broken")
+
+    with pytest.raises(LookupError, match="broken"):
+        model.fit(Broken(), verbose=0)
+    for a, b in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+
+
+def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:
+    model = built(4, OPTIMIZERS["Adam"])
+    trained(model)
+    with compilations() as count:
+        trained(model)
+    assert count() == 0
+
+
+def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
+    """What the packing is for."""
+    found: dict[bool, tuple[int, int]] = {}
+    for many in (4, 10**9):
+        monkeypatch.setattr(packing, "MANY", many)
+        model = built(4, OPTIMIZERS["Adam"])
+        texts: list[str] = []
+        from keras_distribute.training import compiled
+
+        original = compiled.CompiledStep._one
+
+        def one(self: Any, carried: Any, placed: Any, original: Any = original, texts: Any = texts) -> Any:
+            if not texts:
+                texts.append(self.program.lower(carried, *placed).compile().as_text())
+            return original(self, carried, placed)
+
+        monkeypatch.setattr(compiled.CompiledStep, "_one", one)
+        model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+        monkeypatch.setattr(compiled.CompiledStep, "_one", original)
+        entry = texts[0][texts[0].index("ENTRY") :]
+        arrays = len(re.findall(r" parameter\(\d+\)", entry))
+        gradients = [line for line in texts[0].splitlines() if re.search(r"= .*f32\[\d+.*all-reduce(-start)?\(", line)]
+        found[many == 4] = arrays, len(gradients)
+    assert found[True][0] < found[False][0] / 2
+    assert found[True][1] <= 2 < found[False][1]

@@ -1,0 +1,125 @@
+"""Slots divided among the replicas: the same numbers, and a part of the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import keras_distribute as kd
+from keras_distribute.training import packing
+
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
+
+
+def built(replicas: int, shard: bool, make: Any = lambda: optimizers.Adam(1e-3)) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], shard_optimizer_state=shard)
+    with strategy.scope():
+        blocks = [layers.Dense(128, activation="tanh"), layers.Dense(64, activation="tanh"), layers.Dense(4)]
+        model = keras.Sequential([keras.Input((32,)), *blocks])
+        model.compile(make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def bytes_of_slots(model: keras.Model) -> tuple[int, int]:
+    """On one device, and of the whole."""
+    arrays = [jax.tree.leaves(v._value)[0] for v in model.optimizer.variables]
+    return sum(a.addressable_shards[0].data.nbytes for a in arrays), sum(a.nbytes for a in arrays)
+
+
+def weights(model: keras.Model) -> list[Any]:
+    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.fixture(params=["packed", "one by one"], autouse=True)
+def packed(request: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(packing, "MANY", 4 if request.param == "packed" else 10**9)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+def test_the_same_numbers(replicas: int) -> None:
+    expected, actual = built(replicas, False), built(replicas, True)
+    for model in (expected, actual):
+        model.fit(X, Y, batch_size=16, epochs=3, verbose=0)  # 18 steps, each sixth with 4 rows.
+    for a, b in zip(weights(actual), weights(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_memory(replicas: int) -> None:
+    model = built(replicas, True)
+    model.optimizer.build(model.trainable_variables)
+    for _ in range(2):  # From the beginning, and after training.
+        own, whole = bytes_of_slots(model)
+        assert own / whole <= 1 / replicas + 0.02
+        model.fit(X, Y, batch_size=16, verbose=0)
+    assert bytes_of_slots(built(replicas, False)) is not None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optimizers.Lamb(1e-3),
+        lambda: optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2),
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(1e-3), initial_scale=8.0),
+        lambda: optimizers.Adafactor(1e-3),
+        lambda: optimizers.Adam(1e-3, use_ema=True),
+    ],
+    ids=["Lamb", "accumulation", "loss scale", "Adafactor", "average"],
+)
+def test_optimizers(make: Any) -> None:
+    expected, actual = built(4, False, make), built(4, True, make)
+    for model in (expected, actual):
+        model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    for a, b in zip(weights(actual), weights(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_custom_loops_keep_the_parts() -> None:
+    outcomes = []
+    for shard in (False, True):
+        model = built(4, shard)
+        strategy = model.optimizer.iterations.distribute_strategy
+
+        def step(x: Any, y: Any, model: Any = model) -> Any:
+            def loss_of() -> Any:
+                return model.compute_loss(x, y, model(x, training=True))
+
+            loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
+            model.optimizer.apply(grads, model.trainable_variables)
+            return loss
+
+        for element in strategy.experimental_distribute_dataset(kd.ArrayDataset((X[:64], Y[:64]), 16)):
+            strategy.run(step, args=element)
+        outcomes.append(weights(model))
+        own, whole = bytes_of_slots(model)
+        assert own / whole < (0.27 if shard else 1.01)
+    for a, b in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_reading_assigning_and_saving(tmp_path: Any) -> None:
+    model, plain = built(4, True), built(4, False)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    slot = model.optimizer.variables[2]
+    assert slot.values[0].shape == slot.shape and len(slot.values) == 4
+    slot.assign(np.ones(slot.shape))
+    assert bytes_of_slots(model)[0] < bytes_of_slots(plain)[0] or not plain.optimizer.built
+    np.testing.assert_array_equal(slot.numpy(), np.ones(slot.shape))
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for a, b in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    checkpoint = kd.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    other = built(2, True)
+    other.optimizer.build(other.trainable_variables)
+    kd.Checkpoint(model=other, optimizer=other.optimizer).read(path)
+    for a, b in zip(weights(model), weights(other), strict=True):
+        np.testing.assert_array_equal(a, b)
