@@ -10,7 +10,6 @@ import pathlib
 import random
 import signal
 import time
-from typing import Any
 
 import pytest
 
