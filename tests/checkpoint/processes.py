@@ -27,7 +27,7 @@ class Script:
 
     def __init__(self, folder: pathlib.Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "tests.checkpoint.training", str(folder), *arguments]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
