@@ -423,7 +423,8 @@ def _reading(path: str) -> Generator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    if len(text) > 800:  # The array store tells where it was from the outside in: the cause comes last.
+    # The array store tells where it was from the outside in, then the cause, then its own settings.
+    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
+    if len(text) > 800:
         text = f"{text[:300]} ... {text[-500:]}"
     return f"{type(error).__name__}: {text}"
