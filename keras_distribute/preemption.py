@@ -188,7 +188,8 @@ class PreemptionCheckpointHandler:
     42. Create it in the main thread.
 
     Differs from TF: works with every strategy of one process. A position in the data is kept if the iterator is in the
-    checkpoint: `kd.Checkpoint(model=model, data=iterator)`.
+    checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A checkpoint that is made for an exit has the number after
+    the last one; the next save that has that number, or a lower one, takes its place.
 
     Args:
         cluster_resolver: `None` for strategies of one process.
