@@ -28,6 +28,7 @@ import report
 
 NUM_DEVICES = 2
 STEPS, SAVE_EVERY, BATCH = 110, 50, 64
+STEPS_FIRST = 55  # Of the round that compiles.
 CONTENDERS = {
     "nothing": "no saves",
     "ours": "`kd.callbacks.BackupAndRestore`",
@@ -40,8 +41,11 @@ CONTENDERS = {
 # The contenders, each in a process of its own. -----------------------------------------------------------------------
 
 
-def prepared(contender: str) -> Callable[[], dict[str, float]]:
-    """A function that runs one round, and returns its milliseconds a step and the share of them that was blocked."""
+def prepared(contender: str) -> Callable[[int], dict[str, float]]:
+    """A function that runs a round of so many steps.
+
+    It returns the milliseconds a step, the share of the time that was blocked, and the milliseconds blocked a save.
+    """
     import keras_distribute as kd
 
     kd.config.set_cpu_devices(NUM_DEVICES)
@@ -81,25 +85,28 @@ def prepared(contender: str) -> Callable[[], dict[str, float]]:
             "keras": lambda: [c.BackupAndRestore(folder, save_freq=SAVE_EVERY)],
         }[contender]()
 
-    def round_() -> dict[str, float]:
+    def round_(steps: int) -> dict[str, float]:
         folder = tempfile.mkdtemp()
         clock = Clock()
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[clock, *saver(f"{folder}/saved")])
+        rows = steps * BATCH
+        callbacks = [clock, *saver(f"{folder}/saved")]
+        model.fit(x[:rows], y[:rows], batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
         shutil.rmtree(folder)
         gaps = [begun - ended for begun, ended in zip(clock.begun[1:], clock.ended[:-1], strict=True)]
         usual = statistics.median(gaps)
         blocked = sum(gap - usual for i, gap in enumerate(gaps, 1) if i % SAVE_EVERY == 0)
         total = clock.ended[-1] - clock.begun[0]
-        return {"ms": 1000 * total / STEPS, "blocked": blocked / total, "ms_blocked_a_save": 1000 * blocked / 2}
+        saves = len(gaps) // SAVE_EVERY
+        return {"ms": 1000 * total / steps, "blocked": blocked / total, "ms_blocked_a_save": 1000 * blocked / saves}
 
     return round_
 
 
 def work(contender: str) -> None:
-    """Runs one round for each line that arrives, and answers with what was measured."""
+    """Runs a round of as many steps as each line that arrives says, and answers with what was measured."""
     round_ = prepared(contender)
-    for _ in sys.stdin:
-        print("measured", *round_().values(), flush=True)
+    for line in sys.stdin:
+        print("measured", *round_(int(line)).values(), flush=True)
 
 
 # Measuring. ----------------------------------------------------------------------------------------------------------
@@ -124,10 +131,10 @@ class Contender:
             text=True,
         )
 
-    def round(self) -> list[float]:
+    def round(self, steps: int) -> list[float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print("go", file=self._process.stdin, flush=True)
+        print(steps, file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("measured "):
                 return [float(word) for word in line.split()[1:]]
@@ -144,10 +151,10 @@ def measure(rounds: int) -> dict[str, list[list[float]]]:
     measured: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     contenders = {name: Contender(name) for name in CONTENDERS}
     for contender in contenders.values():
-        contender.round()
+        contender.round(STEPS_FIRST)
     for _ in range(rounds):
         for name, contender in contenders.items():
-            measured[name].append(contender.round())
+            measured[name].append(contender.round(STEPS))
     for contender in contenders.values():
         contender.close()
     return measured
