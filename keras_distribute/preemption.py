@@ -158,7 +158,11 @@ class Watch:
             save: Saves, and returns when the files are complete.
         """
         start = time.monotonic()
-        save()
+        try:
+            save()
+        except BaseException:
+            self._done = True  # That error ends the program; the signal, sent again, would hide it.
+            raise
         self._saved, self._save_seconds = True, time.monotonic() - start
         if reaction is Reaction.EXIT:
             self._done = True
@@ -184,7 +188,8 @@ class PreemptionCheckpointHandler:
     42. Create it in the main thread.
 
     Differs from TF: works with every strategy of one process. A position in the data is kept if the iterator is in the
-    checkpoint: `kd.Checkpoint(model=model, data=iterator)`.
+    checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A checkpoint that is made for an exit has the number after
+    the last one; the next save that has that number, or a lower one, takes its place.
 
     Args:
         cluster_resolver: `None` for strategies of one process.
@@ -298,7 +303,9 @@ class PreemptionCheckpointHandler:
         def save() -> None:
             if self._watch.config.save_fn is not None:
                 self._watch.config.save_fn(*args, **kwargs)
-            else:
+            elif not args and not kwargs:
+                self._manager._save_in_between()
+            elif kwargs.get("step", *args[:1]) != self._manager._last_step:  # Else it was saved a moment ago.
                 self._manager.save(*args, **{"force": True} | kwargs)
             self._manager.wait()
 

@@ -285,7 +285,8 @@ class SyncOnReadVariable(DistributedVariable):
         if isinstance(value, PerReplica):
             self._value = jnp.asarray(_owned(value.stacked), self._dtype)
             return
-        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(_strong(value))
+        value = jax.device_put(_strong(value), self.replica_mesh.replicated)  # It may be on one device, for good.
+        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(value)
 
     def _assign_change(self, change: Any) -> Any:
         """Changes each component, so that what is read changes by `change` and no replica's own state is lost."""

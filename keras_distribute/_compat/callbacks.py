@@ -7,6 +7,8 @@
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
 - `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there already.
+- `orbax_checkpoint._get_state_tree`: what `OrbaxCheckpoint` saves. Orbax notes the devices of each array, and plain
+  Keras cannot load one that was on more devices than it has; a replicated array is as well saved from one of them.
 - `global_state`: the generator that `keras.random` uses where no seed is given.
 """
 
@@ -17,8 +19,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import keras
 import numpy as np
 from keras.src.backend.common import global_state
+from keras.src.callbacks import orbax_checkpoint
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.random import seed_generator
@@ -40,12 +45,27 @@ def install() -> Undo:
             getattr(callback, JOINS)(self)
         original(self, logs)
 
+    get_state_tree = orbax_checkpoint._get_state_tree
+
+    @functools.wraps(get_state_tree)
+    def _get_state_tree(model: Any) -> Any:
+        return jax.tree.map(_on_one_device, get_state_tree(model))
+
     CallbackList.on_train_begin = on_train_begin
+    orbax_checkpoint._get_state_tree = _get_state_tree
 
     def undo() -> None:
         CallbackList.on_train_begin = original
+        orbax_checkpoint._get_state_tree = get_state_tree
 
     return undo
+
+
+def _on_one_device(value: Any) -> Any:
+    under_keras = keras.distribution.distribution() is not None
+    if under_keras or not isinstance(value, jax.Array) or not value.is_fully_replicated:
+        return value
+    return value.addressable_data(0)
 
 
 def finish(callbacks: Any) -> None:

@@ -239,9 +239,9 @@ class Run:
             return
         numbers: dict[str, float] = {"epoch": self._epoch, "step": self._steps}
         if self._held is not None:
-            (manifest, arrays), step = self._held, (self._manager.latest_step or 0) + 1
+            (manifest, arrays), step = self._held, self._manager._next_step()
             held = dataclasses.replace(manifest, step=step, metrics=numbers), arrays
-            self._manager._write(step, numbers, lambda: held)
+            self._manager._write(step, lambda: held)
         else:
             self._manager.save(metrics=numbers)
         self._last, self._saved_at = place, time.monotonic()

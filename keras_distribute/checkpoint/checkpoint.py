@@ -164,7 +164,9 @@ class Checkpoint:
         reading.assign()
         return reading.status
 
-    def _snapshot(self, *, step: int | None = None, metrics: dict[str, float] | None = None) -> tuple[Manifest, Arrays]:
+    def _snapshot(
+        self, *, step: int | None = None, metrics: dict[str, float] | None = None, in_between: bool = False
+    ) -> tuple[Manifest, Arrays]:
         """Copies of the state in host memory, which training on does not change."""
         context.require_cross_replica("Saving a checkpoint", "save after strategy.run has returned.")
         tracking.synchronize(self._objects)
@@ -179,7 +181,8 @@ class Checkpoint:
             for name, value in tracked.stateful.items()
         }
         optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
-        return Manifest(records, objects, optimizers, tracked.unbuilt, self._counter, step, metrics), arrays
+        unbuilt, counter = tracked.unbuilt, self._counter
+        return Manifest(records, objects, optimizers, unbuilt, counter, step, metrics, in_between), arrays
 
     def _read(self, path: str, *, partial: bool) -> Reading:
         """Reads and verifies the checkpoint at `path`; nothing changes yet."""

@@ -149,33 +149,49 @@ class CheckpointManager:
         """
         if self._writer is not None and not self._writer.is_saving:
             self.wait()
-        last = self._last_step if self._last_step is not None else self.latest_step
-        step = (0 if last is None else last + 1) if step is None else int(step)
+        last = self._last()
+        step = self._next_step() if step is None else int(step)
         if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
             return None
-        always = {name: value() for name, value in self._always.items()}
-        numbers = self._checked(always | (metrics or {}) if always else metrics)
-        self._write(step, numbers, lambda: self._checkpoint._snapshot(step=step, metrics=numbers))
+        numbers = self._checked(self._always_kept() | (metrics or {}) if self._always else metrics)
+        self._write(step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers))
         return self._path(step)
 
-    def _write(self, step: int, numbers: dict[str, float] | None, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
+    def _save_in_between(self) -> None:
+        """Saves at a moment that has no number of its own: the next save with a number takes its place.
+
+        A program that is preempted in epoch 4 saves what would be 4, and, started again, 4 when that is complete.
+        """
+        step, numbers = self._next_step(), self._always_kept()
+        self._write(step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers, in_between=True))
+
+    def _write(self, step: int, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
         """Starts to write what `take` returns; it is called when the save before is complete."""
         self.wait()
         writer = self._open()
         steps = self.all_steps()
-        if step in steps and step in self._damaged:
-            writer.delete(step)
-        elif step in steps:
-            raise CheckpointError(
-                f"There is a checkpoint of step {step} in {self._directory!r} already.",
-                received=f"save({step}), after the steps {steps}.",
-                fix=f"manager.delete({step}) first, or save to another folder.",
-            )
-        self._metrics[step] = numbers
+        for other in [other for other in steps if other >= step]:
+            if (other == step and other in self._damaged) or self._is_in_between(other):
+                writer.delete(other)
+                self._damaged.discard(other)
+            elif other == step:
+                raise CheckpointError(
+                    f"There is a checkpoint of step {step} in {self._directory!r} already.",
+                    received=f"save({step}), after the steps {steps}.",
+                    fix=f"manager.delete({step}) first, or save to another folder.",
+                )
         manifest, arrays = take()
+        self._metrics[step] = manifest.metrics
         writer.save(step, manifest, arrays)
-        self._damaged.discard(step)
         self._last_step = step
+
+    def _last(self) -> int | None:
+        """The last step that was saved, complete or not."""
+        return self._last_step if self._last_step is not None else self.latest_step
+
+    def _next_step(self) -> int:
+        last = self._last()
+        return 0 if last is None else last + 1
 
     def restore(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> RestoreStatus:
         """Restores a step, the latest by default; waits for a save that is being written.
@@ -310,6 +326,15 @@ class CheckpointManager:
                 fix=f"manager.save(step, metrics={{{self._keep_best[0]!r}: ...}})",
             )
         return numbers
+
+    def _always_kept(self) -> dict[str, float]:
+        return {name: value() for name, value in self._always.items()}
+
+    def _is_in_between(self, step: int) -> bool:
+        try:
+            return self._storage.read_manifest(self._path(step))[0].in_between
+        except CheckpointError:
+            return False
 
     def _kept(self, steps: list[int]) -> set[int]:
         """The steps that stay, now that the last one has been written."""

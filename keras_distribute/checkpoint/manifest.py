@@ -52,6 +52,7 @@ class Manifest:
         counter: How many times the `Checkpoint` had been saved.
         step: The step that a `CheckpointManager` saved it for.
         metrics: The numbers given along with it.
+        in_between: Whether the next save with a number takes its place.
     """
 
     variables: dict[str, VariableRecord]
@@ -61,6 +62,7 @@ class Manifest:
     counter: int
     step: int | None = None
     metrics: dict[str, float] | None = None
+    in_between: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

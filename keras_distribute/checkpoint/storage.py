@@ -5,13 +5,16 @@
         arrays/                  the arrays by name, an Orbax PyTree: any Orbax reads it
         manifest/manifest.json   shapes, types, checksums, and the state that is no array
 
-Both items are one Orbax checkpoint: written into a folder with another name, which is renamed when all is there.
+Both items are one Orbax checkpoint: written into a folder with another name, which is renamed when all is there, and
+on the disk: a checkpoint that was reported complete survives a power cut.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -65,6 +68,8 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         files = _file_records(directory.parent / _ARRAYS)
         assert files, "the arrays come first"
         (directory / _FILE).write_bytes(manifests.to_bytes(self._manifest, self._records, files))
+        for path in (directory / _FILE, directory, *_all_in(directory.parent / _ARRAYS)):
+            _sync(path)
         self._manifest = None
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
@@ -74,12 +79,25 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         raise NotImplementedError
 
 
-def _files_in(folder: epath.Path) -> Iterator[epath.Path]:
+def _all_in(folder: epath.Path) -> Iterator[epath.Path]:
+    """All files and folders in `folder`, and then itself."""
     for path in folder.iterdir():
-        if path.is_dir():
-            yield from _files_in(path)
-        else:
-            yield path
+        yield from _all_in(path) if path.is_dir() else (path,)
+    yield folder
+
+
+def _sync(path: epath.Path) -> None:
+    """Returns when a file, or what a folder lists, is on the disk, where the file system is one of this machine."""
+    if "://" in str(path):  # An object store: what it has confirmed is there.
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Some network file systems cannot do that with folders.
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
@@ -87,7 +105,7 @@ def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
 
     The large ones hold the arrays, which have checksums of their own: they need not be read again.
     """
-    paths = sorted(_files_in(folder))
+    paths = sorted(path for path in _all_in(folder) if not path.is_dir())
     sizes = [path.stat().length for path in paths]
     return {
         str(path.relative_to(folder)): FileRecord(
@@ -142,6 +160,7 @@ class Writer:
             lightweight_initialize=True,
         )
         self._saving = directory
+        self._unsynced = False
         handlers: Any = {_ARRAYS: _array_handler(), _MANIFEST: _ManifestHandler(self._empty_trash)}
         with _writing(directory):
             self._empty_trash()
@@ -159,11 +178,15 @@ class Writer:
         self._saving = step_path(self._directory, step)
         with self._reloading(), _writing(self._saving):
             self._manager.save(step, args=_save_args(manifest, arrays), force=True)
+            self._unsynced = True
 
     def wait(self) -> None:
         """Returns when the save is complete; raises `CheckpointError` if it failed, once."""
         with self._reloading(), _writing(self._saving):
+            unsynced, self._unsynced = self._unsynced, False
             self._manager.wait_until_finished()
+            if unsynced:
+                _sync_names(self._saving)
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
@@ -177,7 +200,10 @@ class Writer:
             return
         _open_writers.discard(self)
         with _writing(self._saving):
-            self._manager.close()
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
             self._empty_trash()
 
     def _empty_trash(self) -> None:
@@ -221,6 +247,14 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
         handler = ocp.CompositeCheckpointHandler(arrays=_array_handler(), manifest=_ManifestHandler())
         with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
             checkpointer.save(path, args=_save_args(manifest, arrays))
+        _sync_names(path)
+
+
+def _sync_names(path: str) -> None:
+    """The names of a checkpoint's parts, its own, and that of the folder with all checkpoints, which may be new."""
+    folder = epath.Path(path)
+    for each in (folder, folder.parent, folder.parent.parent):
+        _sync(each)
 
 
 def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
@@ -389,7 +423,8 @@ def _reading(path: str) -> Generator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    if len(text) > 800:  # The array store tells where it was from the outside in: the cause comes last.
+    # The array store tells where it was from the outside in, then the cause, then its own settings.
+    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
+    if len(text) > 800:
         text = f"{text[:300]} ... {text[-500:]}"
     return f"{type(error).__name__}: {text}"

@@ -107,7 +107,12 @@ def run(
     log = Log()
     own = [] if folder is None else [kd.callbacks.BackupAndRestore(folder, **{"save_freq": 2} | (backup or {}))]
     history = fit(model, callbacks=[*own, log, *callbacks, *([] if cut is None else [cut])])
-    return {"bits": bits(model=model), "history": history.history, "epochs": history.epoch, "log": vars(log)}
+    return {
+        "bits": bits(model=model),
+        "history": history.history,
+        "epochs": history.epoch,
+        "log": {"seen": log.seen, "draws": log.draws},
+    }
 
 
 def interrupted(

@@ -132,10 +132,11 @@ class Loop:
             predictions = self.model(x, training=True)
             return self.loss(y, predictions), predictions
 
-        (_, predictions), grads = kd.value_and_grad(loss_of, self.model.trainable_variables, has_aux=True)()
+        (loss, predictions), grads = kd.value_and_grad(loss_of, self.model.trainable_variables, has_aux=True)()
         self.optimizer.apply(grads, self.model.trainable_variables)
         self.metric.update_state(y, predictions)
         self.count.assign_add(keras.ops.sum(x))
+        return loss
 
     def run(self, steps: int) -> None:
         x, y = data(16)

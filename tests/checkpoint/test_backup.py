@@ -323,7 +323,9 @@ def test_keras_distribution_is_refused(tmp_path: Any) -> None:
 # Other numbers of replicas. ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "target"), [(8, 1), (8, 2), (8, 3), (8, 4), (8, 0), (0, 8), (3, 8), (1, 8)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(8, 1), (8, 2), (8, 3), (8, 4), (8, 0), (0, 8), (1, 8), (2, 8), (3, 8), (4, 8)]
+)
 def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) -> None:
     """The weights are those that were saved, and the epochs that follow are those of one place, to rounding."""
 

@@ -168,6 +168,24 @@ def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
         np.testing.assert_array_equal(actual, expected, err_msg=where)
 
 
+def test_the_table_has_every_callback_of_keras() -> None:
+    """Those that are not in it are in every run (`History`), have a test of their own, or are bases of others."""
+    apart = {"History", "ProgbarLogger", "BackupAndRestore", "Callback", "CallbackList"}
+    assert {name.split(",")[0] for name in TABLE if "of the user" not in name} | apart == {
+        name for name, value in vars(C).items() if isinstance(value, type)
+    }
+
+
+def test_backup_and_restore_of_keras_beside_ours(tmp_path: Any) -> None:
+    """Ours comes last, so what it restores stays."""
+
+    def fit(model: Any, callbacks: Any) -> Any:
+        return fit_arrays(model, [C.BackupAndRestore(tmp_path / "keras"), *callbacks])
+
+    cuts = [Cut("on_train_batch_end", 9), Cut("on_train_batch_end", 3)]
+    assert_same(interrupted(2, fit, tmp_path / "ours", cuts), run(2, fit_arrays, None))
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_equal_with_and_without_interruption(name: str, tmp_path: Any) -> None:
     make_callback, make = TABLE[name]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
@@ -20,6 +21,7 @@ import pytest
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
+from . import interrupting
 from .support import assert_same_bits, bits, scope
 
 TRIES = int(os.environ.get("FUZZ_TRIES", "30"))
@@ -147,6 +149,7 @@ def test_flipped_bytes(run: Run) -> None:
         else:
             assert_same_bits(run.state, right)
         path.write_bytes(content)
+    print(f"\n{TRIES} tries over {len(files)} files: {refused} refused, {TRIES - refused} harmless")
     assert refused > TRIES // 4
     assert not attempt(run, 3)
 
@@ -234,16 +237,20 @@ def test_a_folder_that_cannot_be_written_to(run: Run) -> None:
     assert sorted(os.listdir(run.directory)) == sorted([*before, pathlib.Path(path).name])
 
 
+def mounted(folder: pathlib.Path, *arguments: str) -> None:
+    """Mounts a file system in memory, or skips the test."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", ",".join(arguments), "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Any) -> Any:
     """A file system of 1 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    mounted(tmp_path / "disk", "size=1m")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -267,3 +274,38 @@ def test_full_disk(asynchronous: bool, small_disk: Any) -> None:
     manager.save(2)
     manager.close()
     assert sorted(os.listdir(small_disk)) == ["2"]
+
+
+def test_a_read_only_file_system(small_disk: Any) -> None:
+    """What is there is restored; to save is a clear error, at once or with the next call."""
+    variable = keras.Variable(1.0)
+    checkpoint = Checkpoint(v=variable)
+    CheckpointManager(checkpoint, small_disk, asynchronous=False).save(1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    variable.assign(2.0)
+    manager = CheckpointManager(checkpoint, small_disk)
+    assert manager.restore().step == 1 and float(variable.value) == 1.0
+    with pytest.raises(CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "):
+        manager.save(2)
+        manager.close()
+    with pytest.raises(CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "):
+        checkpoint.write(small_disk / "other")
+    assert manager.all_steps() == [1]
+
+
+def test_a_disk_that_fills_up_during_fit(small_disk: Any) -> None:
+    """`fit` ends with the error of the save; what was saved before is whole, and training goes on from there."""
+    ballast = small_disk / "ballast"
+
+    class Filling(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.optimizer.iterations == 9:
+                with contextlib.suppress(OSError), ballast.open("wb", 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+
+    with pytest.raises(CheckpointError, match="(?s)could not be written.*[Nn]o space left.*Fix: make room"):
+        interrupting.run(2, interrupting.fit_arrays, small_disk / "b", callbacks=[Filling()])
+    ballast.unlink()
+    result = interrupting.run(2, interrupting.fit_arrays, small_disk / "b", seed=5)
+    interrupting.assert_same(result, interrupting.run(2, interrupting.fit_arrays, None))

@@ -1,10 +1,14 @@
-"""`kill -9` while checkpoints are written, and the end of a program that does not wait for them."""
+"""`kill -9` while checkpoints are written or a training runs, and the end of a program that waits for no checkpoint.
+
+`KILL_TRIES=50 python -m pytest tests/checkpoint/test_killed.py -s` is the long version; `KILL_SEED` gives others.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +20,11 @@ import pytest
 
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 
+from .processes import KINDS, Script, assert_as_uninterrupted
+
 SCRIPT = pathlib.Path(__file__).parent / "saving_forever.py"
-TRIES = int(os.environ.get("KILL_TRIES", "3"))
+TRIES = int(os.environ.get("KILL_TRIES", "5"))
+SEED = os.environ.get("KILL_SEED", "0")
 
 
 def started(folder: Any, *args: str) -> subprocess.Popen[str]:
@@ -42,7 +49,7 @@ def latest(folder: Any) -> int:
 @pytest.mark.timeout(60 + 30 * TRIES)
 def test_killed_at_a_random_moment(tmp_path: Any) -> None:
     """What is there is whole; the next start goes on from it and clears away what was not finished."""
-    generator, last, unfinished = random.Random(0), 0, 0
+    generator, last, unfinished = random.Random(SEED), 0, 0
     for _ in range(TRIES):
         process = started(tmp_path)
         assert process.stdout is not None
@@ -68,3 +75,30 @@ def test_a_save_is_completed_when_the_program_ends(tmp_path: Any) -> None:
     assert process.returncode == 0 and "Traceback" not in errors, errors
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
     assert latest(tmp_path) == 3
+
+
+@pytest.mark.timeout(120 + 30 * TRIES)
+def test_a_training_killed_at_random_moments(tmp_path: Any) -> None:
+    """Started again until it is done, each kind in turn: its result is that of a training that nobody killed."""
+    generator = random.Random(SEED)
+    killed, unfinished, completed = dict.fromkeys(KINDS, 0), 0, 0
+    for kind in KINDS:
+        share = len(range(KINDS.index(kind), TRIES, len(KINDS)))
+        while killed[kind] < share:
+            completed += 1
+            folder = tmp_path / str(completed)
+            folder.mkdir()
+            while not (folder / f"{kind}.pickle").exists():
+                with Script(folder, kind) as script:
+                    if killed[kind] < share:
+                        for _ in range(generator.randrange(1, 9)):
+                            script.line()
+                        time.sleep(generator.choice([0, 0.02, 0.3]) * generator.random())
+                        script.process.kill()
+                    script.rest()
+                    assert script.process.returncode in (0, -signal.SIGKILL), script.errors
+                    killed[kind] += script.process.returncode == -signal.SIGKILL
+                unfinished += bool(list(folder.glob("checkpoints/*tmp*")))
+            assert_as_uninterrupted(folder, kind)
+    print(f"\nkilled {killed}, inside of a save {unfinished}, trained to the end {completed} times")
+    assert unfinished or TRIES < 20

@@ -102,6 +102,21 @@ def test_on_any_number_of_replicas(source: int, target: int, tmp_path: Any) -> N
     assert_close(numbers(model=other), numbers(model=model), rtol=1e-4)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
+def test_from_eight_replicas_to_others_and_back(place: int, tmp_path: Any) -> None:
+    """Weights and optimizer state are the same bits all the way; moving statistics are the same numbers."""
+    source, between, back = made(8, "loss_scale_ema"), made(place, "loss_scale_ema"), made(8, "loss_scale_ema", seed=3)
+    fit(source, 1)
+    Checkpoint(model=between).restore(Checkpoint(model=source).save(tmp_path / "a"))
+    Checkpoint(model=back).restore(Checkpoint(model=between).save(tmp_path / "b"))
+    expected = {name: value for name, value in numbers(model=source).items() if "/metrics/" not in name}
+    for model in (between, back):
+        actual = {name: value for name, value in numbers(model=model).items() if "/metrics/" not in name}
+        assert_close(actual, expected)
+        exact = [name for name in expected if "/moving_" not in name]
+        assert_same_bits({name: actual[name] for name in exact}, {name: expected[name] for name in exact})
+
+
 @pytest.mark.parametrize(("aggregation", "expected"), [("sum", 10.0), ("mean", 2.5), ("only_first_replica", 1.0)])
 def test_sync_on_read_variables_follow_tensorflow(aggregation: str, expected: float, tmp_path: Any) -> None:
     """`sum` keeps the sum and `mean` the mean wherever they go; each replica gets its own back where it can."""

@@ -1,0 +1,242 @@
+"""What a notice of the end leads to, in one process: in `fit`, and in a loop of one's own."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+from typing import Any
+
+import keras
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.errors import CheckpointError, StructureTypeError
+
+from .interrupting import assert_same, fit_arrays, run
+from .support import scope
+
+pytestmark = pytest.mark.timeout(120)
+Config = kd.experimental.TerminationConfig
+
+
+class Ended(Exception):
+    """How the program ends here."""
+
+
+def end() -> None:
+    raise Ended
+
+
+class At(keras.callbacks.Callback):
+    """Sends `SIGTERM` at the `count`th call of a method; it has no state, so that a second run gets none either."""
+
+    def __init__(self, method: str, count: int) -> None:
+        super().__init__()
+        self._left = count
+        setattr(self, method, self.strike)
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """It has none."""
+
+    def strike(self, *_: Any, **__: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@functools.cache
+def uninterrupted() -> dict[str, Any]:
+    return run(2, fit_arrays, None)
+
+
+@pytest.mark.parametrize(
+    "method", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_epoch_end"]
+)
+@pytest.mark.parametrize("freq", [1, "epoch", False])
+def test_in_fit(method: str, freq: Any, tmp_path: Any) -> None:
+    """Saves, whatever `save_freq` says, and exits; the second run does the rest, and only that."""
+    backup = {"save_freq": freq, "termination_config": Config(exit_fn=end)}
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Ended):
+        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At(method, 2)])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert_same(
+        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At(method, 1000)], seed=9), uninterrupted()
+    )
+
+
+def test_a_save_that_fails_before_the_exit_is_what_is_seen(tmp_path: Any) -> None:
+    """Not the signal, sent again, which would end the program without a word."""
+
+    class Blocking(At):
+        def strike(self, *_: Any, **__: Any) -> None:
+            self._left -= 1
+            if not self._left:
+                (tmp_path / "b").write_text("a file where the folder has to be")
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(CheckpointError, match="could not be written"):
+        run(2, fit_arrays, tmp_path / "b", backup={"save_freq": False}, callbacks=[Blocking("on_train_batch_end", 2)])
+
+
+def test_a_notice_that_comes_with_the_end_of_fit(tmp_path: Any) -> None:
+    """The training is complete, and saved; the next start trains nothing."""
+    backup = {"termination_config": Config(exit_fn=end)}
+    with pytest.raises(Ended):
+        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At("on_train_end", 1)])
+    assert_same(
+        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At("on_train_batch_end", 1)]), uninterrupted()
+    )
+
+
+def test_a_signal_that_is_not_waited_for_stays_with_its_handler(tmp_path: Any) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        run(2, fit_arrays, tmp_path / "b", backup={"save_before_preemption": False}, callbacks=[At("on_epoch_end", 1)])
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_notice_than_a_signal(tmp_path: Any) -> None:
+    """Asked for in a thread; an exit function that returns lets the training go on, and is called once."""
+    calls: list[str] = []
+
+    def told() -> bool:
+        calls.append("asked")
+        return True
+
+    config = Config(termination_watcher_fn=told, exit_fn=lambda: calls.append("exit"))
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            while "asked" not in calls:
+                time.sleep(0.01)
+
+    result = run(2, fit_arrays, tmp_path / "b", backup={"termination_config": config}, callbacks=[Slow()])
+    assert_same(result, uninterrupted())
+    assert calls == ["asked", "exit"]
+
+
+def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
+    def train() -> None:
+        with pytest.warns(UserWarning, match="SIGTERM cannot be waited for outside of the main thread"):
+            results.append(run(2, fit_arrays, tmp_path / "b"))
+
+    results: list[Any] = []
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert_same(results[0], uninterrupted())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"exit_fn": 42}, r"exit_fn is a function.\n  Received: 42"),
+        ({"termination_watcher_fn": "SIGTERM"}, "termination_watcher_fn is a function"),
+        ({"save_fn": 1}, "save_fn is a function"),
+        ({"grace_period": -1}, r"grace_period is a number of seconds.\n  Received: -1"),
+        ({"grace_period": "60"}, "grace_period is a number of seconds"),
+    ],
+)
+def test_configurations(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(StructureTypeError, match=error):
+        Config(**options)
+
+
+# Loops of one's own. -------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A loop that counts, a checkpoint of it, and a handler; made again, it is the program after a restart."""
+
+    def __init__(self, directory: Any, save_fn: Any = None, **options: Any) -> None:
+        with scope(2):
+            self.count = keras.Variable(0.0)
+        checkpoint = kd.Checkpoint(count=self.count)
+        self.manager = kd.CheckpointManager(checkpoint, directory, **options)
+        config = Config(exit_fn=end, save_fn=save_fn)
+        self.handler = kd.experimental.PreemptionCheckpointHandler(None, self.manager, termination_config=config)
+
+    def step(self, preempted: bool = False) -> None:
+        self.handler.run(lambda: self.count.assign_add(1.0))
+        if preempted:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def handler_of_before() -> Any:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_step_keeps_its_number(tmp_path: Any) -> None:
+    """Preempted twice between two saves, the checkpoints of the exits give way to that of the step."""
+    loop = Counting(tmp_path)
+    loop.step()
+    loop.manager.save(1)
+    for _ in range(2):
+        loop.step(preempted=True)
+        with pytest.raises(Ended):
+            loop.step()
+        loop.manager.close()
+        loop = Counting(tmp_path)
+    assert float(loop.count.numpy()) == loop.handler.total_run_calls == 3
+    assert loop.manager.all_steps() == [1, 2, 3]
+    loop.manager.save(2)
+    loop.manager.wait()
+    assert loop.manager.all_steps() == [1, 2]
+    loop.count.assign(-1.0)
+    assert loop.manager.restore().step == 2 and float(loop.count.numpy()) == 3
+    with pytest.raises(CheckpointError, match="There is a checkpoint of step 2"):
+        loop.manager.save(2)
+    loop.manager.close()
+
+
+def test_a_number_of_the_user(tmp_path: Any) -> None:
+    """For loops without `run`; a step that was saved a moment ago is not saved again."""
+    for saved_before in (False, True):
+        loop = Counting(tmp_path / str(saved_before), keep_best=("loss", "min"))
+        loop.count.assign_add(1.0)
+        if saved_before:
+            loop.manager.save(1, metrics={"loss": 1.0})
+        loop.handler.save_checkpoint_if_preempted(1, {"loss": 2.0})
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Ended):
+            loop.handler.save_checkpoint_if_preempted(1, {"loss": 2.0})
+        assert loop.manager.all_steps() == [1]
+        loop.manager.close()
+
+
+def test_without_the_metric_of_the_best(tmp_path: Any) -> None:
+    """An exit has no loss to offer."""
+    loop = Counting(tmp_path, keep_best=("loss", "min"))
+    with pytest.raises(Ended), loop.handler.watch_preemption_scope():
+        loop.step(preempted=True)
+    assert loop.manager.all_steps() == [0] and loop.manager.best_step is None
+    loop.manager.close()
+
+
+def test_a_function_that_saves(tmp_path: Any) -> None:
+    saved: list[Any] = []
+    loop = Counting(tmp_path, save_fn=lambda *args, **options: saved.append((args, options)))
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Ended):
+        loop.handler.save_checkpoint_if_preempted(3, note="x")
+    assert saved == [((3,), {"note": "x"})] and loop.manager.all_steps() == []
+
+
+def test_what_a_handler_takes(tmp_path: Any) -> None:
+    make = kd.experimental.PreemptionCheckpointHandler
+    with pytest.raises(StructureTypeError, match="takes a Checkpoint or a CheckpointManager"):
+        make(None, keras.Variable(1.0), tmp_path)  # pyright: ignore
+    with pytest.raises(CheckpointError, match="A Checkpoint needs a folder"):
+        make(None, kd.Checkpoint(v=keras.Variable(1.0)))
