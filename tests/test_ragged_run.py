@@ -25,20 +25,6 @@ def mirrored(n):
     return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows by one for each XLA compilation."""
-    seen = []
-
-    def listen(name, *args, **kwargs):
-        if name == "/jax/core/compile/backend_compile_duration":
-            seen.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def split(strategy, value, sizes):
     """Consecutive rows of arrays in any structure as `PerReplica`s."""
     ends = np.cumsum(sizes)

@@ -24,20 +24,6 @@ def strategy(request):
     return mirrored(request.param)
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows by one for each XLA compilation."""
-    seen = []
-
-    def listen(name, *args, **kwargs):
-        if name == "/jax/core/compile/backend_compile_duration":
-            seen.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def distributed(strategy, fn):
     return strategy.experimental_distribute_values_from_function(lambda c: fn(c.replica_id_in_sync_group))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.packing import Packing, Place
@@ -19,8 +18,7 @@ from keras_distribute.variables import MirroredVariable
 def slot_created(variable: Any) -> None:
     """Divides a new slot, if its strategy says so."""
     if isinstance(variable, MirroredVariable) and variable.distribute_strategy.shards_optimizer_state:
-        if not context.frame().per_replica:
-            variable.divide()
+        variable.divide()
 
 
 def divided_places(trainer: Any, strategy: Strategy) -> list[Place]:

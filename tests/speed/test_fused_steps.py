@@ -19,7 +19,7 @@ X, Y = RNG.randn(70, 4, 4, 1).astype("float32"), RNG.randint(0, 3, 70)
 def built(replicas: int, size: int, convolution: bool = False) -> keras.Model:
     keras.utils.set_random_seed(3)
     with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
-        first = layers.Conv2D(3, 2) if convolution else layers.Dense(4, activation="tanh")
+        first = layers.Conv2D(3, 2, use_bias=False) if convolution else layers.Dense(4, activation="tanh")
         blocks = [first, layers.BatchNormalization(synchronized=True), layers.Flatten(), layers.Dense(3)]
         model = keras.Sequential([keras.Input((4, 4, 1)), *blocks])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -146,6 +146,6 @@ def test_input_that_breaks_within_a_group(monkeypatch: Any) -> None:
 def test_the_second_fit_compiles_nothing(compilations: Any) -> None:
     model = built(4, 3)
     outcome(model)
-    with compilations() as count:
-        outcome(model)
-    assert count() == 0
+    before = len(compilations)
+    outcome(model)
+    assert len(compilations) == before

@@ -27,7 +27,12 @@ def built(replicas: int, make: Any, *inside: Any, **compiled: Any) -> keras.Mode
     """Small weights beside a large one, where `SMALL_BYTES` is small."""
     keras.utils.set_random_seed(3)
     with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
-        blocks = [layers.Dense(8, activation="tanh"), *inside, layers.Dense(8, activation="tanh"), layers.Dense(5)]
+        blocks = [
+            layers.Dense(8, activation="tanh"),
+            *(make_layer() for make_layer in inside),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(5),
+        ]
         model = keras.Sequential([keras.Input((6,)), *blocks, layers.Dense(3)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(make(), loss, metrics=["accuracy"], **compiled)
@@ -130,9 +135,9 @@ INSIDE = {
 def test_layers(name: str, monkeypatch: Any) -> None:
     """What mixes rows, draws at random or has rules of its own takes the step over the whole batch."""
     adam = OPTIMIZERS["Adam"]
-    expected = trained(built(4, adam, INSIDE[name]()))
+    expected = trained(built(4, adam, INSIDE[name]))
     monkeypatch.setattr(packing, "MANY", 4)
-    actual = trained(built(4, adam, INSIDE[name]()))
+    actual = trained(built(4, adam, INSIDE[name]))
     if name == "half":
         np.testing.assert_allclose(actual["history"]["loss"], expected["history"]["loss"], rtol=0.02)
     else:
@@ -203,7 +208,7 @@ class Break(keras.callbacks.Callback):
         self.left = 3
         setattr(self, method, self.strike)
 
-    def strike(self, *_: Any) -> None:
+    def strike(self, *_: Any, **__: Any) -> None:
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
@@ -239,9 +244,9 @@ def test_input_that_breaks_before_the_first_step_changes_nothing(packed: bool) -
 def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:
     model = built(4, OPTIMIZERS["Adam"])
     trained(model)
-    with compilations() as count:
-        trained(model)
-    assert count() == 0
+    before = len(compilations)
+    trained(model)
+    assert len(compilations) == before
 
 
 def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
@@ -265,7 +270,7 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
         monkeypatch.setattr(compiled.CompiledStep, "_one", original)
         entry = texts[0][texts[0].index("ENTRY") :]
         arrays = len(re.findall(r" parameter\(\d+\)", entry))
-        gradients = [line for line in texts[0].splitlines() if re.search(r"= .*f32\[\d+.*all-reduce(-start)?\(", line)]
-        found[many == 4] = arrays, len(gradients)
+        reductions = re.findall(r"= (.*) all-reduce(?:-start)?\(", texts[0])
+        found[many == 4] = arrays, sum(len(re.findall(r"f32\[\d", reduced)) for reduced in reductions)
     assert found[True][0] < found[False][0] / 2
     assert found[True][1] <= 2 < found[False][1]
