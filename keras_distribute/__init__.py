@@ -19,6 +19,7 @@ config.size_pool_for_requested_devices()
 
 from keras_distribute import _install  # noqa: E402
 from keras_distribute import callbacks as callbacks  # noqa: E402
+from keras_distribute import cluster_resolver as cluster_resolver  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
 from keras_distribute import nn as nn  # noqa: E402
 from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
@@ -93,6 +94,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "callbacks",
+    "cluster_resolver",
     "config",
     "errors",
     "experimental",
@@ -110,10 +112,9 @@ __all__ = [
 def _publish() -> None:
     """Makes each public object say that it comes from where users find it."""
     here = {name: globals()[name] for name in __all__}
-    everywhere = [(__name__, here)]
-    for module, names in ((callbacks, callbacks.__all__), (experimental, experimental.__all__), (nn, nn.__all__)):
-        everywhere.append((module.__name__, {name: getattr(module, name) for name in names}))
-    for module_name, objects in everywhere:
+    modules = (callbacks, cluster_resolver, experimental, nn)
+    everywhere = [(m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules]
+    for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():
             if hasattr(thing, "__module__"):
                 thing.__module__ = module_name

@@ -42,6 +42,7 @@ NAMES = [
     "VariableAggregation",
     "VariableSynchronization",
     "callbacks",
+    "cluster_resolver",
     "config",
     "errors",
     "experimental",
@@ -60,6 +61,23 @@ OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(k
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
     assert kd.callbacks.__all__ == ["BackupAndRestore"]
+    assert kd.cluster_resolver.__all__ == [
+        "ClusterResolver",
+        "ClusterSpec",
+        "GCEClusterResolver",
+        "KerasClusterResolver",
+        "KubernetesClusterResolver",
+        "KubernetesExecutableLocation",
+        "OpenMPIClusterResolver",
+        "SageMakerClusterResolver",
+        "SimpleClusterResolver",
+        "SlurmClusterResolver",
+        "TFConfigClusterResolver",
+        "TPUClusterResolver",
+        "Topology",
+        "UnionResolver",
+        "automatic_resolver",
+    ]
     assert kd.experimental.__all__ == [
         "CommunicationOptions",
         "Optional",

@@ -59,6 +59,13 @@ DIFFERENCES = {
     "options of our own": "InputOptions are named, two steps are ready, and pipelines stay on the host.",
     "contexts compare": "InputContexts with the same numbers are equal; TensorFlow's are themselves only.",
     "replicas of workers": "PER_REPLICA works on several workers too; TensorFlow refuses.",
+    # Clusters
+    "a place for every process": "A task without a place among the workers is an error at once; TensorFlow counts on.",
+    "a cluster of one": "Without a cluster a process is the only one, and its chief; TensorFlow's rules fail.",
+    "tpu protocol": "A TPU's resolver has a protocol, grpc; TensorFlow's fails on the missing attribute.",
+    "slurm without gpus": "Slurm's nodes may have no GPUs; TensorFlow fails.",
+    "slurm's order": "Tasks are numbered in the order of Slurm's node list; TensorFlow sorts the names of the nodes.",
+    "a job without tasks": "A job without tasks has no addresses; TensorFlow fails.",
     # Errors
     "op errors": "Where TensorFlow raises its own op errors or bare assertions, ours are a ValueError or a TypeError.",
     "keras errors": "What Keras 3 checks by itself raises Keras's message.",
