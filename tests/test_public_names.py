@@ -28,6 +28,7 @@ NAMES = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -41,6 +42,7 @@ NAMES = [
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",
+    "barrier",
     "callbacks",
     "cluster_resolver",
     "config",
@@ -52,7 +54,13 @@ NAMES = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_chief",
     "nn",
+    "print_on_chief",
+    "process_count",
+    "process_index",
+    "run_on_chief",
+    "testing",
     "value_and_grad",
 ]
 OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))]
@@ -78,7 +86,9 @@ def test_the_public_names_are_these():
         "UnionResolver",
         "automatic_resolver",
     ]
+    assert kd.testing.__all__ == ["MultiProcessRunner", "ProcessResult", "run_in_processes"]
     assert kd.experimental.__all__ == [
+        "CommunicationImplementation",
         "CommunicationOptions",
         "Optional",
         "PreemptionCheckpointHandler",

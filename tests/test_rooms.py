@@ -34,6 +34,8 @@ ROOMS = [
     "preemption",
     "callbacks",
     "nn",
+    "testing",
+    "launch",
     "cluster_resolver",
     "experimental",
     "_install",

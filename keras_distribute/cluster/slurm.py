@@ -108,7 +108,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
         most = max(self._tasks_of_host.values())
-        gpus_per_node = _num_gpus() if gpus_per_node is None else gpus_per_node
+        gpus_per_node = len(gpus()) if gpus_per_node is None else gpus_per_node
         self._gpus_per_task = gpus_per_node // most if gpus_per_task is None else gpus_per_task
         if most * self._gpus_per_task > gpus_per_node:
             raise ClusterError(
@@ -173,22 +173,26 @@ def _variable(name: str) -> str:
     return value
 
 
-def _num_gpus() -> int:
-    """The NVIDIA GPUs of this node, by the variable that hides some of them, or by the driver."""
+def gpus() -> list[str]:
+    """The NVIDIA GPUs of this node, by the variable that hides some of them, or by the driver.
+
+    Raises:
+        ClusterError: Where the driver fails.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device])
+        return [device for device in visible.split(",") if device]
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=60)
     except FileNotFoundError:
-        return 0
+        return []
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise ClusterError(
             f"The number of GPUs could not be had from nvidia-smi: {error}.",
             received="gpus_per_node=None.",
             fix="SlurmClusterResolver(gpus_per_node=8)",
         ) from error
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return [str(i) for i in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
 
 
 def _malformed(what: str, text: str) -> ClusterError:

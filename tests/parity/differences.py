@@ -43,7 +43,7 @@ DIFFERENCES = {
     "policies on one process": "One process splits each batch by one rule; TensorFlow has two, by the policy.",
     "order of processes": "A process keeps consecutive rows of a global batch; TensorFlow deals pieces in turn.",
     "too few files": "AUTO goes by data where there are fewer files than processes; TensorFlow fails and hangs.",
-    "own ends": "A process whose data are over ends; TensorFlow's gets empty elements until all have ended.",
+    "own ends": "A process played alone ends with its data; TensorFlow's gets empty elements until all have ended.",
     "incomplete rounds": "Replicas for which no batch is left get no rows; TensorFlow drops a static round.",
     "elements without rows": "Elements of scalars alone are refused where a replica is left without; TensorFlow drops them.",
     "scalars beside rows": "A scalar beside rows is every replica's; TensorFlow refuses it, or makes it zero.",
