@@ -23,6 +23,7 @@ from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import ClusterError
 
 SILENCE_SECONDS = 30.0
+_STARTS = 10  # How many times as long a process may take to start: it may still be fetched.
 _LOOK_SECONDS = 4.0
 _FOLLOWS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)  # What collectives raise when another process dies.
 _T = TypeVar("_T")
@@ -67,6 +68,7 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             topology.num_processes,
             topology.process_id,
             cluster_detection_method="deactivate",
+            initialization_timeout=round(_STARTS * silence),
             heartbeat_timeout_seconds=round(2 * silence) + 5,  # Later than `liveness`, which says who has died.
         )
     except (RuntimeError, ValueError) as error:
