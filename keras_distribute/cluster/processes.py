@@ -7,7 +7,9 @@ import hashlib
 import os
 import pickle
 import random
+import signal
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from types import TracebackType
@@ -62,6 +64,7 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     assert topology.coordinator is not None
     silence = timeout_seconds or SILENCE_SECONDS
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(
             topology.coordinator,
@@ -77,6 +80,8 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             received=f"the address {topology.coordinator} of process 0, by {how}.",
             fix="check that process 0 runs, and that its address can be reached from this host.",
         ) from error
+    if threading.current_thread() is threading.main_thread() and terminated is not None:
+        signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
     liveness.watch(topology.process_id, topology.num_processes, silence)
     atexit.register(liveness.say_that_it_ends)  # Before JAX's runtime waits for the others.
     _fail_at_once()

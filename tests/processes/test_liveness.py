@@ -47,6 +47,7 @@ def survivors_of(num_processes, victim, number):
         seconds = time.monotonic() - start
         runner.kill(victim, signal.SIGKILL)
         results = runner.join()
+    assert results[victim].exit_code == 128 + (signal.SIGTERM if number == signal.SIGTERM else signal.SIGKILL)
     others = [result for result in results if result.index != victim]
     assert len(others) == num_processes - 1 and all(result.exit_code for result in others)
     return seconds, [result.log for result in others]
@@ -57,6 +58,7 @@ def survivors_of(num_processes, victim, number):
     [
         (3, 1, signal.SIGKILL, "process 1"),
         (2, 0, signal.SIGKILL, "process 0"),
+        (2, 1, signal.SIGTERM, "process 1"),
         (2, 1, signal.SIGSTOP, "process 1"),
         (3, 0, signal.SIGSTOP, "process 0"),
     ],
