@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
@@ -224,7 +225,8 @@ class MirroredVariable(DistributedVariable):
     def _direct_assign(self, value: Any) -> None:
         value, sharding = _strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
-            value = self.replica_mesh.put_replicated(value)
+            put = self.replica_mesh.put_replicated
+            value = jax.device_put(value, sharding) if self._divided else put(value)
         self._value = value
 
     def _read_stored(self) -> Any:
@@ -396,7 +398,7 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     Raises:
         VariableScopeError: Names the variables.
     """
-    mirrored = [v for v in variables if isinstance(v, MirroredVariable) and v.stored is not None]
+    mirrored = [v for v in variables if isinstance(v, MirroredVariable) and v.stored is not None and not v._divided]
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
