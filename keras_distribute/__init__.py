@@ -19,11 +19,19 @@ config.size_pool_for_requested_devices()
 
 from keras_distribute import _install  # noqa: E402
 from keras_distribute import callbacks as callbacks  # noqa: E402
+from keras_distribute import cluster_resolver as cluster_resolver  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
 from keras_distribute import nn as nn  # noqa: E402
+from keras_distribute import testing as testing  # noqa: E402
 from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
 from keras_distribute.checkpoint import CheckpointManager as CheckpointManager  # noqa: E402
 from keras_distribute.checkpoint import RestoreStatus as RestoreStatus  # noqa: E402
+from keras_distribute.cluster.processes import barrier as barrier  # noqa: E402
+from keras_distribute.cluster.processes import is_chief as is_chief  # noqa: E402
+from keras_distribute.cluster.processes import print_on_chief as print_on_chief  # noqa: E402
+from keras_distribute.cluster.processes import process_count as process_count  # noqa: E402
+from keras_distribute.cluster.processes import process_index as process_index  # noqa: E402
+from keras_distribute.cluster.processes import run_on_chief as run_on_chief  # noqa: E402
 from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps  # noqa: E402
 from keras_distribute.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce  # noqa: E402
 from keras_distribute.collectives import NcclAllReduce as NcclAllReduce  # noqa: E402
@@ -46,6 +54,7 @@ from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
 from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended  # noqa: E402
 from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
+from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: E402
 from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
 from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
 from keras_distribute.types import ReduceOp as ReduceOp  # noqa: E402
@@ -79,6 +88,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -92,7 +102,9 @@ __all__ = [
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",
+    "barrier",
     "callbacks",
+    "cluster_resolver",
     "config",
     "errors",
     "experimental",
@@ -102,7 +114,13 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_chief",
     "nn",
+    "print_on_chief",
+    "process_count",
+    "process_index",
+    "run_on_chief",
+    "testing",
     "value_and_grad",
 ]
 
@@ -110,10 +128,9 @@ __all__ = [
 def _publish() -> None:
     """Makes each public object say that it comes from where users find it."""
     here = {name: globals()[name] for name in __all__}
-    everywhere = [(__name__, here)]
-    for module, names in ((callbacks, callbacks.__all__), (experimental, experimental.__all__), (nn, nn.__all__)):
-        everywhere.append((module.__name__, {name: getattr(module, name) for name in names}))
-    for module_name, objects in everywhere:
+    modules = (callbacks, cluster_resolver, experimental, nn, testing)
+    everywhere = [(m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules]
+    for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():
             if hasattr(thing, "__module__"):
                 thing.__module__ = module_name

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keras_distribute import context
-from keras_distribute._compat import adapters, callbacks, layers, losses, optimizer, tensorflow, trainer, variables
+from keras_distribute._compat import (
+    adapters,
+    callbacks,
+    layers,
+    losses,
+    optimizer,
+    saving,
+    tensorflow,
+    trainer,
+    variables,
+)
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import replica_rules, sharding, steps
+from keras_distribute.training.saving import written_once
 from keras_distribute.variables import choose_class
 
 _undo: list[Callable[[], None]] = []
@@ -24,7 +35,8 @@ def install() -> None:
             tensorflow.keep_off_accelerators(),
             trainer.install(seams := steps.TrainerSeams()),
             adapters.install(seams.adapter),
-            callbacks.install(),
+            callbacks.install(steps.is_quiet),
+            saving.install(written_once),
             optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree, sharding.slot_created),
             losses.install(replica_rules.global_sum, replica_rules.in_replica, replica_rules.shapes_differ),
             layers.install(

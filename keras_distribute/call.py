@@ -154,7 +154,7 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
         )
     if isinstance(leaf, jax.Array):
         elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
-        return (jax.device_put(leaf, mesh.replicated) if elsewhere else leaf), False
+        return (mesh.put_replicated(leaf) if elsewhere else leaf), False
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf, False
     if leaf is not None and not isinstance(leaf, compat.Variable | type) and hasattr(leaf, "__array__"):

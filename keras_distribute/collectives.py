@@ -161,7 +161,7 @@ def _reduce_padded_local(reduce_op: ReduceOp, value: jax.Array, shapes: Shapes, 
 
 
 def _reduce_unlike(reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]) -> jax.Array:
-    """Of components that differ in rank or dtype, on the host."""
+    """Of components that differ in rank or dtype, on the host; all are this process's."""
     parts = [np.asarray(part) for part in checked_arrays(components, "reduced")]
     normal = [check_axes(axes, part.ndim) for part in parts]
     sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]

@@ -62,6 +62,7 @@ class CrossDeviceOps:
         """`reduce` of several values together; one result for each pair of a value and its destinations."""
         op = ReduceOp.parse(reduce_op)
         options = options or CommunicationOptions()
+        options.refuse_for_one_collective()
         values = [pair[0] for pair in value_destination_pairs]
         for value in values:
             if not isinstance(value, PerReplica):
@@ -105,20 +106,20 @@ class CrossDeviceOps:
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies one array to the devices of `destinations`."""
         mesh = mesh_of(destinations)
-        return Mirrored(tensor if mesh is None else jax.device_put(tensor, mesh.replicated))
+        return Mirrored(tensor if mesh is None else mesh.put_replicated(tensor))
 
 
 class _Packed(CrossDeviceOps):
     """Reduces values as a few flat buffers a dtype, or one by one."""
 
-    def __init__(self, num_packs: int = 1) -> None:
+    def __init__(self, num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
         if num_packs < 0:
             raise ValueStructureError(
                 "num_packs is the number of buffers; 0 reduces each value by itself.",
                 received=f"num_packs={num_packs}.",
                 fix="a number >= 0.",
             )
-        self._num_packs = num_packs
+        self._num_packs, self._bytes_per_pack = num_packs, bytes_per_pack
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -130,7 +131,7 @@ class _Packed(CrossDeviceOps):
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
     ) -> list[jax.Array]:
         values = [widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
-        packs = _packs(values, self._num_packs, options.bytes_per_pack)
+        packs = _packs(values, self._num_packs, options.bytes_per_pack or self._bytes_per_pack)
         results: list[Any] = [None] * len(values)
         for pack in packs:
             flat = jnp.concatenate([jnp.ravel(values[i]) for i in pack]) if len(pack) > 1 else values[pack[0]]
@@ -156,6 +157,7 @@ class NcclAllReduce(_Packed):
     Args:
         num_packs: Into how many buffers the gradients are packed; 0 reduces each by itself, which leaves the packing
             to XLA (it combines by itself on GPU and TPU, not on CPU).
+        bytes_per_pack: The size of the buffers instead, where a reduction says none; 0 leaves it to `num_packs`.
     """
 
 
@@ -167,6 +169,7 @@ class HierarchicalCopyAllReduce(_Packed):
 
     Args:
         num_packs: As for `NcclAllReduce`.
+        bytes_per_pack: Likewise.
     """
 
     def _sum(self, value: Any) -> jax.Array:

@@ -10,6 +10,9 @@
     ├── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
     ├── InputError(ValueError)          a dataset that cannot be distributed, sharded or resumed
     ├── OutOfRangeError(StopIteration)  get_next at the end of the data
+    ├── ClusterError                    a cluster that makes no sense, or processes that cannot train together: a
+    │   │                               ValueError, and a RuntimeError
+    │   └── DuplicateTaskError(KeyError) two resolvers name the same task
     └── CheckpointError(ValueError)     a checkpoint is missing, does not fit, or cannot be written
         └── DamagedCheckpointError      its files are incomplete, or do not hold what was saved
 
@@ -73,6 +76,16 @@ class InputError(DistributeError, ValueError):
 
 class OutOfRangeError(DistributeError, StopIteration):
     """`DistributedIterator.get_next` at the end of the data."""
+
+
+class ClusterError(DistributeError, ValueError, RuntimeError):
+    """A cluster that makes no sense, an environment without one, or processes that cannot train together."""
+
+
+class DuplicateTaskError(ClusterError, KeyError):
+    """Two resolvers of a union name the same task."""
+
+    __str__ = Exception.__str__  # `KeyError` would show the text's escapes.
 
 
 class CheckpointError(DistributeError, ValueError):

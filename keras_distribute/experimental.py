@@ -3,7 +3,15 @@
 from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from keras_distribute.preemption import TerminationConfig as TerminationConfig
+from keras_distribute.types import CommunicationImplementation as CommunicationImplementation
 from keras_distribute.types import CommunicationOptions as CommunicationOptions
 from keras_distribute.types import ValueContext as ValueContext
 
-__all__ = ["CommunicationOptions", "Optional", "PreemptionCheckpointHandler", "TerminationConfig", "ValueContext"]
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "Optional",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
+    "ValueContext",
+]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,8 +23,7 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 class ReplicaMesh:
     """The devices of a strategy, as a mesh with one axis, `replica`.
 
-    Every place that puts a value on devices, or reads one, goes through `replicated` and `split`, so that a mesh over
-    several processes needs no other code.
+    Every place that puts a value on devices goes through it, so that a mesh over several processes needs no other code.
     """
 
     mesh: Mesh
@@ -39,6 +40,60 @@ class ReplicaMesh:
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that the devices belong to, in replica order."""
+        return tuple(dict.fromkeys(device.process_index for device in self.devices))
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes share the replicas."""
+        return len(self.processes)
+
+    @functools.cached_property
+    def process_index(self) -> int:
+        """The place of this process among them; 0 where they are all this one's."""
+        return self.processes.index(jax.process_index()) if self.num_processes > 1 else 0
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process, in replica order."""
+        own = self.processes[self.process_index]
+        return tuple(device for device in self.devices if device.process_index == own)
+
+    @functools.cached_property
+    def local_replicas(self) -> range:
+        """The numbers of this process's replicas."""
+        first = self.devices.index(self.local_devices[0])
+        return range(first, first + len(self.local_devices))
+
+    def put_replicated(self, value: Any) -> jax.Array:
+        """`value`, which every process has, on every replica; without communication.
+
+        Args:
+            value: A host array, or a JAX array that this process can read.
+        """
+        if self.num_processes == 1:
+            return jax.device_put(value, self.replicated)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return value if value.sharding == self.replicated else jax.device_put(value, self.replicated)
+        host = value if isinstance(value, jax.Array) else np.asarray(value)
+        shards = [jax.device_put(host, device) for device in self.local_devices]
+        return jax.make_array_from_single_device_arrays(host.shape, self.replicated, shards)
+
+    def put_split(self, rows: Any) -> jax.Array:
+        """The rows of this process, the same number on each replica, as its part of the rows of all.
+
+        Args:
+            rows: An array whose axis 0 is the rows of this process's replicas.
+        """
+        if self.num_processes == 1:
+            return jax.device_put(rows, self.split)
+        each = rows.shape[0] // len(self.local_devices)
+        shards = [jax.device_put(rows[i * each : (i + 1) * each], d) for i, d in enumerate(self.local_devices)]
+        shape = (each * self.num_replicas, *rows.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -17,10 +17,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.cluster import agreement
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
 EXIT_CODE = 42
 _POLL_SECONDS = 1.0
+_MOST_STEPS = 50  # Between two questions to the other processes.
 _RUNS = "total_run_calls"
 _log = logging.getLogger("keras_distribute")
 
@@ -83,10 +85,15 @@ class Watch:
 
     Args:
         config: What the user wants.
+        num_processes: How many processes save and exit together. Of several, one that has the notice tells the others,
+            about once a second, and the first one says what is to be done.
     """
 
-    def __init__(self, config: TerminationConfig | None) -> None:
+    def __init__(self, config: TerminationConfig | None, num_processes: Callable[[], int] = lambda: 1) -> None:
         self.config = config or TerminationConfig()
+        self._num_processes = num_processes
+        self._calls = self._next_call = 0
+        self._all_know = False
         self._received: float | None = None
         self._saved = self._done = False
         self._stopped = threading.Event()
@@ -128,13 +135,30 @@ class Watch:
         if self._received is None:
             self._received = time.monotonic()
 
-    @property
     def is_notified(self) -> bool:
-        """Whether the notice has come and nobody has exited yet."""
-        return self._received is not None and not self._done
+        """Whether the notice has come, to any process, and nobody has exited yet."""
+        known = agreement.exchange("a notice", self._received is not None, self._num_processes())
+        return any(known) and not self._done
 
     def reaction(self) -> Reaction:
         """What is to be done now."""
+        count = self._num_processes()
+        if count == 1:
+            return self._own_reaction()
+        if not self._all_know:
+            self._calls += 1
+            if self._calls < self._next_call:
+                return Reaction.NONE
+            said = agreement.exchange("a notice", (self._received is not None, self._step_seconds), count)
+            steps = _POLL_SECONDS / max(0.001, *(seconds for _, seconds in said))
+            self._next_call = self._calls + max(1, min(_MOST_STEPS, round(steps)))
+            self._all_know = any(received for received, _ in said)
+            if not self._all_know:
+                return Reaction.NONE
+            self.notify()
+        return agreement.from_chief("the reaction to a notice", self._own_reaction, count)
+
+    def _own_reaction(self) -> Reaction:
         if self._received is None or self._done:
             return Reaction.NONE
         grace = self.config.grace_period or 0
@@ -187,12 +211,12 @@ class PreemptionCheckpointHandler:
     After the notice, which is `SIGTERM` by default, the next call of `run` saves, and the program exits with status
     42. Create it in the main thread.
 
-    Differs from TF: works with every strategy of one process. A position in the data is kept if the iterator is in the
+    Differs from TF: works with every strategy. A position in the data is kept if the iterator is in the
     checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A checkpoint that is made for an exit has the number after
     the last one; the next save that has that number, or a lower one, takes its place.
 
     Args:
-        cluster_resolver: `None` for strategies of one process.
+        cluster_resolver: Accepted for compatibility; the processes are those of the variables.
         checkpoint_or_checkpoint_manager: What to save. A `CheckpointManager` that also saves from time to time is
             the better choice, since not all ends have a notice.
         checkpoint_dir: The folder, for a `Checkpoint`.
@@ -245,11 +269,11 @@ class PreemptionCheckpointHandler:
         self._cluster_resolver = cluster_resolver
         self._manager = manager
         self._runs = 0
-        if manager.all_steps():
+        if manager._agreed_steps():
             status = manager.restore(fallback=True)
             self._runs = int((status.metrics or {}).get(_RUNS, 0))
         manager._always[_RUNS] = lambda: self._runs
-        self._watch = Watch(termination_config)
+        self._watch = Watch(termination_config, lambda: manager.checkpoint.num_processes)
         self._watch.start()
         weakref.finalize(self, self._watch.stop).atexit = False
 

@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute import replication, tracing
 from keras_distribute.call import Call, Static
+from keras_distribute.cluster import liveness
 from keras_distribute.context import Mode
 from keras_distribute.errors import AggregationError
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.tracing import Trace
 from keras_distribute.types import RunOptions
 from keras_distribute.values import PerReplica
-from keras_distribute.variables import SyncOnReadVariable, taken_error
+from keras_distribute.variables import SyncOnReadVariable, check_same_values, taken_error
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -99,6 +100,7 @@ def run(
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
         trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        check_same_values(variables)
         program = programs[key] = _Program(strategy, trace, call, variables, options)
         if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, Static) for leaf in call.leaves):
             warnings.warn(
@@ -174,6 +176,7 @@ class _Program:
         )
 
     def __call__(self, arrays: list[Any]) -> Any:
+        liveness.at("in run")
         variables = self.variables
         results, new = self.compiled(
             [_donatable(variables[i]) for i in self.written], [_value_of(variables[i]) for i in self.read], arrays

@@ -97,29 +97,61 @@ class RunOptions:
             )
 
 
+class CommunicationImplementation(enum.Enum):
+    """What moves values between processes. Source: `tf.distribute.experimental.CommunicationImplementation`.
+
+    XLA has one for each kind of device, and the choice is not ours: NCCL on GPUs, ICI on TPUs, Gloo on CPUs. `AUTO` and
+    `RING` take it; `NCCL` insists on GPUs.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """Options of a reduction or gather. Source: `tf.distribute.experimental.CommunicationOptions`.
+    """Options of a reduction or gather, or of a strategy. Source: `tf.distribute.experimental.CommunicationOptions`.
 
     Args:
         bytes_per_pack: Reductions of many values are packed into buffers of about this size; 0 means that the
             strategy chooses.
-        timeout_seconds: Must be `None`: XLA's collectives have no timeout of their own for one call.
+        timeout_seconds: For a strategy over several processes, how long one of them may be silent before the others
+            raise an error. For one reduction it must be `None`: XLA's collectives have no timeout of their own.
+        implementation: What moves the values; see `CommunicationImplementation`.
+
+    Raises:
+        ValueStructureError: For numbers that make no sense.
+        StructureTypeError: For an implementation that is none.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
             raise ValueStructureError(
                 "bytes_per_pack is a number of bytes.", received=f"{self.bytes_per_pack}.", fix="a number >= 0."
             )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueStructureError(
+                "timeout_seconds is a time.", received=f"{self.timeout_seconds}.", fix="a number > 0, or None."
+            )
+        if not isinstance(self.implementation, CommunicationImplementation):
+            raise StructureTypeError(
+                "The implementation is one of CommunicationImplementation.",
+                received=f"{self.implementation!r}.",
+                fix="kd.experimental.CommunicationImplementation.AUTO",
+            )
+
+    def refuse_for_one_collective(self) -> None:
+        """Raises `ValueStructureError` for what only a whole strategy can have."""
         if self.timeout_seconds is not None:
             raise ValueStructureError(
                 "One collective of an XLA program has no timeout of its own.",
                 received=f"timeout_seconds={self.timeout_seconds}.",
-                fix="leave it None.",
+                fix="leave it None, or pass it to kd.MultiWorkerMirroredStrategy(communication_options=...).",
             )
 
 

@@ -19,7 +19,9 @@ import numpy as np
 from jax import lax
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.mesh import ReplicaMesh, mesh_of_array
+
+Forms = Sequence[Any]
 
 
 class DistributedValues:
@@ -55,20 +57,27 @@ class PerReplica(DistributedValues):
         self._local = local
 
     @staticmethod
-    def of(components: Sequence[Any], mesh: ReplicaMesh) -> PerReplica:
-        """From one component a replica; arrays of one rank and dtype are stored as one split array."""
-        if not all(is_array(c) for c in components):
+    def of(components: Sequence[Any], mesh: ReplicaMesh, forms: Forms | None = None) -> PerReplica:
+        """From one component a replica; arrays of one rank and dtype are stored as one split array.
+
+        Args:
+            components: Those of this process's replicas, in replica order.
+            mesh: Where to.
+            forms: What `form_of` says of the components of all replicas, where other processes have some of them.
+        """
+        forms = list(map(form_of, components)) if forms is None else forms
+        if any(form is None for form in forms):
             return PerReplica(components=tuple(components))
         arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
-        shapes = [a.shape for a in arrays]
-        if len({(a.ndim, a.dtype) for a in arrays}) > 1:
-            return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, mesh.devices, strict=True)))
+        devices = mesh.local_devices
+        if len({(len(shape), dtype) for shape, dtype in forms}) > 1:
+            return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)))
+        shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
         shards = [
-            jax.device_put(_with_leading_one(a, largest), device)
-            for a, device in zip(arrays, mesh.devices, strict=True)
+            jax.device_put(_with_leading_one(a, largest), device) for a, device in zip(arrays, devices, strict=True)
         ]
-        array = jax.make_array_from_single_device_arrays((len(shards), *largest), mesh.split, shards)
+        array = jax.make_array_from_single_device_arrays((len(shapes), *largest), mesh.split, shards)
         return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
 
     @property
@@ -85,6 +94,11 @@ class PerReplica(DistributedValues):
     def shapes(self) -> tuple[tuple[int, ...], ...] | None:
         """The true shape of each replica's component of `padded`."""
         return self._shapes
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether there is no array over all replicas, but only components."""
+        return self._stacked is None and self._padded is None and self._local is None
 
     @property
     def local(self) -> Any:
@@ -109,7 +123,8 @@ class PerReplica(DistributedValues):
                     )
                 else:  # XLA does not split what has no elements.
                     empty = jnp.zeros(array.shape[1:], array.dtype)
-                    self._components = tuple(self._cut(empty, replica) for replica in range(len(shards)))
+                    own = ReplicaMesh(mesh_of_array(array)).local_replicas
+                    self._components = tuple(self._cut(empty, replica) for replica in own)
         return self._components
 
     def _cut(self, value: jax.Array, replica: int) -> jax.Array:
@@ -194,6 +209,14 @@ def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
                 fix='jax.config.update("jax_enable_x64", True) at the start of the program, or floating values.',
             )
     return array
+
+
+def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
+    """The shape and the dtype of a component; `None` for what is no array."""
+    if not is_array(component):
+        return None
+    array = component if isinstance(component, jax.Array) else np.asarray(component)
+    return tuple(array.shape), str(array.dtype)
 
 
 def is_array(value: Any) -> bool:

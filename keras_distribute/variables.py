@@ -16,17 +16,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
+from keras_distribute.cluster import agreement
 from keras_distribute.context import Frame, Mode
 from keras_distribute.cross_device import of_this_replica
 from keras_distribute.errors import (
@@ -221,7 +225,8 @@ class MirroredVariable(DistributedVariable):
     def _direct_assign(self, value: Any) -> None:
         value, sharding = _strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
-            value = jax.device_put(value, sharding)
+            put = self.replica_mesh.put_replicated
+            value = jax.device_put(value, sharding) if self._divided else put(value)
         self._value = value
 
     def _read_stored(self) -> Any:
@@ -303,7 +308,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _read_stored(self) -> Any:
         self._check_readable()
-        return _aggregate(self.replica_mesh, self.aggregation)(self._value)
+        before = _reading.before.get(id(self))
+        return before if before is not None else _aggregate(self.replica_mesh, self.aggregation)(self._value)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):
@@ -363,6 +369,55 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
         if untrained and compat.is_layer_state() and keras.backend.is_float_dtype(dtype):
             return SyncOnReadVariable
     return MirroredVariable
+
+
+class _Reading(threading.local):
+    def __init__(self) -> None:
+        self.before: dict[int, Any] = {}
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
+    """Reads the components of `variables` now, with all processes; in the `with` block each can read on its own."""
+    readable = (v for v in variables if isinstance(v, SyncOnReadVariable) and v.aggregation != "none")
+    before = _reading.before
+    values = {id(v): np.asarray(v._read_stored()) for v in readable if v.stored is not None}
+    _reading.before = {key: jnp.asarray(value) for key, value in values.items()}
+    try:
+        yield
+    finally:
+        _reading.before = before
+
+
+def check_same_values(variables: Sequence[DistributedVariable]) -> None:
+    """Raises where the processes have given mirrored variables different values; across replicas, before a program.
+
+    Raises:
+        VariableScopeError: Names the variables.
+    """
+    mirrored = [v for v in variables if isinstance(v, MirroredVariable) and v.stored is not None and not v._divided]
+    count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
+    if count == 1:
+        return
+    own = [(tuple(v.shape), zlib.crc32(np.asarray(v.stored.addressable_data(0)).tobytes())) for v in mirrored]  # type: ignore[union-attr]
+    said = agreement.exchange("the values of variables", own, count)
+    if any(len(other) != len(own) for other in said):
+        raise VariableScopeError(
+            "The processes run programs over different variables.",
+            received=f"{', '.join(str(len(other)) for other in said)} variables.",
+            fix="build the same model in every process.",
+        )
+    differing = [v.path for i, v in enumerate(mirrored) if len({other[i] for other in said}) > 1]
+    if differing:
+        raise VariableScopeError(
+            f"The processes have given different values to {len(differing)} mirrored variable(s): "
+            f"{', '.join(differing[:20])}.",
+            received=f"{count} processes.",
+            fix="assign the same values in every process: kd.run_on_chief(make_values) gives all of them the chief's.",
+        )
 
 
 class _Giving(threading.local):

@@ -320,7 +320,39 @@ def test_reduce_op():
 
 
 def test_communication_options():
+    options = kd.experimental.CommunicationOptions
     with pytest.raises(errors.ValueStructureError, match="number of bytes"):
-        kd.experimental.CommunicationOptions(bytes_per_pack=-1)
+        options(bytes_per_pack=-1)
+    with pytest.raises(errors.ValueStructureError, match="timeout_seconds is a time"):
+        options(timeout_seconds=0)
+    with pytest.raises(errors.StructureTypeError, match="one of CommunicationImplementation"):
+        options(implementation="NCCL")
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    value = strategy.experimental_distribute_values_from_function(lambda context: np.ones(2))
     with pytest.raises(errors.ValueStructureError, match="no timeout of its own"):
-        kd.experimental.CommunicationOptions(timeout_seconds=1.0)
+        strategy.extended.reduce_to("SUM", value, value, options(timeout_seconds=1.0))
+
+
+def test_options_of_a_strategy_of_several_processes():
+    options = kd.experimental.CommunicationOptions(timeout_seconds=5.0, bytes_per_pack=64)
+    strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
+
+    def step():
+        return kd.get_replica_context().all_reduce("SUM", [np.ones(8, "float32"), np.ones(8, "float32")])
+
+    first, second = strategy.run(step)
+    assert float(first.values[0].sum() + second.values[0].sum()) == 16 * strategy.num_replicas_in_sync
+    with pytest.raises(errors.DeviceError, match="NCCL is for GPUs"):
+        kd.MultiWorkerMirroredStrategy(
+            communication_options=kd.experimental.CommunicationOptions(
+                implementation=kd.experimental.CommunicationImplementation.NCCL
+            )
+        )
+    with pytest.raises(errors.StructureTypeError, match="found by a ClusterResolver"):
+        kd.MultiWorkerMirroredStrategy("localhost")
+    with pytest.raises(errors.StructureTypeError, match="The options are CommunicationOptions"):
+        kd.MultiWorkerMirroredStrategy(communication_options=3)
+    cluster = kd.cluster_resolver.ClusterSpec({"worker": ["a:1", "b:1"]})
+    late = kd.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+    with pytest.raises(errors.ClusterError, match="JAX has started already, as a process of its own"):
+        kd.MultiWorkerMirroredStrategy(late)

@@ -28,6 +28,7 @@ NAMES = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -41,7 +42,9 @@ NAMES = [
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",
+    "barrier",
     "callbacks",
+    "cluster_resolver",
     "config",
     "errors",
     "experimental",
@@ -51,7 +54,13 @@ NAMES = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_chief",
     "nn",
+    "print_on_chief",
+    "process_count",
+    "process_index",
+    "run_on_chief",
+    "testing",
     "value_and_grad",
 ]
 OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))]
@@ -60,7 +69,26 @@ OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(k
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
     assert kd.callbacks.__all__ == ["BackupAndRestore"]
+    assert kd.cluster_resolver.__all__ == [
+        "ClusterResolver",
+        "ClusterSpec",
+        "GCEClusterResolver",
+        "KerasClusterResolver",
+        "KubernetesClusterResolver",
+        "KubernetesExecutableLocation",
+        "OpenMPIClusterResolver",
+        "SageMakerClusterResolver",
+        "SimpleClusterResolver",
+        "SlurmClusterResolver",
+        "TFConfigClusterResolver",
+        "TPUClusterResolver",
+        "Topology",
+        "UnionResolver",
+        "automatic_resolver",
+    ]
+    assert kd.testing.__all__ == ["MultiProcessRunner", "ProcessResult", "run_in_processes"]
     assert kd.experimental.__all__ == [
+        "CommunicationImplementation",
         "CommunicationOptions",
         "Optional",
         "PreemptionCheckpointHandler",

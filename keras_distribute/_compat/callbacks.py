@@ -9,32 +9,53 @@
 - `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there already.
 - `orbax_checkpoint._get_state_tree`: what `OrbaxCheckpoint` saves. Orbax notes the devices of each array, and plain
   Keras cannot load one that was on more devices than it has; a replicated array is as well saved from one of them.
+- `CallbackList.__init__`: in a process that is not the chief, callbacks that write files or print are left out, or
+  write where nobody looks, while those that read variables take part. `BackupAndRestore._save_model` of Keras's own
+  then only reads. Goes when Keras knows of processes.
 - `global_state`: the generator that `keras.random` uses where no seed is given.
 """
 
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.callbacks import orbax_checkpoint
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.random import seed_generator
 
 Undo = Callable[[], None]
 JOINS = "_keras_distribute_joins"
 
 
-def install() -> Undo:
-    """Lets callbacks join, and returns what ends that."""
-    original = CallbackList.on_train_begin
+def install(is_quiet: Callable[[], bool]) -> Undo:
+    """Lets callbacks join, and returns what ends that.
+
+    Args:
+        is_quiet: Whether this process leaves files and printing to another one.
+    """
+    original, initialize = CallbackList.on_train_begin, CallbackList.__init__
+
+    @functools.wraps(initialize)
+    def init(
+        self: Any, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False, **more: Any
+    ) -> None:
+        if is_quiet():
+            callbacks, add_progbar = _quiet(tree.flatten(callbacks) if callbacks else []), False
+        initialize(self, callbacks, add_history, add_progbar, **more)
 
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
@@ -51,11 +72,11 @@ def install() -> Undo:
     def _get_state_tree(model: Any) -> Any:
         return jax.tree.map(_on_one_device, get_state_tree(model))
 
-    CallbackList.on_train_begin = on_train_begin
+    CallbackList.on_train_begin, CallbackList.__init__ = on_train_begin, init
     orbax_checkpoint._get_state_tree = _get_state_tree
 
     def undo() -> None:
-        CallbackList.on_train_begin = original
+        CallbackList.on_train_begin, CallbackList.__init__ = original, initialize
         orbax_checkpoint._get_state_tree = get_state_tree
 
     return undo
@@ -66,6 +87,38 @@ def _on_one_device(value: Any) -> Any:
     if under_keras or not isinstance(value, jax.Array) or not value.is_fully_replicated:
         return value
     return value.addressable_data(0)
+
+
+def _quiet(callbacks: list[Any]) -> list[Any]:
+    """The callbacks of a process that is not the chief."""
+    left = [c for c in callbacks if not isinstance(c, keras.callbacks.CSVLogger | keras.callbacks.RemoteMonitor)]
+    left = [callback for callback in left if not isinstance(callback, ProgbarLogger)]
+    for callback in left:
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            callback.log_dir = _folder_for_nobody()
+        elif isinstance(callback, keras.callbacks.ModelCheckpoint):
+            folder = os.path.dirname(callback.filepath)
+            if folder and "{" not in folder and "://" not in folder:
+                os.makedirs(folder, exist_ok=True)  # Keras's own test and making of it collide with the chief's.
+        elif isinstance(callback, keras.callbacks.BackupAndRestore):
+            callback._save_model = functools.partial(_read_weights, callback)
+            callback.on_train_end = _nothing
+    return left
+
+
+@functools.cache
+def _folder_for_nobody() -> str:
+    folder = tempfile.mkdtemp(prefix="keras_distribute_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _read_weights(callback: Any) -> None:
+    callback.model.save_weights(callback._weights_path, overwrite=True)
+
+
+def _nothing(logs: Any = None) -> None:
+    return
 
 
 def finish(callbacks: Any) -> None:

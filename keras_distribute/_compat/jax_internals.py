@@ -4,6 +4,9 @@
   before JAX creates its client, and JAX has no public question for that. Goes when it has one.
 - `parallel._psum`: where `lax.psum` of what is no tracer is multiplied by the number of replicas at once. Replicas with
   different shapes may hold different numbers there, which nothing in the traced program tells. Goes when JAX traces it.
+- `distributed.global_state.client`: the key-value service of JAX's runtime, by which processes tell each other host
+  values. JAX's public functions for that run programs on the devices, which a thread that reads ahead must not: another
+  process may launch its programs in another order. Goes when JAX has a public client.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ from typing import Any
 
 import jax
 import jax.core
-from jax._src import xla_bridge
+from jax._src import distributed, xla_bridge
 from jax._src.lax import parallel
 
 
 def backends_are_initialized() -> bool:
     """Whether JAX has already created a client, after which devices and thread pools are fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+def coordination_client() -> Any:
+    """The client of the key-value service that all processes share; `None` in a single process."""
+    return distributed.global_state.client
 
 
 class _Noting(threading.local):

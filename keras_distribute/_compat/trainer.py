@@ -104,9 +104,12 @@ def install(seams: Seams) -> Undo:
             with seams.entered(self), _calls.entered(self, original.__name__):
                 try:
                     return original(self, *args, **kwargs)
-                except BaseException:
-                    with seams.given_away():
-                        _put_back(self)
+                except BaseException as error:
+                    try:
+                        with seams.given_away():
+                            _put_back(self)
+                    except Exception as failed:  # The first error is the one to know.
+                        error.add_note(f"The variables could not be given their values back: {failed}")
                     raise
                 finally:
                     _remember(self, None)

@@ -18,6 +18,7 @@ from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 from keras_distribute.checkpoint.checkpoint import Reading
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.cluster import agreement
 from keras_distribute.errors import CheckpointError, InputError
 from keras_distribute.preemption import Reaction, TerminationConfig, Watch
 
@@ -59,7 +60,7 @@ class Run:
         self._others = [callback for callback in callbacks.callbacks if callback is not own]
         checkpoint = Checkpoint(model=model, training=self, **options.objects)
         self._manager = CheckpointManager(checkpoint, options.directory, options.max_to_keep)
-        self._watch = Watch(options.termination_config) if options.watched else None
+        self._watch = Watch(options.termination_config, self._num_processes) if options.watched else None
         self._epochs: Any = None
         self._epoch = self._steps = self._since = 0
         self._where, self._logs = _STEP, dict[str, Any]()
@@ -72,6 +73,7 @@ class Run:
         self._checked = not options.data_position
         self._held: tuple[Manifest, Arrays] | None = None
         self._saved_at = self._stepped_at = time.monotonic()
+        self._count: int | None = None
 
     # What a checkpoint asks. ------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class Run:
                 received=f"{keras.distribution.distribution()!r}.",
                 fix="train under a strategy: with kd.MirroredStrategy().scope(): ...",
             )
-        if self._manager.all_steps():
+        if self._manager._agreed_steps():
             self._reading = self._manager._read(fallback=True)
             states.before_training(self._others, self._reading.state_of("training")["callbacks"])
 
@@ -147,7 +149,7 @@ class Run:
 
     def train_ended(self) -> None:
         """The `fit` is complete, and needs no checkpoint any more."""
-        if self._watch is not None and self._watch.is_notified:  # In the callbacks just before this one.
+        if self._watch is not None and self._watch.is_notified():  # In the callbacks just before this one.
             self._react(Reaction.EXIT)
         self._manager.close()
         if self._options.delete_checkpoint:
@@ -228,7 +230,16 @@ class Run:
         freq, seconds = self._options.save_freq, self._options.save_seconds
         if isinstance(freq, int) and freq and self._since >= freq:
             return True
-        return seconds is not None and now - self._saved_at >= seconds
+        if seconds is None:
+            return False
+        due = now - self._saved_at >= seconds
+        return agreement.from_chief("whether a save is due", lambda: due, self._num_processes())
+
+    def _num_processes(self) -> int:
+        """How many processes train the model; known when it is built."""
+        if self._count is None:
+            self._count = self._manager.checkpoint.num_processes
+        return self._count
 
     def _save(self) -> None:
         """Starts to save what is now; or what was before the validation, if that is under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,11 @@ from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.errors import BackendError
+from keras_distribute.cluster import agreement, processes
+from keras_distribute.errors import BackendError, CheckpointError
+from keras_distribute.variables import DistributedVariable
 
+_EACH = "state of each process"
 Path = str | os.PathLike[str]
 
 
@@ -39,7 +43,7 @@ class Reading:
 
     def state_of(self, name: str) -> Any:
         """The state of an object that is no variable, as a new structure."""
-        return structures.decode(self.manifest.objects[name], self.arrays)
+        return state_of(name, self.manifest, self.arrays)
 
 
 class Checkpoint:
@@ -100,6 +104,12 @@ class Checkpoint:
         return dict(self._objects)
 
     @property
+    def num_processes(self) -> int:
+        """How many processes share the variables: all of them save and restore together, and the first one writes."""
+        variables = tracking.track(self._objects).variables.values()
+        return max((v.replica_mesh.num_processes for v in variables if isinstance(v, DistributedVariable)), default=1)
+
+    @property
     def save_counter(self) -> int:
         """How many times `save` was called; restored along with the rest."""
         return self._counter
@@ -129,7 +139,8 @@ class Checkpoint:
         """Saves to the folder `file_prefix` itself, which must not exist; otherwise as `save`."""
         storage = load_storage()
         path = storage.absolute(file_prefix)
-        storage.write(path, *self._snapshot())
+        snapshot = self._snapshot()
+        agreement.from_chief(f"writing {path}", lambda: storage.write(path, *snapshot), self.num_processes)
         return path
 
     def restore(self, save_path: Path | None, *, partial: bool = False) -> RestoreStatus:
@@ -177,12 +188,19 @@ class Checkpoint:
         tracked = tracking.track(self._objects)
         arrays, records = values.fetch(tracked.variables)
         objects = {
-            name: structures.encode(dict(value) if isinstance(value, dict) else value.get_state(), name, arrays)
+            name: structures.encode(self._state_of(name, value), name, arrays)
             for name, value in tracked.stateful.items()
         }
         optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
         unbuilt, counter = tracked.unbuilt, self._counter
         return Manifest(records, objects, optimizers, unbuilt, counter, step, metrics, in_between), arrays
+
+    def _state_of(self, name: str, value: Any) -> Any:
+        """The state of an object; where that is another one in each process, all of them."""
+        state = dict(value) if isinstance(value, dict) else value.get_state()
+        states = agreement.exchange(f"the state of {name}", state, self.num_processes)
+        alike = all(pickle.dumps(other) == pickle.dumps(states[0]) for other in states)
+        return state if alike else {_EACH: states}
 
     def _read(self, path: str, *, partial: bool) -> Reading:
         """Reads and verifies the checkpoint at `path`; nothing changes yet."""
@@ -223,7 +241,7 @@ class Checkpoint:
         tracking.synchronize(self._objects)
         # Objects first: these may refuse, and then no variable has changed.
         for name in found.objects:
-            state, value = structures.decode(manifest.objects[name], arrays), tracked.stateful[name]
+            state, value = state_of(name, manifest, arrays), tracked.stateful[name]
             if isinstance(value, dict):
                 value.clear()
                 value.update(state)
@@ -237,6 +255,25 @@ class Checkpoint:
         for value in self._objects.values():
             if isinstance(value, keras.layers.Layer):
                 tracking.refresh(value)
+
+
+def state_of(name: str, manifest: Manifest, arrays: Arrays) -> Any:
+    """The state of an object that was saved, or what this process saved of it.
+
+    Raises:
+        CheckpointError: Where each process saved a state of its own, and now there is another number of processes.
+    """
+    state = structures.decode(manifest.objects[name], arrays)
+    if not isinstance(state, dict) or state.keys() != {_EACH}:
+        return state
+    states, count = state[_EACH], processes.process_count()
+    if len(states) != count:
+        raise CheckpointError(
+            f"{name!r} was saved with a state of its own in each of {len(states)} processes.",
+            received=f"a restore in {count}.",
+            fix=f"{len(states)} processes, or restore(..., partial=True) of the other objects.",
+        )
+    return states[processes.process_index()]
 
 
 def load_storage() -> ModuleType:

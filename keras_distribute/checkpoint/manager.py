@@ -8,13 +8,16 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.cluster import agreement
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError, StructureTypeError
+
+_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -128,6 +131,13 @@ class CheckpointManager:
         """The steps whose checkpoints are complete, ascending. Looks at the folder, so another process may write it."""
         return self._storage.steps_in(self._directory)
 
+    def _together(self, what: str, function: Callable[[], _T]) -> _T:
+        """What `function` does or says in the first of the processes that share the variables, in all of them."""
+        return agreement.from_chief(f"{what} {self._directory}", function, self._checkpoint.num_processes)
+
+    def _agreed_steps(self) -> list[int]:
+        return self._together("the steps in", self.all_steps)
+
     def save(
         self, step: int | None = None, metrics: dict[str, Any] | None = None, *, force: bool = False
     ) -> str | None:
@@ -147,8 +157,7 @@ class CheckpointManager:
             CheckpointError: If the step exists, `keep_best`'s metric is missing, or this save, or the one before it,
                 could not be written.
         """
-        if self._writer is not None and not self._writer.is_saving:
-            self.wait()
+        self._together("a save before in", self._raise_if_failed)
         last = self._last()
         step = self._next_step() if step is None else int(step)
         if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
@@ -165,14 +174,18 @@ class CheckpointManager:
         step, numbers = self._next_step(), self._always_kept()
         self._write(step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers, in_between=True))
 
+    def _raise_if_failed(self) -> None:
+        if self._writer is not None and not self._writer.is_saving:
+            self._wait()
+
     def _write(self, step: int, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
         """Starts to write what `take` returns; it is called when the save before is complete."""
         self.wait()
-        writer = self._open()
-        steps = self.all_steps()
+        steps = self._agreed_steps()
         for other in [other for other in steps if other >= step]:
-            if (other == step and other in self._damaged) or self._is_in_between(other):
-                writer.delete(other)
+            replaced = self._together(f"what step {other} is in", lambda other=other: self._is_in_between(other))
+            if (other == step and other in self._damaged) or replaced:
+                self._together(f"deleting step {other} of", lambda other=other: self._open().delete(other))
                 self._damaged.discard(other)
             elif other == step:
                 raise CheckpointError(
@@ -182,12 +195,12 @@ class CheckpointManager:
                 )
         manifest, arrays = take()
         self._metrics[step] = manifest.metrics
-        writer.save(step, manifest, arrays)
+        self._together(f"saving step {step} in", lambda: self._open().save(step, manifest, arrays))
         self._last_step = step
 
     def _last(self) -> int | None:
         """The last step that was saved, complete or not."""
-        return self._last_step if self._last_step is not None else self.latest_step
+        return self._last_step if self._last_step is not None else max(self._agreed_steps(), default=None)
 
     def _next_step(self) -> int:
         last = self._last()
@@ -216,7 +229,7 @@ class CheckpointManager:
     def _read(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> Reading:
         """Reads a step for `restore`."""
         self.wait()
-        steps = self.all_steps()
+        steps = self._agreed_steps()
         if not steps or (step is not None and step not in steps):
             raise CheckpointError(
                 f"There is no checkpoint{'' if step is None else f' of step {step}'} in {self._directory!r}.",
@@ -250,17 +263,18 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint and returns its folder; `None` if there is none. Source: TF's."""
         self.wait()
-        return self.restore().path if self.all_steps() else None
+        return self.restore().path if self._agreed_steps() else None
 
     def delete(self, step: int) -> None:
         """Deletes a step's checkpoint."""
         self.wait()
-        if step not in self.all_steps():
+        steps = self._agreed_steps()
+        if step not in steps:
             raise CheckpointError(
                 f"There is no checkpoint of step {step} in {self._directory!r}.",
-                received=f"the steps {self.all_steps()}.",
+                received=f"the steps {steps}.",
             )
-        self._open().delete(step)
+        self._together(f"deleting step {step} of", lambda: self._open().delete(step))
         self._last_step = None
 
     def wait(self) -> None:
@@ -269,19 +283,24 @@ class CheckpointManager:
         Raises:
             CheckpointError: If it failed; once.
         """
-        if self._writer is None:
-            return
         try:
-            self._writer.wait()
+            self._together("the save in", self._wait)
         except BaseException:
             self._last_step = None
             raise
 
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+
     def close(self) -> None:
-        """Waits, as `wait`, and ends the background threads. Another `save` starts them again."""
+        """Waits, as `wait`, and ends the background threads. Another `save` starts them again.
+
+        Of several processes the one that writes waits for itself: the others may have failed.
+        """
         if self._writer is not None:
             try:
-                self.wait()
+                self._wait()
             finally:
                 writer, self._writer = self._writer, None
                 writer.close()
@@ -289,7 +308,7 @@ class CheckpointManager:
     def _remove(self) -> None:
         """Deletes the folder."""
         self.close()
-        self._storage.remove(self._directory)
+        self._together("removing", lambda: self._storage.remove(self._directory))
 
     def __enter__(self) -> CheckpointManager:
         return self

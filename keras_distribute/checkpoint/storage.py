@@ -158,11 +158,14 @@ class Writer:
             todelete_subdir=_TRASH,
             save_root_metadata=False,
             lightweight_initialize=True,
+            **_alone(create=False),  # Orbax makes no folder for one of several processes.
         )
         self._saving = directory
         self._unsynced = False
         handlers: Any = {_ARRAYS: _array_handler(), _MANIFEST: _ManifestHandler(self._empty_trash)}
         with _writing(directory):
+            if jax.process_count() > 1:
+                epath.Path(directory).mkdir(parents=True, exist_ok=True)
             self._empty_trash()
             self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
         _open_writers.add(self)
@@ -244,8 +247,11 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
                 fix="checkpoint.save(prefix), which numbers its checkpoints, or a CheckpointManager, which also "
                 "deletes old ones.",
             )
-        handler = ocp.CompositeCheckpointHandler(arrays=_array_handler(), manifest=_ManifestHandler())
-        with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+        composite: dict[str, Any] = {"arrays": _array_handler(), "manifest": _ManifestHandler()}
+        if jax.process_count() > 1:
+            composite["composite_options"] = ocp.CompositeOptions(**_alone())
+        handler = ocp.CompositeCheckpointHandler(**composite)
+        with contextlib.closing(_checkpointer(handler)) as checkpointer:
             checkpointer.save(path, args=_save_args(manifest, arrays))
         _sync_names(path)
 
@@ -323,7 +329,7 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
     folder = epath.Path(path) / _ARRAYS
     stored: dict[str, Any] = {}
     if names:
-        with _reading(str(folder)), contextlib.closing(ocp.Checkpointer(_array_handler())) as checkpointer:
+        with _reading(str(folder)), contextlib.closing(_checkpointer(_array_handler())) as checkpointer:
             wanted = ocp.RestoreArgs(restore_type=np.ndarray)
             stored = checkpointer.restore(
                 folder,
@@ -389,7 +395,22 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     own = types.create_type_handler_registry(
         (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)), (jax.Array, types.ArrayHandler())
     )
-    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=own)
+    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=own, **_alone())
+
+
+def _checkpointer(handler: Any) -> ocp.Checkpointer:
+    return ocp.Checkpointer(handler, **_alone())
+
+
+def _alone(**more: Any) -> dict[str, Any]:
+    """Orbax's options for one of several processes, which acts by itself: which of them writes is decided before."""
+    if jax.process_count() == 1:
+        return {}
+    own = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
+    )
+    return {"multiprocessing_options": options, **more}
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.errors import CheckpointError, VariableScopeError
+from keras_distribute.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
@@ -58,9 +59,14 @@ def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -
         record: Likewise.
     """
     if _same_replicas(variable, record):
-        variable.assign(PerReplica(stacked=jax.device_put(array, variable.replica_mesh.split)))
+        variable.assign(PerReplica(stacked=variable.replica_mesh.put_split(_own_components(variable, array))))
     else:
         variable.assign(_value(array, record))
+
+
+def _own_components(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    own = variable.replica_mesh.local_replicas
+    return array[own.start : own.stop]
 
 
 def check_assignable(variables: dict[str, Any], records: dict[str, VariableRecord]) -> None:
@@ -107,15 +113,18 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
 
 
 def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
-    if not array.is_fully_addressable:
-        raise CheckpointError(
-            f"The components of {name!r} are spread over several processes.",
-            fix="save from a strategy whose replicas belong to one process.",
-        )
+    if not array.is_fully_addressable:  # Every process takes part, and gets all.
+        array = _on_every_process(array)
+        return np.asarray(array.addressable_data(0))
     components = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
         components[shard.index] = np.asarray(shard.data)
     return components
+
+
+def _on_every_process(array: jax.Array) -> jax.Array:
+    mesh = ReplicaMesh(mesh_of_array(array))
+    return jax.jit(lambda stacked: stacked, out_shardings=mesh.replicated)(array)
 
 
 def _copied(array: jax.Array) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from keras_distribute._compat import adapters as compat
 from keras_distribute._compat import tensorflow as compat_tf
 from keras_distribute.context import require_cross_replica
 from keras_distribute.errors import InputError, OutOfRangeError, StructureTypeError, ValueStructureError
+from keras_distribute.input.agreed import agreed, forms_of
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.kinds import source_of
 from keras_distribute.input.layouts import CutSource, Layout, RoundLayout, SplitLayout
@@ -227,17 +228,27 @@ class _Prepare:
                 received=f"{form} after {self._form}.",
                 fix="yield the same structure for every batch.",
             )
-        element = values.regroup(pieces, self._grouped)
+        forms = self._forms(batch, pieces)
+        element = values.regroup(pieces, lambda components: self._grouped(components, forms))
         self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
         return element
 
-    def _grouped(self, components: Any) -> PerReplica | None:
+    def _forms(self, batch: Batch, pieces: list[Any]) -> dict[int, Any]:
+        """By a leaf of the first piece the forms of that component on all replicas, where others have some of them."""
+        if self._mesh.num_processes == 1:
+            return {}
+        columns = zip(*forms_of(batch, pieces[0], self._mesh.num_replicas), strict=True)
+        return {id(leaf): forms for leaf, forms in zip(jax.tree.leaves(pieces[0]), columns, strict=True)}
+
+    def _grouped(self, components: Any, forms: dict[int, Any]) -> PerReplica | None:
         if all(component is None for component in components):
             return None
         arrays = [np.asarray(component) for component in components]
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
-        return PerReplica.of(arrays, self._mesh) if self._on_devices else PerReplica(components=tuple(arrays))
+        if self._on_devices:
+            return PerReplica.of(arrays, self._mesh, forms.get(id(components[0])))
+        return PerReplica(components=tuple(arrays))
 
 
 class Optional:
@@ -288,11 +299,19 @@ def distribute(
             received="InputReplicationMode.PER_REPLICA.",
             fix="strategy.distribute_datasets_from_function(dataset_fn, options)",
         )
-    layout, how = _shared(_source_of(dataset), context, options)
-    distributed = DistributedDataset(layout, mesh, options, how)
+    distributed = distribute_source(_source_of(dataset), mesh, context, options)
     if context.num_input_pipelines > 1 and context.input_pipeline_id == 0:
         sys.stderr.write(f"keras_distribute: {distributed!r}\n")
     return distributed
+
+
+def distribute_source(
+    source: Source, mesh: ReplicaMesh, context: InputContext, options: InputOptions
+) -> DistributedDataset:
+    """`distribute` of what reads a dataset."""
+    layout, how = _shared(source, context, options)
+    layout = agreed(layout, mesh.num_processes, mesh.process_index)
+    return DistributedDataset(layout, mesh, options, how)
 
 
 def _shared(source: Source, context: InputContext, options: InputOptions) -> tuple[Layout, str]:
@@ -340,6 +359,7 @@ def distribute_from_function(
     else:
         contexts = [context]
     layout = RoundLayout([_source_of(dataset_fn(each)) for each in contexts], own)
+    layout = agreed(layout, mesh.num_processes, mesh.process_index)
     return DistributedDataset(layout, mesh, options, f"each of its batches is one replica's, {own} to a step")
 
 

@@ -178,7 +178,7 @@ class _Work:
         return item
 
     def _next(self) -> _Ready:
-        batch = self.pending.popleft() if self.pending else next(self._reader)
+        batch = self._reader.again(self.pending.popleft()) if self.pending else next(self._reader)
         if self._reader.reuses_arrays:
             data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
             batch = batch._replace(data=data)
@@ -242,6 +242,7 @@ class _Work:
         if not wait or not self._running or self._thread is threading.current_thread():
             return
         if self._thread is not None:
+            self._reader.interrupt()
             self._thread.join(_JOIN_SECONDS)
             if self._thread.is_alive():
                 warnings.warn(

@@ -25,10 +25,13 @@ class Batch(NamedTuple):
     Args:
         data: A structure of arrays: all rows, or those of this process.
         rows: The number of rows of the whole batch.
+        forms: For each replica of all processes the shapes and dtypes of the leaves of its part, where the processes
+            read data of their own.
     """
 
     data: Any
     rows: int
+    forms: Any = None
 
 
 def rows_of(data: Any) -> int:
@@ -81,6 +84,13 @@ class Reader:
     def form(self) -> Any:
         """The structure of a batch, for a reader whose position is not cheap."""
         raise NotImplementedError
+
+    def again(self, batch: Batch) -> Batch:
+        """A batch that was read before the position to which the pass was moved, and that nobody has taken."""
+        return batch
+
+    def interrupt(self) -> None:
+        """Called before `close`, while another thread may be in `__next__`: makes it return soon."""
 
     def close(self, unread: int) -> None:
         """Ends the pass; its last `unread` batches were read for nobody."""
@@ -191,9 +201,9 @@ class _RowsReader(Reader):
         self.form, self.close = whole.form, whole.close
 
     def __next__(self) -> Batch:
-        data, rows = next(self._whole)
-        start, stop = self._part(rows)
-        return Batch(jax.tree.map(lambda a: a[start:stop] if np.ndim(a) else a, data), rows)
+        batch = next(self._whole)
+        start, stop = self._part(batch.rows)
+        return Batch(jax.tree.map(lambda a: a[start:stop] if np.ndim(a) else a, batch.data), batch.rows)
 
 
 class AdapterSource(Source):

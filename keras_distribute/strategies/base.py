@@ -12,6 +12,8 @@ import keras
 import numpy as np
 
 from keras_distribute import collectives, context, program, values
+from keras_distribute.cluster import agreement
+from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
@@ -65,8 +67,8 @@ class Strategy:
         return self._extended
 
     @property
-    def cluster_resolver(self) -> None:
-        """The cluster that the strategy runs on; `None` on a single host."""
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What found the cluster that the strategy runs on; `None` on a single host."""
         return None
 
     @property
@@ -191,6 +193,7 @@ class Strategy:
 
         def gather_leaf(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
+                self._check_complete(leaf)
                 return collectives.gather_values(leaf, axis)
             array = self._plain(leaf)
             collectives.check_axis(axis, array.ndim)
@@ -210,7 +213,7 @@ class Strategy:
         if not isinstance(value, dict | list | tuple):
             return (value,)
         leaves, structure = jax.tree.flatten(value, is_leaf=is_value)
-        count = self.num_replicas_in_sync
+        count = len(self.replica_mesh.local_devices)
         parts = [
             leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
             for leaf in leaves
@@ -221,8 +224,8 @@ class Strategy:
         """A `PerReplica` of what `value_fn` returns for each replica.
 
         Args:
-            value_fn: Called once for each replica with a `kd.experimental.ValueContext`. Returns an array, any other
-                object, or a structure of them, of the same structure for each replica.
+            value_fn: Called once for each replica of this process with a `kd.experimental.ValueContext`. Returns an
+                array, any other object, or a structure of them, of the same structure for each replica.
 
         Raises:
             ContextError: Inside `run`.
@@ -235,14 +238,21 @@ class Strategy:
                 received=f"{value_fn!r}.",
                 fix="strategy.experimental_distribute_values_from_function(lambda context: ...)",
             )
-        count = self.num_replicas_in_sync
-        made = [value_fn(ValueContext(i, count)) for i in range(count)]
-        return values.regroup(made, lambda components: PerReplica.of(components, self.replica_mesh))
+        mesh = self.replica_mesh
+        made = [value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas]
+
+        def distributed(components: Sequence[Any]) -> PerReplica:
+            own = list(map(values.form_of, components))
+            forms = agreement.exchange("experimental_distribute_values_from_function", own, mesh.num_processes)
+            return PerReplica.of(components, mesh, [form for part in forms for form in part])
+
+        return values.regroup(made, distributed)
 
     @property
     def input_context(self) -> InputContext:
         """The place of this process's input among that of all processes."""
-        return InputContext(1, 0, self.num_replicas_in_sync)
+        mesh = self.replica_mesh
+        return InputContext(mesh.num_processes, mesh.process_index, mesh.num_replicas)
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """A dataset of global batches as one whose elements have a component for each replica.
@@ -339,6 +349,7 @@ class Strategy:
     def reduce_one(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
         """`reduce` of one value, for both halves of the strategy."""
         if isinstance(leaf, PerReplica):
+            self._check_complete(leaf)
             return collectives.reduce_values(self.extended.cross_device_ops, op, leaf, axes)
         array = self._plain(leaf)
         if isinstance(array, jax.core.Tracer):
@@ -357,6 +368,15 @@ class Strategy:
                 fix='pass a result of strategy.run, or multiply: value * strategy.num_replicas_in_sync; "MEAN" works.',
             )
         return jnp.sum(array, axes)
+
+    def _check_complete(self, value: PerReplica) -> None:
+        """Raises for components that only their own processes know."""
+        if self.replica_mesh.num_processes > 1 and value.is_on_host:
+            raise ValueStructureError(
+                "The components of other processes can be had only of arrays of one rank and one dtype.",
+                received=f"{value!r} on process {self.replica_mesh.process_index}.",
+                fix="arrays that differ in the sizes of their dimensions only, on all replicas.",
+            )
 
     def _plain(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, Mirrored | keras.Variable):

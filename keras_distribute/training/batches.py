@@ -7,6 +7,9 @@ and sliced off inside the compiled step, before anything is computed: each repli
 
 from __future__ import annotations
 
+import itertools
+import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +18,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import sparse
 
+from keras_distribute.cluster import agreement
+from keras_distribute.errors import InputError
+from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.mesh import ReplicaMesh
 
-Rows = tuple[int, ...]
+Rows = tuple[int | tuple[int, ...], ...]
 Spread = tuple[int, int]
 WHOLE = -1  # In place of a number of rows: the array is on every replica, and all of it is meant.
 
@@ -27,7 +33,7 @@ class Placed(NamedTuple):
 
     Args:
         data: The structure of placed arrays.
-        rows: The true number of rows of each leaf, or `WHOLE`.
+        rows: The true number of rows of each leaf, or of each replica's part of it, or `WHOLE`.
         spread: The rows of the first leaf, and the number of replicas that they are spread over evenly.
     """
 
@@ -36,51 +42,129 @@ class Placed(NamedTuple):
     spread: Spread
 
 
-def place(batch: Any, mesh: ReplicaMesh, *, traced: bool = True) -> Placed:
+def place(batch: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None = None, *, traced: bool = True) -> Placed:
     """The batch on the devices of `mesh`.
 
     Args:
         batch: A structure of arrays whose axis 0 is the rows; arrays without dimensions, and sparse ones, go to every
             replica whole.
         mesh: Where to.
+        sizes: The rows of each replica, over all processes: the batch holds those of this process alone. Otherwise it
+            is the whole batch, the same in every process.
         traced: Whether `trim` will be called in a compiled step. Otherwise an array whose rows do not divide goes to
             every replica whole.
 
     Returns:
         The batch, ready for a step; a batch that is placed already as it is.
+
+    Raises:
+        InputError: For arrays of several processes that do not have the rows of the batch.
     """
     if isinstance(batch, Placed):
         return batch
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     replicas = mesh.num_replicas
     placed: list[Any] = []
-    rows: list[int] = []
+    rows: list[int | tuple[int, ...]] = []
     spread: Spread | None = None
     for leaf in leaves:
         array = leaf if isinstance(leaf, jax.Array) or _is_sparse(leaf) else np.asarray(leaf)
+        if mesh.num_processes > 1 and array.ndim:
+            own, true = _own_rows(array, mesh, sizes)
+            spread = spread or (sum(sizes or (array.shape[0],)), replicas if true == WHOLE else 1)
+            placed.append(own)
+            rows.append(true)
+            continue
         count = array.shape[0] if array.ndim else 0
         extra = -count % replicas
         spread = spread or (count, 1 if extra or not count else replicas)
         if count == 0 or _is_sparse(leaf) or (extra and not traced):
-            placed.append(jax.device_put(array, mesh.replicated))
+            placed.append(mesh.put_replicated(array))
             rows.append(WHOLE)
             continue
         if extra:
             numpy_like = jnp if isinstance(array, jax.Array) else np
             array = numpy_like.concatenate([array, numpy_like.repeat(array[-1:], extra, axis=0)])
-        placed.append(jax.device_put(array, mesh.split))
+        placed.append(mesh.put_split(array))
         rows.append(count if extra else WHOLE)
     return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))
+
+
+def place_whole(batch: Any, mesh: ReplicaMesh) -> Placed:
+    """`place` of a whole batch, which must be the same in every process.
+
+    Raises:
+        InputError: Where it is not.
+    """
+    if mesh.num_processes > 1 and not isinstance(batch, Placed):
+        leaves = map(np.asarray, jax.tree.leaves(batch))
+        own = [(leaf.shape, zlib.crc32(leaf.tobytes())) for leaf in leaves]
+        said = agreement.exchange("a batch", own, mesh.num_processes)
+        if any(other != said[0] for other in said):
+            raise InputError(
+                "The processes were given different batches, but a batch given to a model is the global one.",
+                received="; ".join(f"process {i}: {[shape for shape, _ in other]}" for i, other in enumerate(said))
+                + ", or other values.",
+                fix="pass the same batch in every process, or fit a dataset with kd.AutoShardPolicy.OFF.",
+            )
+    return place(batch, mesh)
+
+
+def _own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> tuple[jax.Array, int | tuple[int, ...]]:
+    """The rows of this process as its part of those of all, each replica's filled up to the largest; and which count.
+
+    Args:
+        array: The rows of this process, or all.
+        mesh: The replicas.
+        sizes: The rows of each replica, in the former case.
+    """
+    if _is_sparse(array):
+        raise InputError(
+            "Sparse tensors cannot be shared by several processes.",
+            received=f"a sparse array of shape {array.shape}.",
+            fix="a dense array.",
+        )
+    array = np.asarray(array)
+    own = mesh.local_replicas
+    if sizes is None:
+        sizes = piece_sizes(array.shape[0], mesh.num_replicas)
+        array = array[sum(sizes[: own.start]) : sum(sizes[: own.stop])]
+    mine = sizes[own.start : own.stop]
+    if array.shape[0] != sum(mine):
+        raise InputError(
+            "The arrays of a batch have the same number of rows.",
+            received=f"{array.shape[0]} rows beside {sum(mine)} on process {mesh.process_index}.",
+            fix="make every array of an element have the batch as its first dimension.",
+        )
+    each = max(sizes)
+    if any(size < each for size in mine):
+        filled = np.zeros((len(mine), each, *array.shape[1:]), array.dtype)
+        for place_of, size, stop in zip(filled, mine, itertools.accumulate(mine), strict=True):
+            place_of[:size] = array[stop - size : stop]
+        array = filled.reshape(-1, *array.shape[1:])
+    total = sum(sizes)
+    if total == each * len(sizes):
+        true: int | tuple[int, ...] = WHOLE
+    else:
+        true = total if list(sizes) == piece_sizes(total, len(sizes)) else tuple(sizes)
+    return mesh.put_split(array), true
 
 
 def trim(batch: Any, rows: Rows, mesh: ReplicaMesh) -> Any:
     """Slices the placed `batch` to its true rows, inside a compiled step."""
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     trimmed = [
-        leaf if count == WHOLE else lax.with_sharding_constraint(leaf[:count], mesh.split)
-        for leaf, count in zip(leaves, rows, strict=True)
+        leaf if true == WHOLE else lax.with_sharding_constraint(_true_rows(leaf, true), mesh.split)
+        for leaf, true in zip(leaves, rows, strict=True)
     ]
     return jax.tree.unflatten(structure, trimmed)
+
+
+def _true_rows(leaf: Any, true: int | tuple[int, ...]) -> Any:
+    if isinstance(true, int):
+        return leaf[:true]
+    each = leaf.shape[0] // len(true)
+    return jnp.concatenate([leaf[i * each : i * each + size] for i, size in enumerate(true)])
 
 
 def _is_sparse(leaf: Any) -> bool:

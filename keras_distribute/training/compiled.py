@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
+from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.strategies.base import Strategy
@@ -19,6 +20,7 @@ from keras_distribute.training import batches
 from keras_distribute.training.packing import Carried, Packed, Packing, State
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
+_PLACE = "in fit, evaluate or predict"
 
 
 class CompiledStep:
@@ -53,13 +55,14 @@ class CompiledStep:
             out = (outputs, shardings or mesh.replicated)
             return jax.jit(function, static_argnums=(2, 3), donate_argnums=0, out_shardings=out)
 
-        self.program = compiled(global_step, None)
+        # Of what is split over processes, no one of them could read all.
+        self.program = compiled(global_step, None if mesh.num_processes == 1 else mesh.replicated)
         self.uneven = compiled(global_step, mesh.replicated)  # An uneven split cannot leave a program.
         self.fused = compiled(global_steps, mesh.replicated)
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step."""
-        logs, carried = self._one(self._taken(state), batches.place(data, self._mesh))
+        logs, carried = self._one(self._taken(state), batches.place_whole(data, self._mesh))
         return logs, self._given(carried, len(state))
 
     def several(self, state: State, data: Sequence[Any], size: int) -> tuple[Any, State]:
@@ -69,10 +72,11 @@ class CompiledStep:
             The logs of the last one, and the new state.
         """
         carried, logs = self._taken(state), None
-        left = [batches.place(batch, self._mesh) for batch in data]
+        left = [batches.place_whole(batch, self._mesh) for batch in data]
         while left:
             group = left[:size]
             if len(group) == size and _alike(group) and self._can_scan(carried, group):
+                liveness.at(_PLACE)
                 logs, carried = self.fused(carried, [each.data for each in group], group[0].rows, group[0].spread)
                 del left[:size]
             else:
@@ -80,6 +84,7 @@ class CompiledStep:
         return logs, self._given(carried, len(state))
 
     def _one(self, carried: Any, placed: batches.Placed) -> Any:
+        liveness.at(_PLACE)
         divides = all(count == batches.WHOLE for count in placed.rows)
         return (self.program if divides else self.uneven)(carried, *placed)
 

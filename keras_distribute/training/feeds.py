@@ -13,12 +13,15 @@ import numpy as np
 from keras_distribute import config
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.datasets import DistributedDataset
+from keras_distribute.input.agreed import sizes_of
+from keras_distribute.input.datasets import DistributedDataset, distribute_source
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
+from keras_distribute.input.options import InputOptions
 from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
 
 _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
@@ -52,14 +55,14 @@ class DatasetAdapter(compat.DataAdapter):
         return None
 
 
-def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, Any], distributed: bool) -> Any:
+def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, Any], strategy: Strategy | None) -> Any:
     """The adapter of the `x` of `fit`: ours for a distributed dataset, Keras's for everything else.
 
     Args:
         original: Keras's choice.
         x: The user's data.
         arguments: The others of `fit` that concern data.
-        distributed: Whether the model has a strategy.
+        strategy: Of the model.
     """
     if isinstance(x, DistributedDataset):
         for name in ("y", "sample_weight", "class_weight"):
@@ -70,20 +73,24 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
                     fix="yield (x, y, sample_weight) from the dataset.",
                 )
         return DatasetAdapter(x)
-    if not distributed:
+    if strategy is None:
         return original(x, **arguments)
     stream = Stream.of(x) if isinstance(x, types.GeneratorType) else None
     adapter = original(x if stream is None else stream.read(x), **arguments)
     setattr(adapter, _STREAM, stream)
     compat.leave_reading_to_us(adapter)
-    return adapter
+    place = strategy.input_context
+    if place.num_input_pipelines == 1:
+        return adapter
+    options = InputOptions(experimental_per_replica_buffer_size=config.prefetch_steps())
+    return DatasetAdapter(distribute_source(source_of_adapter(adapter, stream), strategy.replica_mesh, place, options))
 
 
 def look(adapter: Any) -> Iterator[Any]:
     """The first batch, on the host; `fit` will read it again."""
     with contextlib.suppress(StopIteration):
         if isinstance(adapter, DatasetAdapter):
-            yield adapter.dataset.layout.whole(adapter.dataset.layout.peek())
+            yield _with_rows(adapter.dataset.layout.whole(adapter.dataset.layout.peek()))
         else:
             yield _source(adapter).peek().data
 
@@ -99,16 +106,19 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, f
         followed: Whether somebody may ask for positions.
     """
     open_reader, whole, ahead = _reading(adapter)
+    several = mesh.num_processes > 1
 
     def placed(batch: Batch) -> batches.Placed:
         data = whole(batch)
-        if any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data)):
+        sizes = sizes_of(batch, mesh.num_replicas) if several else None
+        empty = any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data))
+        if empty and not any(sizes or ()):
             raise InputError(
                 "A batch without rows has no loss.",
                 received=f"shapes {[np.shape(leaf) for leaf in jax.tree.leaves(data)]}.",
                 fix="leave such batches out of the dataset.",
             )
-        return batches.place(data, mesh, traced=traced)
+        return batches.place(data, mesh, sizes, traced=traced)
 
     return Feed(open_reader, placed, ahead, per_epoch, followed)
 
@@ -129,6 +139,15 @@ def _reading(adapter: Any) -> tuple[Callable[[], Reader], Callable[[Batch], Any]
         layout = adapter.dataset.layout
         return layout.open, layout.whole, adapter.dataset.options.experimental_per_replica_buffer_size
     return _source(adapter).open, _data, config.prefetch_steps()
+
+
+def _with_rows(data: Any) -> Any:
+    """The batch, or where this process has no rows of it, one with a row of zeros: a model is built by its form."""
+
+    def one_row(leaf: Any) -> Any:
+        return np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype) if np.shape(leaf)[:1] == (0,) else leaf
+
+    return jax.tree.map(one_row, data, is_leaf=compat.is_sparse)
 
 
 def _data(batch: Batch) -> Any:

@@ -26,7 +26,7 @@ from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
 from keras_distribute.training.packing import Packing, State, form_of
-from keras_distribute.variables import DistributedVariable, given_away, spread_sum
+from keras_distribute.variables import DistributedVariable, check_same_values, given_away, spread_sum
 
 _SLOTS = 2  # In the state of a training step.
 _ATTRIBUTE, _ACCUMULATORS = "_keras_distribute_strategy", "_keras_distribute_accumulators"
@@ -75,7 +75,8 @@ class TrainerSeams:
 
     def adapter(self, original: Callable[..., Any], x: Any, arguments: dict[str, Any]) -> Any:
         """The data adapter for the `x` of `fit`."""
-        return feeds.choose_adapter(original, x, arguments, context.has_strategy())
+        strategy = context.get_strategy() if context.has_strategy() else None
+        return feeds.choose_adapter(original, x, arguments, strategy)
 
     def looks(self, adapter: Any) -> bool:
         """Whether the batch that a model is built with comes from `look`."""
@@ -120,7 +121,9 @@ class TrainerSeams:
         strategy = _strategy_of(trainer)
         if strategy is None:
             return None
-        _check_variables(strategy, compat.state_variables(trainer, kind))
+        groups = compat.state_variables(trainer, kind)
+        _check_variables(strategy, groups)
+        check_same_values([variable for group in groups for variable in group])
         if not compat.is_traced(trainer):
             return _eager(strategy, step)
         indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
@@ -128,7 +131,7 @@ class TrainerSeams:
             object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
         if indices:
             return _AccumulatingStep(strategy, trainer, indices, step)
-        form = form_of(compat.state_variables(trainer, kind))
+        form = form_of(groups)
         if kind == "train":
             flat = FlatStep.of(trainer, strategy, form)
             if flat is not None:
@@ -138,6 +141,11 @@ class TrainerSeams:
         else:
             packing, shardings = Packing(form, strategy.replica_mesh), None
         return CompiledStep(strategy, packing.around(step) if packing else step, packing or None, shardings)
+
+
+def is_quiet() -> bool:
+    """Whether another process writes the files and the progress bar of the `fit` that begins."""
+    return context.has_strategy() and context.get_strategy().replica_mesh.process_index > 0
 
 
 def _strategy_of(trainer: Any) -> Strategy | None:
@@ -174,6 +182,12 @@ class _AccumulatingStep(CompiledStep):
 
 def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
     mesh = strategy.replica_mesh
+    if mesh.num_processes > 1:
+        raise ContextError(
+            "Steps over several processes are compiled.",
+            received=f"run_eagerly=True, or jit_compile=False, on {mesh.num_processes} processes.",
+            fix="leave both as they are; run eagerly under kd.MirroredStrategy in one process.",
+        )
 
     def run(state: Any, data: Any) -> Any:
         placed, _, spread = batches.place(data, mesh, traced=False)

@@ -43,7 +43,7 @@ DIFFERENCES = {
     "policies on one process": "One process splits each batch by one rule; TensorFlow has two, by the policy.",
     "order of processes": "A process keeps consecutive rows of a global batch; TensorFlow deals pieces in turn.",
     "too few files": "AUTO goes by data where there are fewer files than processes; TensorFlow fails and hangs.",
-    "own ends": "A process whose data are over ends; TensorFlow's gets empty elements until all have ended.",
+    "own ends": "A process played alone ends with its data; TensorFlow's gets empty elements until all have ended.",
     "incomplete rounds": "Replicas for which no batch is left get no rows; TensorFlow drops a static round.",
     "elements without rows": "Elements of scalars alone are refused where a replica is left without; TensorFlow drops them.",
     "scalars beside rows": "A scalar beside rows is every replica's; TensorFlow refuses it, or makes it zero.",
@@ -59,6 +59,13 @@ DIFFERENCES = {
     "options of our own": "InputOptions are named, two steps are ready, and pipelines stay on the host.",
     "contexts compare": "InputContexts with the same numbers are equal; TensorFlow's are themselves only.",
     "replicas of workers": "PER_REPLICA works on several workers too; TensorFlow refuses.",
+    # Clusters
+    "a place for every process": "A task without a place among the workers is an error at once; TensorFlow counts on.",
+    "a cluster of one": "Without a cluster a process is the only one, and its chief; TensorFlow's rules fail.",
+    "tpu protocol": "A TPU's resolver has a protocol, grpc; TensorFlow's fails on the missing attribute.",
+    "slurm without gpus": "Slurm's nodes may have no GPUs; TensorFlow fails.",
+    "slurm's order": "Tasks are numbered in the order of Slurm's node list; TensorFlow sorts the names of the nodes.",
+    "a job without tasks": "A job without tasks has no addresses; TensorFlow fails.",
     # Errors
     "op errors": "Where TensorFlow raises its own op errors or bare assertions, ours are a ValueError or a TypeError.",
     "keras errors": "What Keras 3 checks by itself raises Keras's message.",

@@ -1,0 +1,140 @@
+"""How processes tell each other host values: in turns, through the key-value service of JAX's runtime.
+
+Nothing here runs a program on a device, so it may be called while one runs, and from threads. A single process agrees
+with itself at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from keras_distribute._compat import jax_internals
+from keras_distribute.errors import ClusterError
+
+_SLICE_SECONDS = 0.5  # A wait is cut into such slices, so that it can be given up.
+_DEFAULT_SECONDS = 1800.0
+_T = TypeVar("_T")
+_numbers = itertools.count()
+_wait_seconds = _DEFAULT_SECONDS
+
+
+class Interrupted(Exception):
+    """A wait was given up by its own process."""
+
+
+class Channel:
+    """A conversation in which all processes speak in turn: what each says, all hear.
+
+    All processes open their channels in the same order, and with the same topics.
+
+    Args:
+        topic: What it is about; the processes compare it.
+        num_processes: How many take part: all, or 1 for one that speaks with itself.
+    """
+
+    def __init__(self, topic: str, num_processes: int) -> None:
+        self._topic, self._num_processes = topic, num_processes
+        self._name = f"keras_distribute/{next(_numbers)}" if num_processes > 1 else ""
+        self._turn = 0
+        self._given_up = False
+
+    def exchange(self, said: Any) -> list[Any]:
+        """What each process says in this turn, in the order of their numbers.
+
+        Args:
+            said: Anything that can be pickled.
+
+        Raises:
+            ClusterError: Where another process does something else, or says nothing for too long.
+            Interrupted: After `give_up`.
+        """
+        if self._num_processes == 1:
+            return [said]
+        client, own = jax_internals.coordination_client(), jax.process_index()
+        turn, self._turn = self._turn, self._turn + 1
+        client.key_value_set_bytes(self._key(turn, own), pickle.dumps((self._topic, said)))
+        heard = [said if other == own else self._hear(turn, other) for other in range(self._num_processes)]
+        if turn:  # All have spoken in this turn, so all have heard the one before.
+            client.key_value_delete(self._key(turn - 1, own))
+        return heard
+
+    def give_up(self) -> None:
+        """Makes a wait in another thread end."""
+        self._given_up = True
+
+    def _key(self, turn: int, process: int) -> str:
+        return f"{self._name}/{turn}/{process}"
+
+    def _hear(self, turn: int, process: int) -> Any:
+        client, key = jax_internals.coordination_client(), self._key(turn, process)
+        end = time.monotonic() + _wait_seconds
+        while True:
+            if self._given_up:
+                raise Interrupted
+            try:
+                message = client.blocking_key_value_get_bytes(key, round(1000 * _SLICE_SECONDS))
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ClusterError(
+                        f"Process {jax.process_index()} cannot hear the others any more: {_first_line(error)}",
+                        received=f"while waiting for process {process} at {self._topic}.",
+                        fix="look at the log of that process; a job is started again from its checkpoint.",
+                    ) from error
+                if time.monotonic() > end:
+                    raise ClusterError(
+                        f"Process {process} has said nothing for {_wait_seconds:.0f} seconds.",
+                        received=f"process {jax.process_index()} waits for it at {self._topic}, turn {turn}.",
+                        fix="look at the log of that process: every process has to run the same program.",
+                    ) from error
+        topic, said = pickle.loads(message)
+        if topic != self._topic:
+            raise ClusterError(
+                "The processes do different things.",
+                received=f"process {process} is at {topic}, process {jax.process_index()} at {self._topic}.",
+                fix="run the same program on every process; only files and prints may depend on kd.is_chief().",
+            )
+        return said
+
+
+def set_wait(seconds: float | None) -> None:
+    """How long to wait for another process; `None` for half an hour."""
+    global _wait_seconds
+    _wait_seconds = seconds or _DEFAULT_SECONDS
+
+
+def exchange(topic: str, said: Any, num_processes: int) -> list[Any]:
+    """One turn of a channel of its own."""
+    return Channel(topic, num_processes).exchange(said)
+
+
+def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T:
+    """Calls a function in process 0; all others wait, and get what it returned, or raise what it raised.
+
+    Args:
+        topic: What it does.
+        function: Its result, or its exception, can be pickled.
+        num_processes: How many take part.
+    """
+    said: Any = None
+    if num_processes == 1 or jax.process_index() == 0:
+        try:
+            said = (function(), None)
+        except Exception as error:
+            if num_processes == 1:
+                raise
+            said = (None, error)
+    result, failure = exchange(topic, said, num_processes)[0]
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

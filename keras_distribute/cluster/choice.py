@@ -1,0 +1,42 @@
+"""Which resolver is meant where the user names none: what the environment says."""
+
+from __future__ import annotations
+
+import os
+
+from keras_distribute.cluster.google_cloud import TPUClusterResolver
+from keras_distribute.cluster.launched import KerasClusterResolver, OpenMPIClusterResolver
+from keras_distribute.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from keras_distribute.cluster.slurm import SlurmClusterResolver
+from keras_distribute.cluster.spec import ClusterSpec
+from keras_distribute.cluster.tf_config import SageMakerClusterResolver, TFConfigClusterResolver
+
+
+def automatic_resolver() -> ClusterResolver:
+    """The resolver for the environment of this process; the innermost launcher wins.
+
+    1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user): `KerasClusterResolver`.
+    2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
+    3. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
+    4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster): `SlurmClusterResolver`.
+    5. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
+    6. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
+    7. Otherwise this process is on its own.
+
+    Returns:
+        A resolver; its `topology()` may still say that there is one process.
+    """
+    environment = os.environ
+    if environment.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"):
+        return KerasClusterResolver()
+    if environment.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        return TFConfigClusterResolver()
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return OpenMPIClusterResolver()
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return SlurmClusterResolver()
+    if environment.get("SM_HOSTS"):
+        return SageMakerClusterResolver()
+    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        return TPUClusterResolver()
+    return SimpleClusterResolver(ClusterSpec({}))

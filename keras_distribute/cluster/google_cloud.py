@@ -1,0 +1,266 @@
+"""Clusters in Google's cloud: instance groups of virtual machines, and TPUs. Google's own client asks for them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import jax
+
+from keras_distribute.cluster.resolver import ClusterResolver, master_url
+from keras_distribute.cluster.spec import ClusterSpec
+from keras_distribute.cluster.topology import Topology
+from keras_distribute.errors import BackendError, ClusterError
+
+_TPU_PORT = "8470"
+_COORDINATOR_PORT = "8476"  # JAX's own choice on TPUs.
+_METADATA_SECONDS = 10.0
+
+
+class GCEClusterResolver(ClusterResolver):
+    """Asks Google Compute Engine for the addresses of the instances of a group, in ascending order.
+
+    It cannot say which of them this process is: pass `task_id`. Needs `pip install google-api-python-client`.
+    Source: `tf.distribute.cluster_resolver.GCEClusterResolver`. Differs from TF: the group is named to the API as the
+    API documents it, so that the official client takes the request.
+
+    Args:
+        project: The name of the project.
+        zone: Where the group is.
+        instance_group: Its name.
+        port: Of each process.
+        task_type: The job that the instances belong to.
+        task_id: The number of this process, in the order of the addresses.
+        rpc_layer: The protocol that `master` puts in front.
+        credentials: Of `google.auth`; by default those of the environment.
+        service: A `googleapiclient` service that is built already: `discovery.build("compute", "v1")`.
+
+    Raises:
+        BackendError: Without the client.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._place = {"project": project, "zone": zone}
+        self._group, self._port = instance_group, port
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._service = service or _service("compute", credentials)
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise ClusterError(
+            "The instances of the group belong to the job that was named first.",
+            received=f"task_type={task_type!r}.",
+            fix=f"GCEClusterResolver(..., task_type={task_type!r})",
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The running instances, asked for now."""
+        groups, instances = self._service.instanceGroups(), self._service.instances()
+        request = groups.listInstances(
+            **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}, orderBy="name"
+        )
+        addresses: list[str] = []
+        while request is not None:
+            response = request.execute()
+            for item in response.get("items", []):
+                name = item["instance"].split("/")[-1]
+                details = instances.get(**self._place, instance=name).execute()
+                addresses.append(f"{details['networkInterfaces'][0]['networkIP']}:{self._port}")
+            request = groups.listInstances_next(previous_request=request, previous_response=response)
+        return ClusterSpec({self._task_type: sorted(addresses)})
+
+
+class TPUClusterResolver(ClusterResolver):
+    """The hosts of a TPU slice.
+
+    JAX runs one process on each host of a slice, and all of them run the same program; nothing connects to a TPU from
+    outside. So this resolver only says which hosts there are, and which of them this is.
+    Source: `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is started or initialized;
+    there is no `set_tpu_topology` and no `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine
+    are taken where its environment names them.
+
+    Args:
+        tpu: `"local"`; addresses, `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; or the name of a TPU, for which the
+            Cloud TPU API is asked (`pip install google-api-python-client`). By default what
+            `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or `TPU_WORKER_HOSTNAMES` says.
+        zone: Where it is; by default where this machine is.
+        project: Whose it is; by default that of this machine.
+        job_name: The job of the hosts.
+        coordinator_name: A further job.
+        coordinator_address: The address of its only task.
+        credentials: Of `google.auth`; by default those of the environment.
+        service: A `googleapiclient` service that is built already: `discovery.build("tpu", "v1")`.
+        discovery_url: Of the API; by default Google's, or `TPU_API_DISCOVERY_URL`.
+
+    Raises:
+        ClusterError: Where nothing names a TPU.
+        BackendError: Without the client, for a TPU that is named.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver("grpc://10.0.0.1:8470,10.0.0.2")
+        >>> resolver.cluster_spec()
+        ClusterSpec({'worker': ['10.0.0.1:8470', '10.0.0.2:8470']})
+        >>> resolver.master()
+        'grpc://10.0.0.1:8470'
+    """
+
+    def __init__(
+        self,
+        tpu: str | list[str] | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+    ) -> None:
+        config = json.loads(os.environ.get("TPU_CONFIG") or "{}")
+        if isinstance(tpu, list):
+            if len(tpu) != 1:
+                raise ClusterError("A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU.")
+            tpu = tpu[0]
+        environment = (os.environ.get(name) for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME"))
+        hosts = os.environ.get("TPU_WORKER_HOSTNAMES")
+        found = tpu or next((name for name in environment if name), None) or config.get("tpu_node_name")
+        self._tpu: str = found or ("grpc://" + hosts if hosts else "")
+        if not self._tpu:
+            raise ClusterError(
+                "Nothing names a TPU.",
+                received="no tpu, and no TPU_NAME or TPU_WORKER_HOSTNAMES in the environment.",
+                fix='TPUClusterResolver("local") for the chips of this machine.',
+            )
+        self._task_type, self._task_id, self._rpc_layer = job_name, 0, "grpc"
+        self._coordinator = (coordinator_name, coordinator_address)
+        self._node = ""
+        self._service: Any = None
+        if self._tpu != "local" and not self._tpu.startswith("grpc://"):
+            project = project or config.get("project") or _metadata("project/project-id")
+            zone = zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
+            self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
+            url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
+            self._service = service or _service("tpu", credentials, url)
+
+    @staticmethod
+    def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
+        """The resolver itself: there is nothing to connect to."""
+        return TPUClusterResolver(tpu, zone, project)
+
+    def __enter__(self) -> TPUClusterResolver:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is to be ended."""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The hosts; none for `"local"`.
+
+        Raises:
+            ClusterError: For a TPU that is not ready.
+        """
+        if self._tpu == "local":
+            return ClusterSpec({})
+        cluster: dict[str, list[str]] = {self.get_job_name(): self._endpoints()}
+        name, address = self._coordinator
+        if name and address:
+            cluster[name] = [address]
+        return ClusterSpec(cluster)
+
+    def _endpoints(self) -> list[str]:
+        if not self._node:
+            parts = (endpoint.removeprefix("grpc://").split(":") for endpoint in self._tpu.split(","))
+            return [f"{host}:{(port or [_TPU_PORT])[0]}" for host, *port in parts]
+        node = self._service.projects().locations().nodes().get(name=self._node).execute()
+        if node.get("state") != "READY":
+            raise ClusterError(
+                f"The TPU {self._tpu!r} is not ready; its state is {node.get('state')!r}.",
+                received=f"{self._node}.",
+                fix="wait until it is; a TPU in the state PREEMPTED or TERMINATED has to be made anew.",
+            )
+        endpoints = node.get("networkEndpoints") or [node]
+        return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        if self._tpu == "local":
+            return ""
+        task = (task_type, task_id) if None not in (task_type, task_id) else (self.get_job_name(), self._task_id or 0)
+        return master_url(self.cluster_spec().task_address(*task), "grpc")  # type: ignore[arg-type]
+
+    def topology(self) -> Topology:
+        """The place of this host, whose number is in `TPU_WORKER_ID`."""
+        hosts = [] if self._tpu == "local" else self._endpoints()
+        if len(hosts) < 2:
+            return Topology()
+        number = os.environ.get("TPU_WORKER_ID")
+        if number is None:
+            number = _metadata("instance/attributes/agent-worker-number")
+        return Topology(int(number), len(hosts), f"{hosts[0].rsplit(':', 1)[0]}:{_COORDINATOR_PORT}")
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """The TPU cores of this host."""
+        return {"TPU": Counter(device.platform for device in jax.local_devices())["tpu"]}
+
+    def get_master(self) -> str:
+        """As `master()`."""
+        return self.master()
+
+    def get_job_name(self) -> str:
+        """The job of the hosts."""
+        return self._task_type or "worker"
+
+    def get_coordination_service_leader(self) -> str:
+        """The first host, as TensorFlow names it."""
+        return f"/job:{self.get_job_name()}/task:0"
+
+
+def _service(api: str, credentials: Any, url: str | None = None) -> Any:
+    try:
+        discovery = importlib.import_module("googleapiclient.discovery")
+    except ImportError as error:
+        raise BackendError(
+            "Google's cloud is asked by Google's own client.",
+            received=f"{error}.",
+            fix="pip install google-api-python-client",
+        ) from error
+    own = None if credentials == "default" else credentials  # `None`: those of the environment.
+    options = {"discoveryServiceUrl": url} if url else {}
+    return discovery.build(api, "v1", credentials=own, cache_discovery=False, **options)
+
+
+def _metadata(path: str) -> str:
+    """What the metadata server of a virtual machine in Google's cloud says about it."""
+    server = os.environ.get("GCE_METADATA_IP") or os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/{path}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as response:
+            return response.read().decode()
+    except OSError as error:
+        raise ClusterError(
+            f"The metadata server did not say {path!r}: {error}.",
+            received=f"a request to {server}.",
+            fix="pass project and zone, and set TPU_WORKER_ID, outside of Google's cloud.",
+        ) from error

@@ -1,0 +1,94 @@
+"""The cluster of the pods of a Kubernetes job. Kubernetes' own client asks for them."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from typing import Any
+
+from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute.cluster.spec import ClusterSpec
+from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs, which decides how it logs in to Kubernetes."""
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks Kubernetes for the addresses of the pods with certain labels, in the order of their names.
+
+    It cannot say which of them this process is: set `task_type` and `task_id`, or take them from the index of an
+    indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`. Needs `pip install kubernetes`.
+    Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`. Differs from TF: the addresses are those of the
+    pods, not of their hosts, which are the same only for pods on the host's network; and inside a cluster each call
+    logs in as the first one did.
+
+    Args:
+        job_to_label_mapping: By job the label selectors of its pods; `{"worker": ["job-name=tensorflow"]}` at first.
+        tf_server_port: The port of each process.
+        rpc_layer: The protocol that `master` puts in front.
+        override_client: A `kubernetes.client.CoreV1Api` that is logged in already.
+        executable_location: Where this process runs.
+
+    Raises:
+        BackendError: Without the client.
+        StructureTypeError: For a location that is none.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: dict[str, list[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+    ) -> None:
+        self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        self._port, self._rpc_layer = tf_server_port, rpc_layer
+        self._client = override_client or _logged_in(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The pods that Kubernetes names now.
+
+        Raises:
+            ClusterError: Where one of them is not running.
+        """
+        return ClusterSpec({job: self._addresses(selectors) for job, selectors in self._labels.items()})
+
+    def _addresses(self, selectors: list[str]) -> list[str]:
+        addresses: list[str] = []
+        for selector in selectors:
+            pods = self._client.list_pod_for_all_namespaces(label_selector=selector).items
+            for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+                if pod.status.phase != "Running":
+                    raise ClusterError(
+                        f"The pod {pod.metadata.name!r} is not running; its phase is {pod.status.phase!r}.",
+                        received=f"the pods with {selector!r}.",
+                        fix="wait until all pods of the job run.",
+                    )
+                addresses.append(f"{pod.status.pod_ip}:{self._port}")
+        return addresses
+
+
+def _logged_in(location: KubernetesExecutableLocation) -> Any:
+    try:
+        config, client = (importlib.import_module(f"kubernetes.{name}") for name in ("config", "client"))
+    except ImportError as error:
+        raise BackendError(
+            "The pods are asked for by Kubernetes' own client.", received=f"{error}.", fix="pip install kubernetes"
+        ) from error
+    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+        config.load_incluster_config()
+    elif location is KubernetesExecutableLocation.OFF_CLUSTER:
+        config.load_kube_config()
+    else:
+        raise StructureTypeError(
+            "The location is one of KubernetesExecutableLocation.",
+            received=f"{location!r}.",
+            fix="KubernetesExecutableLocation.WITHIN_CLUSTER",
+        )
+    return client.CoreV1Api()

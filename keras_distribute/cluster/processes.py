@@ -1,0 +1,238 @@
+"""Starts JAX's runtime of several processes, once, and says which of them this one is."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from keras_distribute._compat import jax_internals
+from keras_distribute._compat import seeds as compat
+from keras_distribute.cluster import agreement, liveness
+from keras_distribute.cluster.topology import Topology
+from keras_distribute.errors import ClusterError
+
+SILENCE_SECONDS = 30.0
+_STARTS = 10  # How many times as long a process may take to start: it may still be fetched.
+_LOOK_SECONDS = 4.0
+_FOLLOWS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)  # What collectives raise when another process dies.
+_T = TypeVar("_T")
+
+
+def start(topology: Topology, how: str, timeout_seconds: float | None = None) -> None:
+    """Starts the runtime, unless it runs already; returns when all processes have.
+
+    Args:
+        topology: Of this process.
+        how: Where that is from, for the line that the chief prints.
+        timeout_seconds: How long another process may be silent; 30 seconds for one that has died, half an hour for one
+            that is slow, where it is `None`.
+
+    Raises:
+        ClusterError: Where JAX has started already as something else.
+    """
+    if topology.num_processes == 1:
+        return
+    agreement.set_wait(timeout_seconds)
+    if jax.distributed.is_initialized():
+        running = (jax.process_index(), jax.process_count())
+        if running != (topology.process_id, topology.num_processes):
+            raise ClusterError(
+                f"JAX runs already as process {running[0]} of {running[1]}.",
+                received=f"process {topology.process_id} of {topology.num_processes}, by {how}.",
+                fix="start each process with the environment of one cluster.",
+            )
+        return
+    if jax_internals.backends_are_initialized():
+        raise ClusterError(
+            "JAX has started already, as a process of its own.",
+            received=f"process {topology.process_id} of {topology.num_processes}, by {how}.",
+            fix="create the strategy first thing in the program, before any array, model or variable.",
+        )
+    assert topology.coordinator is not None
+    silence = timeout_seconds or SILENCE_SECONDS
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        jax.distributed.initialize(
+            topology.coordinator,
+            topology.num_processes,
+            topology.process_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=round(_STARTS * silence),
+            heartbeat_timeout_seconds=round(2 * silence) + 5,  # Later than `liveness`, which says who has died.
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"Process {topology.process_id} of {topology.num_processes} could not join the others: {error}",
+            received=f"the address {topology.coordinator} of process 0, by {how}.",
+            fix="check that process 0 runs, and that its address can be reached from this host.",
+        ) from error
+    if threading.current_thread() is threading.main_thread() and terminated is not None:
+        signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
+    liveness.watch(topology.process_id, topology.num_processes, silence)
+    atexit.register(liveness.say_that_it_ends)  # Before JAX's runtime waits for the others.
+    _fail_at_once()
+    _agree_on_seeds()
+    counts = agreement.exchange("the start", jax.local_device_count(), topology.num_processes)
+    if len(set(counts)) > 1:
+        raise ClusterError(
+            "The processes have different numbers of devices.",
+            received=f"{', '.join(map(str, counts))} devices.",
+            fix="give every process as many: --cpu-devices, CUDA_VISIBLE_DEVICES, or hosts of one kind.",
+        )
+    if is_chief():
+        sys.stderr.write(
+            f"keras_distribute: {topology.num_processes} processes x {counts[0]} {jax.default_backend()} device(s) = "
+            f"{sum(counts)} replicas, by {how}; coordinator {topology.coordinator}\n"
+        )
+
+
+def is_chief() -> bool:
+    """Whether this process writes files and prints: the first of several, or the only one.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.is_chief()
+        True
+    """
+    return process_index() == 0
+
+
+def process_index() -> int:
+    """The number of this process among those that train together; 0 in a program of one."""
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
+def process_count() -> int:
+    """How many processes train together.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.process_count()
+        1
+    """
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def print_on_chief(*values: Any, **options: Any) -> None:
+    """`print`, in the chief alone.
+
+    Args:
+        *values: As of `print`.
+        **options: Likewise.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.print_on_chief("epoch", 1)
+        epoch 1
+    """
+    if is_chief():
+        print(*values, **options)  # noqa: T201 - what it is for.
+
+
+def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    """Calls a function in the chief alone, such as one that downloads data; the others wait for it.
+
+    Every process has to call it. The function must not compute on the strategy's devices, nor read its variables, in
+    which the others take part.
+
+    Args:
+        function: Its result, or its exception, can be pickled.
+        *args: For the function.
+        **kwargs: Likewise.
+
+    Returns:
+        What the function returned, in every process; its exception is raised in every process, too.
+
+    Raises:
+        ClusterError: Where another process does something else, or has died.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.run_on_chief(sum, [1, 2])
+        3
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return agreement.from_chief(f"run_on_chief({name})", lambda: function(*args, **kwargs), process_count())
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come here.
+
+    Args:
+        name: Of the place; the processes compare it.
+
+    Raises:
+        ClusterError: Where another process is somewhere else, or has died.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.barrier("the data is there")
+    """
+    agreement.exchange(f"barrier {name!r}", None, process_count())
+
+
+def _fail_at_once() -> None:
+    """Ends this process after an exception that nobody has caught, without waiting for the others.
+
+    JAX's runtime would wait for them at the end of the program, while they wait for this process in a collective.
+    """
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        before(kind, error, traceback)
+        sys.stderr.write(f"keras_distribute: process {process_index()} of {process_count()} ends with this error.\n")
+        silent = liveness.whoever_is_silent(_LOOK_SECONDS) if isinstance(error, _FOLLOWS) else None
+        if silent is not None:
+            sys.stderr.write(f"keras_distribute: it may follow from another one: {silent}.\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = report
+
+
+def _agree_on_seeds() -> None:
+    """Makes Keras, NumPy and Python draw the same numbers in every process.
+
+    Seeds that the user has set, the same in every process, stay as they are. Otherwise all take the chief's.
+    """
+    own = compat.global_seed()
+    digest = _digest_of_streams()
+    drawn = own if own is not None else random.SystemRandom().randrange(2**31)
+    said = agreement.exchange("seeds", (own, digest, drawn), process_count())
+    if own is not None and len({(seed, streams) for seed, streams, _ in said}) == 1:
+        return
+    compat.set_all(said[0][2])
+
+
+def _digest_of_streams() -> str:
+    return hashlib.sha256(f"{numpy_stream()} {random.getstate()}".encode()).hexdigest()
+
+
+def numpy_stream() -> int:
+    """A checksum of the state of NumPy's global stream, to compare."""
+    return zlib.crc32(pickle.dumps(numpy_state()))
+
+
+def numpy_state() -> Any:
+    """The state of NumPy's global stream."""
+    return np.random.get_state()
+
+
+def set_numpy_stream(state: Any) -> None:
+    """Gives NumPy's global stream a state."""
+    np.random.set_state(state)

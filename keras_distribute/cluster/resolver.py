@@ -1,0 +1,281 @@
+"""`ClusterResolver`, the base of all, and the two that read nothing: the simple one and the union."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+
+from keras_distribute.cluster.spec import ClusterSpec
+from keras_distribute.cluster.topology import Topology, topology_of
+from keras_distribute.errors import ClusterError, DuplicateTaskError, StructureTypeError
+
+
+def master_url(address: str, rpc_layer: str | None) -> str:
+    """The address with the protocol in front, if there is one: `grpc://host:port`."""
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+class ClusterResolver:
+    """Says which processes train together, and which of them this one is: the base of all resolvers.
+
+    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id` and `rpc_layer`; one whose
+    environment gives numbers rather than addresses overrides `topology`.
+    Source: `tf.distribute.cluster_resolver.ClusterResolver`.
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the cluster, asked for anew at each call."""
+        raise NotImplementedError
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default this one, with the protocol in front.
+
+        Kept for code of TensorFlow's: nothing here connects to it.
+
+        Args:
+            task_type: Of another task.
+            task_id: Likewise.
+            rpc_layer: The protocol; by default the resolver's.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """How many accelerators a process has, by kind: `{"GPU": 8}`.
+
+        Args:
+            task_type: Of another task of a cluster that has started; by default this one.
+            task_id: Likewise.
+            config_proto: Accepted for compatibility.
+        """
+        if None in (task_type, task_id) or (task_type, task_id) == (self.task_type, self.task_id):
+            process = jax.process_index()
+        else:
+            process = topology_of(self.cluster_spec(), task_type, task_id).process_id
+        devices = [d for d in jax.devices() if d.process_index == process and d.platform != "cpu"]
+        return dict(Counter(device.platform.upper() for device in devices))
+
+    def topology(self) -> Topology:
+        """The place of this process among those that train together.
+
+        Raises:
+            ClusterError: Where the cluster makes no sense, or this process has no place in it.
+        """
+        cluster = self.cluster_spec()
+        return topology_of(cluster, self.task_type, self.task_id)
+
+    @property
+    def environment(self) -> str:
+        """Accepted for compatibility; `""` everywhere but where a caller says otherwise."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """`"chief"`, `"worker"`, `"evaluator"` or `"ps"`: what this process is; `None` where unknown."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The number of this process among those of its type; `None` where unknown."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol that `master` puts in front of addresses."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A resolver that is told everything.
+
+    Source: `tf.distribute.cluster_resolver.SimpleClusterResolver`.
+
+    Args:
+        cluster_spec: The tasks.
+        master: What `master` returns where no task is named.
+        task_type: Of this process.
+        task_id: Likewise.
+        environment: Accepted for compatibility.
+        num_accelerators: By kind, `{"GPU": 8}`.
+        rpc_layer: The protocol that `master` puts in front.
+
+    Raises:
+        StructureTypeError: For a cluster that is no `ClusterSpec`, and a master that is no text.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> cluster = kd.cluster_resolver.ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
+        >>> resolver = kd.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=1)
+        >>> resolver.topology()
+        Topology(process_id=1, num_processes=2, coordinator='10.0.0.1:2222')
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: dict[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec) and type(cluster_spec).__name__ != "ClusterSpec":
+            raise StructureTypeError(
+                "The cluster is a ClusterSpec.",
+                received=f"{cluster_spec!r}.",
+                fix='kd.cluster_resolver.ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
+            )
+        if not isinstance(master, str):
+            raise StructureTypeError("The master is an address.", received=f"{master!r}.", fix='master=""')
+        self._cluster_spec, self._master, self._environment = ClusterSpec(cluster_spec), master, environment
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._num_accelerators = num_accelerators
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        return self._num_accelerators or {}
+
+    @property
+    def environment(self) -> str:
+        return self._environment
+
+
+class UnionResolver(ClusterResolver):
+    """Several resolvers as one: their tasks together, all else from the first.
+
+    Lists of the same job are joined in order; where one names its tasks by number, all do, and no number may come
+    twice. Source: `tf.distribute.cluster_resolver.UnionResolver`. Differs from TF: a `task_id` of 0 overrides, too.
+
+    Args:
+        *args: The resolvers.
+        rpc_layer: Overrides that of the first.
+        task_type: Likewise.
+        task_id: Likewise.
+
+    Raises:
+        StructureTypeError: For something else than a resolver.
+        ClusterError: Without any.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> cr = kd.cluster_resolver
+        >>> one = cr.SimpleClusterResolver(cr.ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0)
+        >>> two = cr.SimpleClusterResolver(cr.ClusterSpec({"worker": ["b:1"], "ps": ["c:1"]}))
+        >>> cr.UnionResolver(one, two).cluster_spec()
+        ClusterSpec({'ps': ['c:1'], 'worker': ['a:1', 'b:1']})
+    """
+
+    def __init__(
+        self,
+        *args: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        if not args:
+            raise ClusterError("A union is one of resolvers.", received="UnionResolver().", fix="UnionResolver(a, b)")
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise StructureTypeError(
+                    "A union is one of resolvers.", received=f"{resolver!r}.", fix="UnionResolver(a, b)"
+                )
+        self._resolvers = args
+        self._rpc_layer, self._task_type, self._task_id = rpc_layer, task_type, task_id
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of all.
+
+        Raises:
+            DuplicateTaskError: Where two resolvers name the same task by its number.
+        """
+        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        merged: dict[str, Any] = {}
+        for job in dict.fromkeys(job for spec in specs for job in spec):
+            parts = [spec[job] for spec in specs if job in spec]
+            if all(isinstance(part, list) for part in parts):
+                merged[job] = [address for part in parts for address in part]
+                continue
+            merged[job] = {}
+            for part in parts:
+                numbered = dict(enumerate(part)) if isinstance(part, list) else part
+                twice = sorted(merged[job].keys() & numbered.keys())
+                if twice:
+                    raise DuplicateTaskError(
+                        f"Two resolvers name the same tasks of the job {job!r}: {twice}.",
+                        received=f"{specs}.",
+                        fix="give each task one number, or pass lists, which are joined.",
+                    )
+                merged[job].update(numbered)
+        return ClusterSpec(merged)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        if task_type is not None and task_id is not None:
+            return master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str:
+        return self._resolvers[0].environment
+
+    @property
+    def task_type(self) -> str | None:
+        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        return self._resolvers[0].task_id if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        return self._rpc_layer or self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer

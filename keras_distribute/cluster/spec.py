@@ -1,0 +1,139 @@
+"""`ClusterSpec`: the addresses of the tasks of a cluster. Knows nothing of JAX, Keras or the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keras_distribute.errors import ClusterError, StructureTypeError
+
+Tasks = dict[int, str]
+
+
+class ClusterSpec:
+    """The tasks of a cluster, by job and number, with their addresses.
+
+    Source: `tf.train.ClusterSpec`. Differs from TF: there is no `as_cluster_def`, since there is no TensorFlow to read
+    one; TensorFlow's own `ClusterSpec` and `ClusterDef` are taken as an argument.
+
+    Args:
+        cluster: A dict from job names to lists of addresses, or to dicts from task numbers to addresses where not all
+            are known; or another `ClusterSpec`.
+
+    Raises:
+        StructureTypeError: For anything else.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> cluster = kd.cluster_resolver.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "c:1"}})
+        >>> cluster
+        ClusterSpec({'ps': {3: 'c:1'}, 'worker': ['a:1', 'b:1']})
+        >>> cluster.task_address("worker", 1)
+        'b:1'
+    """
+
+    def __init__(self, cluster: Any) -> None:
+        if hasattr(cluster, "as_dict"):  # Ours, or TensorFlow's.
+            cluster = cluster.as_dict()
+        elif hasattr(cluster, "job"):  # TensorFlow's protocol buffer.
+            cluster = {job.name: dict(job.tasks) for job in cluster.job}
+        if not isinstance(cluster, Mapping):
+            raise StructureTypeError(
+                "A cluster is a dict from job names to addresses.",
+                received=f"{cluster!r}.",
+                fix='ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
+            )
+        self._jobs: dict[str, Tasks] = {}
+        for job, tasks in cluster.items():
+            if isinstance(tasks, list | tuple):
+                tasks = dict(enumerate(tasks))
+            if not isinstance(job, str) or not isinstance(tasks, Mapping):
+                raise _not_addresses(job, tasks)
+            self._jobs[job] = {int(index): address for index, address in tasks.items()}
+            if not all(isinstance(address, str) for address in self._jobs[job].values()):
+                raise _not_addresses(job, tasks)
+
+    def __bool__(self) -> bool:
+        """Whether there is any job."""
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        return self._jobs == other
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        jobs = self.as_dict()
+        return "ClusterSpec({" + ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs)) + "})"
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._jobs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """By job a list of addresses; where numbers are missing, a dict from those that are known."""
+        return {
+            job: self.job_tasks(job) if _dense(tasks) else dict(sorted(tasks.items()))
+            for job, tasks in self._jobs.items()
+        }
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks of a job have an address.
+
+        Raises:
+            ClusterError: For a job that is not there.
+        """
+        return len(self._tasks(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Their numbers, ascending."""
+        return sorted(self._tasks(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of a task.
+
+        Raises:
+            ClusterError: For a job or a number that is not there.
+        """
+        tasks = self._tasks(job_name)
+        if task_index not in tasks:
+            raise ClusterError(
+                f"There is no task {task_index!r} in the job {job_name!r}.",
+                received=f"{self!r}.",
+                fix=f"one of {sorted(tasks)}.",
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[Any]:
+        """The addresses of a job in order; `None` for a number that is missing.
+
+        Raises:
+            ClusterError: For a job that is not there.
+        """
+        tasks = self._tasks(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def _tasks(self, job_name: str) -> Tasks:
+        if job_name not in self._jobs:
+            raise ClusterError(
+                f"There is no job {job_name!r} in the cluster.",
+                received=f"{self!r}.",
+                fix=f"one of {self.jobs}.",
+            )
+        return self._jobs[job_name]
+
+
+def _dense(tasks: Tasks) -> bool:
+    return bool(tasks) and max(tasks) + 1 == len(tasks)
+
+
+def _not_addresses(job: Any, tasks: Any) -> StructureTypeError:
+    return StructureTypeError(
+        f"The tasks of the job {job!r} are a list of addresses, or a dict from numbers to addresses.",
+        received=f"{tasks!r}.",
+        fix='{"worker": ["host0:2222", "host1:2222"]}',
+    )

@@ -1,0 +1,240 @@
+"""Starts a script in several processes of this host, and looks after them.
+
+    python -m keras_distribute.launch --nproc 4 train.py --epochs 3
+    python -m keras_distribute.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator host0:1234 train.py
+    python -m keras_distribute.launch debug train.py
+
+In each process `kd.MultiWorkerMirroredStrategy()` spans all of them. Output is shown with the number of the process in
+front. When one process fails, the others are stopped, and the job is started again as often as `--max-restarts` says; a
+script that saves with `kd.callbacks.BackupAndRestore` then goes on from its checkpoint. Signals are passed on to all
+processes; one that does not end within `--grace` seconds is killed. The exit code is that of the process that failed
+first, whose traceback is shown last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from keras_distribute.cluster.job import Job, Worker
+from keras_distribute.cluster.slurm import gpus
+from keras_distribute.errors import ClusterError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TAIL_LINES = 30
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How a script is started.
+
+    Args:
+        nproc: The processes on this host.
+        nnodes: The hosts.
+        node_rank: The number of this one.
+        coordinator: The address of process 0, `host:port`; needed for several hosts.
+        max_restarts: How often the job is started again after a failure.
+        cpu_devices: The virtual CPU devices of each process, which then uses no accelerator.
+        grace: Seconds from a signal, or from the failure of a process, until all are killed.
+        log_dir: A folder for the output of each process.
+
+    Raises:
+        ClusterError: For numbers that make no sense, and for several hosts without an address.
+    """
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    coordinator: str | None = None
+    max_restarts: int = 0
+    cpu_devices: int | None = None
+    grace: float = 30.0
+    log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("nproc", 1), ("nnodes", 1), ("max_restarts", 0), ("grace", 0)):
+            if getattr(self, name) < least:
+                raise ClusterError(f"{name} is at least {least}.", received=f"{getattr(self, name)}.", fix="--nproc 2")
+        if self.cpu_devices is not None and self.cpu_devices < 1:
+            raise ClusterError("cpu_devices is at least 1.", received=f"{self.cpu_devices}.", fix="--cpu-devices 1")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ClusterError(
+                f"The number of this host is from 0 to {self.nnodes - 1}.",
+                received=f"--node-rank {self.node_rank}.",
+                fix="count the hosts from 0.",
+            )
+        if self.nnodes > 1 and self.coordinator is None:
+            raise ClusterError(
+                "Several hosts need the address of the first one to find each other.",
+                received=f"--nnodes {self.nnodes} without --coordinator.",
+                fix="--coordinator host0:1234, the same on every host; any free port of host0.",
+            )
+
+
+class _Output:
+    """Shows the lines of all processes, each whole, with the number in front; and keeps them in files."""
+
+    def __init__(self, log_dir: Path | None, width: int) -> None:
+        self._log_dir, self._width = log_dir, width
+        self._files: dict[int, TextIO] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, index: int, line: str) -> None:
+        with self._lock:
+            sys.stdout.write(f"[{index:>{self._width}}] {line.rstrip()}\n")
+            sys.stdout.flush()
+            if self._log_dir is not None:
+                if index not in self._files:
+                    self._log_dir.mkdir(parents=True, exist_ok=True)
+                    self._files[index] = (self._log_dir / f"process-{index}.log").open("a")
+                self._files[index].write(line)
+                self._files[index].flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def launch(command: Sequence[str], options: LaunchOptions) -> int:
+    """Runs a command in several processes, to its end.
+
+    Args:
+        command: What each process runs.
+        options: How many, and what to do about failures.
+
+    Returns:
+        0, or the exit code of the process that failed first.
+    """
+    last = options.nproc * options.nnodes - 1
+    output = _Output(options.log_dir, len(str(last)))
+    received: list[int] = []
+    previous = _pass_on(received)
+    try:
+        for attempt in itertools.count():
+            job = _job(command, options, attempt, output)
+            failed = _run(job, options.grace, received)
+            if failed is None:
+                return 0
+            if not received:
+                _report(failed, job)
+            if received or attempt == options.max_restarts:
+                return failed.exit_code or 1
+            _say(f"starts the job again, for the {_ordinal(attempt + 1)} time of {options.max_restarts}.")
+        raise AssertionError("the loop has no end")
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        output.close()
+
+
+def _job(command: Sequence[str], options: LaunchOptions, attempt: int, output: Callable[[int, str], None]) -> Job:
+    own = [] if options.cpu_devices is not None or options.nproc == 1 else gpus()
+    each = len(own) // options.nproc
+
+    def environment(place: int) -> Mapping[str, str]:
+        variables = {"KERAS_DISTRIBUTE_RESTARTS": str(attempt)}
+        if options.cpu_devices is not None:
+            variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.cpu_devices)}
+        elif each:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(own[place * each : (place + 1) * each])
+        return variables
+
+    return Job(
+        command,
+        options.nproc,
+        first=options.nproc * options.node_rank,
+        num_processes=options.nproc * options.nnodes,
+        coordinator=options.coordinator,
+        environment=environment,
+        on_line=output,
+    )
+
+
+def _run(job: Job, grace: float, received: list[int]) -> Worker | None:
+    """Runs a job until it ends, fails, or a signal comes; returns the process that failed first."""
+    job.start()
+    try:
+        job.wait(until=lambda: bool(received))
+        if received:
+            _say(f"passes on {signal.Signals(received[0]).name}; whoever has not ended in {grace:.0f} s is killed.")
+            job.send(received[0])
+            job.wait(grace, until_failure=False, until=lambda: len(received) > 1)  # A second signal is impatient.
+        failed = job.first_failure()
+    finally:
+        job.stop(min(grace, 5.0) if not received else 0.0)
+    return failed
+
+
+def _pass_on(received: list[int]) -> dict[int, Any]:
+    """Notes signals rather than ending; returns the handlers that were there."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    return {number: signal.signal(number, note) for number in _SIGNALS}
+
+
+def _report(failed: Worker, job: Job) -> None:
+    lines = list(failed.lines)
+    begins = [i for i, line in enumerate(lines) if _TRACEBACK in line]
+    shown = lines[begins[-1] :] if begins else lines[-_TAIL_LINES:]
+    code = failed.exit_code or 1
+    how = f"exit code {code}" + (f", {signal.Signals(code - 128).name}" if 128 < code < 128 + 64 else "")
+    stopped = [worker.index for worker in job.workers if worker is not failed]
+    _say(f"process {failed.index} failed first ({how}); the others, {stopped or 'none'}, were stopped. Its last lines:")
+    sys.stdout.write("".join(f"    {line.rstrip()}\n" for line in shown))
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"[launch] {text}\n")
+    sys.stdout.flush()
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = given[:1] == ["debug"]
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_distribute.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=int, default=2 if debug else 1, help="processes on this host")
+    parser.add_argument("--nnodes", type=int, default=1, help="hosts")
+    parser.add_argument("--node-rank", type=int, default=0, help="the number of this host, from 0")
+    parser.add_argument("--coordinator", help="address of the first host, host:port; needed for several hosts")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again after a failure")
+    parser.add_argument(
+        "--cpu-devices", type=int, default=1 if debug else None, help="virtual CPU devices of each process"
+    )
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds from a signal until processes are killed")
+    parser.add_argument("--log-dir", type=Path, help="folder for the output of each process")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="what to run; `debug` in front of all: two processes of one CPU device")
+    parser.add_argument("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parsed = parser.parse_args(given[1:] if debug else given)
+    fields = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(LaunchOptions)}
+    try:
+        options = LaunchOptions(**fields)
+    except ClusterError as error:
+        parser.error(str(error))
+    command = [sys.executable, "-u", *(["-m"] if parsed.module else []), parsed.script, *parsed.script_arguments]
+    return launch(command, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""`MultiWorkerMirroredStrategy`: one replica on each device of every process of a cluster."""
+
+from __future__ import annotations
+
+import jax
+
+from keras_distribute import config
+from keras_distribute.cluster import processes
+from keras_distribute.cluster.choice import automatic_resolver
+from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute.collectives import NcclAllReduce
+from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.types import CommunicationImplementation, CommunicationOptions
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Trains one model on the devices of several processes, each with a copy of the variables and a part of each batch.
+
+    Every process runs the same script; create the strategy first thing in it, before any array, model or variable. A
+    process keeps its rows of each global batch, or reads data of its own (`kd.InputOptions.auto_shard_policy`); what
+    `fit`, `evaluate` and `predict` return is the same in every process, and the same as on one device. Files and
+    the progress bar are the chief's, which is process 0.
+    Source: `tf.distribute.MultiWorkerMirroredStrategy`. Differs from TF: batch sizes are global for every kind of data;
+    processes with unequal data take as many steps as the longest; the cluster is found by whatever started the
+    processes, not by `TF_CONFIG` alone; without a cluster it is a `MirroredStrategy`.
+
+    Args:
+        cluster_resolver: Says which processes train together; by default `kd.cluster_resolver.automatic_resolver()`.
+        communication_options: `bytes_per_pack` is the size of the buffers that `run` packs gradients into;
+            `timeout_seconds` how long another process may be silent; `implementation` must be one that the devices
+            have.
+
+    Raises:
+        ClusterError: Where the cluster makes no sense, JAX has started already, or the processes do not find each
+            other.
+        DeviceError: For NCCL without GPUs.
+        StructureTypeError: For a resolver or options that are none.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> strategy = kd.MultiWorkerMirroredStrategy()  # In a program of one process.
+        >>> strategy.cluster_resolver.cluster_spec()
+        ClusterSpec({})
+        >>> strategy.num_replicas_in_sync == len(strategy.extended.worker_devices)
+        True
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        if not isinstance(cluster_resolver, ClusterResolver | None):
+            raise StructureTypeError(
+                "The cluster is found by a ClusterResolver.",
+                received=f"{cluster_resolver!r}.",
+                fix="kd.cluster_resolver.TFConfigClusterResolver(), or None.",
+            )
+        if not isinstance(communication_options, CommunicationOptions | None):
+            raise StructureTypeError(
+                "The options are CommunicationOptions.",
+                received=f"{communication_options!r}.",
+                fix="kd.experimental.CommunicationOptions(bytes_per_pack=2**22), or None.",
+            )
+        options = communication_options or CommunicationOptions()
+        self._resolver = cluster_resolver or automatic_resolver()
+        processes.start(self._resolver.topology(), type(self._resolver).__name__, options.timeout_seconds)
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        platform = devices[0].platform
+        if platform == "cpu":
+            config.check_pool(jax.local_device_count())
+        if options.implementation is CommunicationImplementation.NCCL and platform != "gpu":
+            raise DeviceError(
+                "NCCL is for GPUs.",
+                received=f"CommunicationImplementation.NCCL on {platform} devices.",
+                fix="CommunicationImplementation.AUTO, which is Gloo on CPUs and ICI on TPUs.",
+            )
+        super().__init__(ReplicaMesh.of(devices), NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that found the cluster."""
+        return self._resolver

@@ -1,0 +1,239 @@
+"""Runs a function in several processes of this host, as one job, and brings back what each returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from keras_distribute.cluster.job import Job
+from keras_distribute.errors import ClusterError, StructureTypeError
+
+_STOP_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessResult:
+    """What came of one process.
+
+    Args:
+        index: Its number.
+        exit_code: 0 where the function returned; 128 and the number of the signal for one that was killed.
+        value: What the function returned, else `None`.
+        error: The exception that it raised, as text; `None` where it returned, or was killed.
+        log: What it wrote, the last lines of it.
+    """
+
+    index: int
+    exit_code: int
+    value: Any
+    error: str | None
+    log: str
+
+
+class MultiProcessRunner:
+    """Runs a function in several processes of this host, which find each other as those of a cluster do.
+
+    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. Used as a `with` block, it never leaves a process
+    behind.
+
+    Args:
+        function: At the top of a module, and with a name: each process imports it from its file.
+        num_processes: How many.
+        args: For the function; they can be pickled, as its result can.
+        kwargs: Likewise.
+        cpu_devices: The virtual CPU devices of each.
+        timeout: Seconds until all are killed.
+        environment: Further variables.
+        echo: Whether to print what they write, with the number of the process in front.
+
+    Raises:
+        StructureTypeError: For a function that cannot be found by its name.
+
+    Example:
+        >>> import math, keras_distribute as kd
+        >>> with kd.testing.MultiProcessRunner(math.factorial, 2, args=(4,)) as runner:
+        ...     [result.value for result in runner.join()]
+        [24, 24]
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        num_processes: int = 2,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        cpu_devices: int = 1,
+        timeout: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+        echo: bool = False,
+    ) -> None:
+        name = getattr(function, "__qualname__", "")
+        if not name or "<" in name:
+            raise StructureTypeError(
+                "The processes find a function by its module and its name.",
+                received=f"{function!r}.",
+                fix="define it with def at the top of a module.",
+            )
+        self._folder = Path(tempfile.mkdtemp(prefix="keras_distribute_"))
+        self._timeout, self._num_processes, self._name = timeout, num_processes, name
+        module = inspect.getmodule(function)
+        call = {
+            "path": [os.getcwd(), *sys.path],
+            "module": getattr(module, "__name__", "builtins"),
+            "file": getattr(module, "__file__", None),
+            "name": name,
+            "arguments": pickle.dumps((tuple(args), dict(kwargs or {}))),
+        }
+        (self._folder / "call").write_bytes(pickle.dumps(call))
+        cpus = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(cpu_devices),
+            "XLA_FLAGS": "",
+            "NPROC": "",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        self._job = Job(
+            [sys.executable, "-m", "keras_distribute.testing.child", str(self._folder)],
+            num_processes,
+            environment={**cpus, **(environment or {})},
+            on_line=_echo if echo else None,
+        )
+
+    def start(self) -> MultiProcessRunner:
+        """Starts the processes."""
+        self._job.start()
+        return self
+
+    def __enter__(self) -> MultiProcessRunner:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def num_running(self) -> int:
+        """How many have not ended."""
+        return len(self._job.running())
+
+    def kill(self, index: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one process."""
+        self._job.send(number, index)
+
+    def freeze(self, index: int) -> None:
+        """Makes one process stand still, as if its host did."""
+        self._job.send(signal.SIGSTOP, index)
+
+    def thaw(self, index: int) -> None:
+        """Lets it go on."""
+        self._job.send(signal.SIGCONT, index)
+
+    def log(self, index: int) -> str:
+        """What a process has written so far, the last lines of it."""
+        return "".join(self._job.workers[index].lines)
+
+    def join(self, timeout: float | None = None) -> list[ProcessResult]:
+        """Waits until all have ended, and kills those that have not when the time is up.
+
+        Args:
+            timeout: Seconds; by default that of the runner.
+
+        Returns:
+            One result for each process.
+
+        Raises:
+            ClusterError: When the time was up; with the logs of all.
+        """
+        in_time = self._job.wait(self._timeout if timeout is None else timeout, until_failure=False)
+        running = [worker.index for worker in self._job.running()]
+        self._job.stop(0.0)
+        results = [self._result(index) for index in range(self._num_processes)]
+        if not in_time:
+            raise ClusterError(
+                f"{self._name} did not end in time in process {', '.join(map(str, running))}.",
+                received=f"{self._num_processes} processes, {self._timeout:.0f} seconds." + _logs(results),
+                fix="look at the logs; the process that waits is not always the one that is wrong.",
+            )
+        return results
+
+    def stop(self) -> None:
+        """Kills what still runs, and deletes the runner's files."""
+        self._job.stop(_STOP_SECONDS if self._job.running() else 0.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _result(self, index: int) -> ProcessResult:
+        worker = self._job.workers[index]
+        file = self._folder / f"result-{index}"
+        value, error = pickle.loads(file.read_bytes()) if file.exists() else (None, None)
+        return ProcessResult(index, worker.exit_code or 0, value, error, "".join(worker.lines))
+
+
+def run_in_processes(
+    function: Callable[..., Any],
+    num_processes: int = 2,
+    *args: Any,
+    cpu_devices: int = 1,
+    timeout: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs a function in several processes, and returns what each returned.
+
+    Args:
+        function: As for `MultiProcessRunner`.
+        num_processes: How many.
+        *args: For the function.
+        cpu_devices: As for `MultiProcessRunner`.
+        timeout: Likewise.
+        environment: Likewise.
+        **kwargs: For the function.
+
+    Raises:
+        ClusterError: Where one failed or the time was up; with the error and the logs.
+
+    Example:
+        >>> import math, keras_distribute as kd
+        >>> kd.testing.run_in_processes(math.factorial, 2, 3)
+        [6, 6]
+    """
+    runner = MultiProcessRunner(
+        function,
+        num_processes,
+        args=args,
+        kwargs=kwargs,
+        cpu_devices=cpu_devices,
+        timeout=timeout,
+        environment=environment,
+    )
+    with runner:
+        results = runner.join()
+    failed = [result for result in results if result.exit_code]
+    if failed:
+        first = next((result for result in failed if result.error), failed[0])
+        raise ClusterError(
+            f"{len(failed)} of {num_processes} processes failed; process {first.index} with exit code "
+            f"{first.exit_code}.",
+            received=(first.error or "no exception.") + _logs(failed),
+            fix="look at the first exception; the others often follow from it.",
+        )
+    return [result.value for result in results]
+
+
+def _logs(results: Sequence[ProcessResult]) -> str:
+    return "".join(f"\n--- process {r.index} (exit code {r.exit_code}) ---\n{r.log}" for r in results)
+
+
+def _echo(index: int, line: str) -> None:
+    sys.stdout.write(f"[{index}] {line}")

@@ -1,0 +1,305 @@
+"""What several processes do together; each function runs in every one of them, and returns what its test compares."""
+
+import os
+import traceback
+
+import jax
+import keras
+import numpy as np
+
+import keras_distribute as kd
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(46, 5).astype("float32")
+Y = RNG.randint(0, 3, 46)
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def linear():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def weights_of(model):
+    return [np.asarray(w) for w in model.get_weights()]
+
+
+def contracts(folder):
+    """The contracts of every strategy, by the name of the test; `None` where one holds."""
+    from tests.contract import test_every_strategy as contract
+
+    strategy = kd.MultiWorkerMirroredStrategy()
+    model = contract.make_model()
+    history = model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    plain = history, model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0), model
+    held = {}
+    for name, test in {
+        "training": lambda: contract.test_training_gives_the_numbers_of_one_device(strategy, plain, folder),
+        "custom loop": lambda: contract.test_a_custom_loop_gives_the_numbers_of_one_device(strategy),
+        "contexts": lambda: contract.test_scope_and_contexts(strategy),
+    }.items():
+        try:
+            test()
+            held[name] = None
+        except BaseException:
+            held[name] = traceback.format_exc()
+    return strategy.num_replicas_in_sync, jax.process_count(), jax.local_device_count(), held
+
+
+class Squares(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return X[16 * index : 16 * index + 16], Y[16 * index : 16 * index + 16]
+
+
+def batches_of(rows, size):
+    for start in range(0, len(rows), size):
+        yield X[rows[start : start + size]], Y[rows[start : start + size]]
+
+
+def kinds_of_data():
+    """One epoch of `fit` and a `predict` over each kind, under the strategy and without: the weights of both."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    same = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
+    kinds = {
+        "arrays, shuffled": lambda distribute: ((X, Y), {"batch_size": 16}),
+        "fewer rows than replicas": lambda distribute: ((X[:3], Y[:3]), {"batch_size": 2}),
+        "a PyDataset": lambda distribute: ((Squares(),), {}),
+        "a generator": lambda distribute: ((distribute(batches_of(np.arange(46), 16)),), {}),
+        "steps_per_epoch": lambda distribute: ((distribute(batches_of(np.arange(46), 10)),), {"steps_per_epoch": 3}),
+        "validation": lambda distribute: ((X, Y), {"batch_size": 16, "validation_split": 0.3}),
+    }
+    seen = {}
+    for name, arguments in kinds.items():
+        weights = []
+        for distributed in (True, False):
+            scope = strategy.scope() if distributed else kd.get_strategy().scope()
+            with scope:
+                model = linear()
+            distribute = lambda g: strategy.experimental_distribute_dataset(g, same) if distributed else g  # noqa: E731, B023
+            positional, named = arguments(distribute)
+            history = model.fit(*positional, verbose=0, **named).history
+            weights.append((weights_of(model), history, model.predict(X[:7], batch_size=3, verbose=0)))
+        seen[name] = weights
+    return seen
+
+
+def own_data(unequal):
+    """Each process reads data of its own, of another length: the steps, the history and the weights."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    process, count = kd.process_index(), kd.process_count()
+    lengths = [3 + 2 * i if unequal else 4 for i in range(count)]
+    first = 5 * sum(lengths[:process])
+    own = (first + np.arange(5 * lengths[process])) % 46
+    off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    with strategy.scope():
+        model = linear()
+    steps = []
+    counting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset((X[own], Y[own]), 5), off)
+    history = model.fit(dataset, epochs=2, verbose=0, callbacks=[counting]).history
+    loop = []
+    for x, _ in strategy.experimental_distribute_dataset(batches_of(own, 5), off):
+        rows = strategy.run(lambda x: jax.numpy.asarray(x.shape[0]), args=(x,))
+        total = strategy.run(lambda x: x.sum(), args=(x,))
+        loop.append(
+            (
+                int(strategy.reduce("SUM", rows, axis=None)),
+                float(strategy.reduce("SUM", total, axis=None)),
+                np.asarray(strategy.gather(x, axis=0)).shape,
+            )
+        )
+    return {"steps": steps, "history": history, "weights": weights_of(model), "loop": loop, "own": own}
+
+
+def values():
+    """Reductions, gathers, values and variables: what each process sees."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    n, own = strategy.num_replicas_in_sync, strategy.replica_mesh.local_replicas
+    even = strategy.experimental_distribute_values_from_function(lambda c: np.float32([c.replica_id_in_sync_group, 1]))
+    ragged = strategy.experimental_distribute_values_from_function(
+        lambda c: np.arange(c.replica_id_in_sync_group, dtype="float32")
+    )
+    unlike = strategy.experimental_distribute_values_from_function(
+        lambda c: np.zeros((1,) * (1 + c.replica_id_in_sync_group), "float32")
+    )
+    texts = strategy.experimental_distribute_values_from_function(lambda c: f"replica {c.replica_id_in_sync_group}")
+    with strategy.scope():
+        mirrored = keras.Variable(np.arange(3.0))
+        on_read = keras.Variable(2.0, synchronization="on_read", aggregation="sum")
+        unseeded = keras.layers.Dense(2)
+        unseeded.build((None, 2))
+
+    def step(value):
+        context = kd.get_replica_context()
+        on_read.assign_add(context.replica_id_in_sync_group + 1.0)
+        mirrored.assign_add(context.all_reduce("MEAN", value.sum()) * np.ones(3))
+        return {"sum": value.sum(), "id": context.replica_id_in_sync_group}
+
+    result = strategy.run(step, args=(even,))
+    errors = {}
+    for name, wrong in {
+        "reduce": lambda: strategy.reduce("SUM", unlike, axis=0),
+        "gather": lambda: strategy.gather(texts, axis=0),
+    }.items():
+        try:
+            wrong()
+        except (ValueError, TypeError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    structures = strategy.experimental_local_results({"a": result["sum"], "b": 1})
+    return {
+        "own": list(own),
+        "context": (strategy.input_context.num_input_pipelines, strategy.input_context.input_pipeline_id),
+        "gathered": np.asarray(strategy.gather(even, axis=0)).tolist(),
+        "ragged": np.asarray(strategy.gather(ragged, axis=0)).tolist(),
+        "ragged sum": float(strategy.reduce("SUM", ragged, axis=0)),
+        "mean": np.asarray(strategy.reduce("MEAN", even, axis=None)).tolist(),
+        "local": [np.asarray(v).tolist() for v in strategy.experimental_local_results(even)],
+        "texts": list(texts.values),
+        "structures": [(float(s["a"]), s["b"]) for s in structures],
+        "ids": [int(v) for v in result["id"].values],
+        "mirrored": mirrored.numpy().tolist(),
+        "on_read": float(on_read.numpy()),
+        "components": [float(v) for v in on_read.values],
+        "reprs": [repr(strategy), repr(mirrored), repr(on_read)],
+        "eager": np.asarray(mirrored + jax.numpy.ones(3)).tolist(),
+        "unseeded": np.asarray(unseeded.kernel).tolist(),
+        "numpy": np.random.rand(3).tolist(),
+        "n": n,
+        "errors": errors,
+    }
+
+
+def single_batches():
+    """`*_on_batch` takes the global batch, the same in every process."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = linear()
+    losses = [float(model.train_on_batch(X[:n], Y[:n])) for n in (16, 7, 1)]
+    losses.append(float(model.test_on_batch(X[:6], Y[:6])))
+    predictions = model.predict_on_batch(X[:5])
+    plain = linear()
+    expected = [float(plain.train_on_batch(X[:n], Y[:n])) for n in (16, 7, 1)]
+    expected.append(float(plain.test_on_batch(X[:6], Y[:6])))
+    try:
+        model.train_on_batch(X[:8] + kd.process_index(), Y[:8])
+        error = "none"
+    except ValueError as caught:
+        error = str(caught)
+    return losses, expected, np.asarray(predictions), plain.predict_on_batch(X[:5]), error
+
+
+def different_programs():
+    """What is said where the processes do not do the same."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    errors = {}
+
+    def tried(name, action):
+        try:
+            action()
+            errors[name] = "none"
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    tried(
+        "other lengths",
+        lambda: strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(10 + 10 * kd.process_index()), 5)),
+    )
+    data = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
+    dataset = strategy.experimental_distribute_dataset(((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data)
+    tried("other rows", lambda: list(dataset))
+    tried("eager", lambda: eager_fit(strategy))
+    tried("chief raises", lambda: kd.run_on_chief(int, "x"))
+    with strategy.scope():
+        wrong = keras.Variable(float(kd.process_index()), name="wrong")
+    tried("other values", lambda: strategy.run(lambda: wrong.assign_add(1.0)))
+    on_chief = kd.run_on_chief(os.getpid)
+    kd.barrier("same place")
+    tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
+    return errors, on_chief, os.getpid()
+
+
+def eager_fit(strategy):
+    with strategy.scope():
+        model = linear()
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    model.fit(X, Y, verbose=0)
+
+
+def different_seeds(seed):
+    """Seeds that differ, or are missing: what each process draws afterwards."""
+    if seed is not None:
+        keras.utils.set_random_seed(seed + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]))
+    kd.MultiWorkerMirroredStrategy()
+    return np.random.rand(2).tolist(), float(keras.random.normal(()))
+
+
+def several(calls):
+    """Several of these in one job, which starts once: by name what each returned."""
+    return {name: globals()[name](*arguments) for name, arguments in calls.items()}
+
+
+def checkpoint(folder, what):
+    """Trains with a checkpoint in the middle, or goes on from one: the weights, and what each process saw."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = make_model()
+    manager = kd.CheckpointManager(kd.Checkpoint(model=model), f"{folder}/manager", max_to_keep=2)
+    if what == "save":
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+        single = kd.Checkpoint(model=model).save(f"{folder}/single")
+        for step in range(3):
+            manager.save(step)
+        manager.wait()
+        before = weights_of(model)
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+        after = weights_of(model)
+        return before, after, manager.all_steps(), single
+    assert manager.restore_or_initialize() is not None
+    before = weights_of(model)
+    model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    return before, weights_of(model), manager.all_steps(), None
+
+
+def files(folder):
+    """A `fit` with callbacks that write: which files there are, and what was printed where."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = make_model()
+    own = f"{folder}/model.keras"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(f"{folder}/deep/best.keras", save_best_only=True, monitor="loss"),
+        keras.callbacks.ModelCheckpoint(f"{folder}/weights/{{epoch}}.weights.h5", save_weights_only=True),
+        keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+        keras.callbacks.BackupAndRestore(f"{folder}/keras_backup", delete_checkpoint=False),
+        kd.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
+    ]
+    model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=2, callbacks=callbacks)
+    model.save(own)
+    exists = os.path.exists(own)
+    loaded = keras.models.load_model(own)
+    same = np.allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-6)
+    try:
+        model.save(f"{folder}/missing/model.keras")
+        error = "none"
+    except OSError as caught:
+        error = type(caught).__name__
+    return exists, bool(same), error

@@ -1,0 +1,96 @@
+"""Processes that do not do the same, and what is said; seeds; and the kit that runs them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import keras_distribute as kd
+
+from . import scenarios
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def errors():
+    results = kd.testing.run_in_processes(scenarios.different_programs, 2, timeout=100)
+    assert results[0][1] == results[1][1] == results[0][2] != results[1][2]  # The chief's process number.
+    return [result[0] for result in results]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("other lengths", "InputError: The processes read a dataset of their own.*process 0: 2 batches; process 1: 4"),
+        (
+            "other rows",
+            "InputError: The processes read data of their own.*0: a batch of 4 rows; process 1: a batch of 5",
+        ),
+        ("eager", "ContextError: Steps over several processes are compiled"),
+        ("chief raises", "ValueError: invalid literal for int"),
+        ("other places", "ClusterError: The processes do different things.*is at barrier 'place [01]'"),
+        ("other values", "VariableScopeError: The processes have given different values to 1 mirrored.*wrong"),
+    ],
+)
+def test_every_process_raises_the_same(errors, what, text):
+    import re
+
+    for said in errors:
+        assert re.search(text, said[what], re.DOTALL), said[what]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_seeds_are_agreed(seed):
+    """Without a seed, and with different ones."""
+    first, second = kd.testing.run_in_processes(scenarios.different_seeds, 2, seed, timeout=60)
+    assert first == second
+
+
+def sleeping():
+    print("asleep", flush=True)
+    time.sleep(60)
+
+
+def raising(index):
+    if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == str(index):
+        raise KeyError("the key")
+
+
+def test_the_runner_kills_freezes_and_gives_up():
+    with kd.testing.MultiProcessRunner(sleeping, 2, timeout=60) as runner:
+        end = time.monotonic() + 50
+        while not all("asleep" in runner.log(i) for i in (0, 1)) and time.monotonic() < end:
+            time.sleep(0.1)
+        runner.freeze(0)
+        runner.kill(1)
+        with pytest.raises(kd.errors.ClusterError, match=r"sleeping did not end in time in process 0\."):
+            runner.join(timeout=2)
+        pids = [worker.process.pid for worker in runner._job.workers]
+    assert runner.num_running == 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_runner_says_who_failed():
+    with pytest.raises(
+        kd.errors.ClusterError, match="(?s)1 of 2 processes failed; process 1 with exit code 1.*the key"
+    ):
+        kd.testing.run_in_processes(raising, 2, 1, timeout=60)
+    with kd.testing.MultiProcessRunner(raising, 2, args=[0], timeout=60) as runner:
+        results = runner.join()
+    assert [result.exit_code for result in results] == [1, 0]
+    assert "KeyError: 'the key'" in results[0].error and "KeyError" in results[0].log
+
+
+def test_a_killed_process_has_the_code_of_its_signal():
+    with kd.testing.MultiProcessRunner(sleeping, 1, timeout=60) as runner:
+        runner.kill(0, signal.SIGTERM)
+        assert runner.join()[0].exit_code == 128 + signal.SIGTERM
+
+
+def test_a_function_needs_a_name():
+    with pytest.raises(TypeError, match="define it with def at the top of a module"):
+        kd.testing.run_in_processes(lambda: None)

@@ -1,0 +1,172 @@
+"""`python -m keras_distribute.launch`: output, failures, restarts, signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keras_distribute import launch as launching
+from keras_distribute.launch import LaunchOptions, launch, main
+
+pytestmark = pytest.mark.timeout(150)
+TRAINING = Path(__file__).with_name("training.py")
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text("import os, sys, time\nindex = int(os.environ['KERAS_DISTRIBUTION_PROCESS_ID'])\n" + text)
+    return str(path)
+
+
+def run(arguments, capsys):
+    code = main(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_every_process_has_its_place_and_its_lines(tmp_path, capsys):
+    path = script(
+        tmp_path,
+        "names = ['KERAS_DISTRIBUTION_NUM_PROCESSES', 'KERAS_DISTRIBUTE_LOCAL_PROCESS_ID', 'JAX_NUM_CPU_DEVICES']\n"
+        "print(*[os.environ[name] for name in names], *sys.argv[1:])\nprint('to stderr', file=sys.stderr)\n",
+    )
+    logs = tmp_path / "logs"
+    arguments = ["--nproc", "2", "--cpu-devices", "3", "--log-dir", str(logs), path, "--epochs", "2"]
+    code, out = run(arguments, capsys)
+    assert code == 0
+    assert sorted(out.splitlines()) == [
+        "[0] 2 0 3 --epochs 2",
+        "[0] to stderr",
+        "[1] 2 1 3 --epochs 2",
+        "[1] to stderr",
+    ]
+    assert (logs / "process-1.log").read_text().splitlines()[0] == "2 1 3 --epochs 2"
+
+
+def test_another_host_goes_on_counting(tmp_path, capsys):
+    path = script(tmp_path, "print(os.environ['KERAS_DISTRIBUTION_JOB_ADDRESSES'])\n")
+    arguments = ["--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--coordinator", "host0:1234", path]
+    code, out = run(arguments, capsys)
+    assert (code, sorted(out.splitlines())) == (0, ["[2] host0:1234", "[3] host0:1234"])
+
+
+def test_debug_is_two_processes_of_one_cpu_and_modules_run(tmp_path, capsys):
+    code, out = run(["debug", "-m", "platform"], capsys)
+    assert code == 0
+    assert [line[:4] for line in sorted(out.splitlines())] == ["[0] ", "[1] "]
+
+
+def test_the_first_failure_ends_the_job_with_its_code_and_traceback(tmp_path, capsys):
+    path = script(tmp_path, "if index == 1:\n    {}['missing']\ntime.sleep(60)\n")
+    start = time.monotonic()
+    code, out = run(["--nproc", "3", "--grace", "1", path], capsys)
+    assert code == 1 and time.monotonic() - start < 30
+    assert "[launch] process 1 failed first (exit code 1); the others, [0, 2], were stopped." in out
+    assert out.rstrip().endswith("KeyError: 'missing'")
+
+
+def test_restarts_are_counted_and_end(tmp_path, capsys):
+    path = script(tmp_path, "print('try', os.environ['KERAS_DISTRIBUTE_RESTARTS'])\nsys.exit(7)\n")
+    code, out = run(["--nproc", "1", "--max-restarts", "2", path], capsys)
+    assert code == 7
+    assert re.findall(r"\[0\] try (\d)", out) == ["0", "1", "2"]
+    assert "starts the job again, for the 2nd time of 2" in out
+    succeeds = script(tmp_path, "sys.exit(os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '0')\n")
+    assert run(["--max-restarts", "5", succeeds], capsys)[0] == 0
+
+
+def signalled(path, number, tmp_path, grace):
+    """Runs the launcher and sends it a signal when the processes are ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "keras_distribute.launch",
+        "--nproc",
+        "2",
+        "--grace",
+        str(grace),
+        path,
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(100, process.kill)
+    watchdog.start()
+    end = time.monotonic() + 60
+    while not all((tmp_path / f"ready{i}").exists() for i in (0, 1)) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=90)
+    watchdog.cancel()
+    return process.returncode, out
+
+
+def test_a_signal_is_passed_on_and_whoever_ignores_it_is_killed(tmp_path):
+    path = script(
+        tmp_path,
+        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: index == 0 and sys.exit(42))\n"
+        "open(sys.argv[1] + f'/ready{index}', 'w').write(str(os.getpid()))\n"
+        "for _ in range(600):\n    time.sleep(0.1)\n",
+    )
+    start = time.monotonic()
+    code, out = signalled(path, signal.SIGTERM, tmp_path, 2)
+    assert code == 42 and time.monotonic() - start < 60
+    assert "passes on SIGTERM" in out
+    for i in (0, 1):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"ready{i}").read_text()), 0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return trained("nothing", tmp_path_factory.mktemp("uninterrupted"), 0)
+
+
+def trained(what, folder, code):
+    command = [sys.executable, str(TRAINING), what, str(folder)]
+    options = LaunchOptions(nproc=2, cpu_devices=1, max_restarts=1, grace=30)
+    assert launch(command, options) == code
+    if code:
+        assert launch(command, options) == 0
+    return [json.loads((folder / f"{i}.json").read_text()) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(("what", "code"), [("raise", 0), ("kill", 0), ("terminate", 42)])
+def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(what, code, uninterrupted, tmp_path, monkeypatch):
+    """A worker raises, the chief is killed, the launcher is told to end."""
+    if what == "terminate":  # The launcher is this process, whose handler for SIGTERM it replaces for the time.
+        assert launching._SIGNALS[0] == signal.SIGTERM
+    first, second = trained(what, tmp_path, code)
+    assert first == second
+    assert first["history"] == uninterrupted[0]["history"]
+    for ours, theirs in zip(first["weights"], uninterrupted[0]["weights"], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nproc", "0"], "nproc is at least 1"),
+        (["--nnodes", "2"], "Several hosts need the address of the first one"),
+        (["--node-rank", "1"], "The number of this host is from 0 to 0"),
+        (["--cpu-devices", "0"], "cpu_devices is at least 1"),
+        (["--max-restarts", "-1"], "max_restarts is at least 0"),
+    ],
+)
+def test_numbers_that_make_no_sense(arguments, text, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, "script.py"])
+    assert text in capsys.readouterr().err
+
+
+def test_gpus_are_shared_evenly(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    path = script(tmp_path, "print(os.environ.get('CUDA_VISIBLE_DEVICES'))\n")
+    _, out = run(["--nproc", "2", path], capsys)
+    assert sorted(out.splitlines()) == ["[0] 4,5", "[1] 6,7"]

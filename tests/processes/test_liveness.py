@@ -1,0 +1,126 @@
+"""A process that dies, freezes or raises: the others end within the time, and say which one it was, and where."""
+
+import signal
+import time
+
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.cluster import liveness
+
+pytestmark = pytest.mark.timeout(120)
+SECONDS = 4.0
+
+
+def training(raises=False):
+    import keras
+    import numpy as np
+
+    options = kd.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+    strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+
+    class Telling(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                print("running", flush=True)
+            if raises and epoch == 3 and kd.process_index() == 1:
+                raise KeyError("a bug of the user's")
+            time.sleep(0.02)
+
+    model.fit(np.ones((40, 5)), np.ones((40, 3)), batch_size=10, epochs=10**6, verbose=0, callbacks=[Telling()])
+
+
+def survivors_of(num_processes, victim, number):
+    """What the others write and how long they last, after one got a signal in the middle of an epoch."""
+    with kd.testing.MultiProcessRunner(training, num_processes, timeout=80) as runner:
+        end = time.monotonic() + 60
+        while not all("running" in runner.log(i) for i in range(num_processes)) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(1.5)  # Signs of life have been given.
+        runner.kill(victim, number)
+        start = time.monotonic()
+        while runner.num_running > (number == signal.SIGSTOP) and time.monotonic() - start < 40:
+            time.sleep(0.05)
+        seconds = time.monotonic() - start
+        runner.kill(victim, signal.SIGKILL)
+        results = runner.join()
+    assert results[victim].exit_code == 128 + (signal.SIGTERM if number == signal.SIGTERM else signal.SIGKILL)
+    others = [result for result in results if result.index != victim]
+    assert len(others) == num_processes - 1 and all(result.exit_code for result in others)
+    return seconds, [result.log for result in others]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "victim", "number", "name"),
+    [
+        (3, 1, signal.SIGKILL, "process 1"),
+        (2, 0, signal.SIGKILL, "process 0"),
+        (2, 1, signal.SIGTERM, "process 1"),
+        (2, 1, signal.SIGSTOP, "process 1"),
+        (3, 0, signal.SIGSTOP, "process 0"),
+    ],
+)
+def test_a_process_that_dies_or_freezes_is_named(num_processes, victim, number, name):
+    seconds, logs = survivors_of(num_processes, victim, number)
+    assert seconds < 3 * SECONDS
+    for log in logs:
+        said = [line for line in log.splitlines() if line.startswith("keras_distribute: ") and name in line]
+        ended_by_jax = victim == 0 and number == signal.SIGKILL and "JAX distributed service detected fatal" in log
+        assert said or ended_by_jax, (
+            log
+        )  # JAX ends a process at once when the one by which all find each other is gone.
+
+
+def test_an_exception_on_one_process_ends_all():
+    start = time.monotonic()
+    with kd.testing.MultiProcessRunner(training, 2, args=[True], timeout=80) as runner:
+        results = runner.join()
+    assert time.monotonic() - start < 60
+    assert [result.exit_code != 0 for result in results] == [True, True]
+    assert 'KeyError: "a bug of the user\'s"' in results[1].error
+    assert "process 1 of 2 ends with this error" in results[1].log
+
+
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: Clock.now)
+    Clock.now = 0.0
+    return Clock
+
+
+def test_silence_is_judged_by_what_was_last_heard(clock):
+    watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
+    watch.hear({"x/0": "1|0|at the start", "x/1": "1|7|in run", "x/2": "1|7|in run"})
+    clock.now = 8.0
+    watch.hear({"x/0": "2|0|at the start", "x/1": "1|7|in run", "x/2": "2|8|ended"})
+    assert watch.silent(10.0) is None
+    clock.now = 12.0
+    assert watch.silent(10.0) == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
+    clock.now = 19.0
+    assert watch.silent(10.0) == "process 0, by which all find each other, has not answered for 11 seconds"
+
+
+def test_where_nobody_gets_on_all_places_are_shown_once(clock, monkeypatch, capsys):
+    monkeypatch.setattr(liveness, "_steps", 3)
+    watch = liveness._Watch(0, 2, 10.0)
+    watch.show_if_slow()
+    watch.hear({"x/0": "1|3|in run", "x/1": "1|2|in fit, evaluate or predict"})
+    for clock.now in (100.0, 130.0, 200.0):
+        watch.show_if_slow()
+    said = capsys.readouterr().err
+    assert said == (
+        "keras_distribute: no step for 120 seconds in process 0. process 0 in run (step 3 of its program); "
+        "process 1 in fit, evaluate or predict (step 2 of its program).\n"
+    )
+
+
+def test_one_process_listens_to_nobody():
+    assert liveness.whoever_is_silent(0.1) is None
+    liveness.say_that_it_ends()

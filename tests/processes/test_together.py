@@ -1,0 +1,117 @@
+"""Two processes of two devices each do what one process does, and see the same."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+from . import scenarios
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    calls = {
+        "kinds_of_data": (),
+        "own_data": (True,),
+        "values": (),
+        "single_batches": (),
+        "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
+        "files": (str(tmp_path_factory.mktemp("files")),),
+    }
+    results = kd.testing.run_in_processes(scenarios.several, 2, calls, cpu_devices=2, timeout=170)
+    assert len(results) == 2
+    return calls, results
+
+
+def equal(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["arrays, shuffled", "fewer rows than replicas", "a PyDataset", "a generator", "steps_per_epoch", "validation"],
+)
+def test_fit_and_predict_give_the_numbers_of_one_device(job, kind):
+    both = [result["kinds_of_data"][kind] for result in job[1]]
+    for distributed, plain in both:
+        equal(distributed[0], plain[0])
+        assert distributed[1].keys() == plain[1].keys()
+        for name, values in plain[1].items():
+            np.testing.assert_allclose(distributed[1][name], values, rtol=1e-5)
+        np.testing.assert_allclose(distributed[2], plain[2], rtol=1e-5, atol=1e-6)
+    equal(both[0][0][0], both[1][0][0], rtol=0, atol=0)
+
+
+def test_unequal_data_end_together(job):
+    """Three batches of five rows in one process, five in the other: no row is lost, and no process waits."""
+    first, second = (result["own_data"] for result in job[1])
+    assert first["steps"] == second["steps"] and len(first["steps"]) >= 2 * (15 + 25) // 5
+    assert first["history"] == second["history"] and len(first["history"]["loss"]) == 2
+    equal(first["weights"], second["weights"], rtol=0, atol=0)
+    assert first["loop"] == second["loop"]
+    assert sum(rows for rows, _, _ in first["loop"]) == 15 + 25
+    total = sum(scenarios.X[side["own"]].sum() for side in (first, second))
+    assert sum(total for _, total, _ in first["loop"]) == pytest.approx(total, rel=1e-5)
+    assert all(shape == (rows, 5) for rows, _, shape in first["loop"])
+
+
+def test_values_and_variables(job):
+    first, second = (result["values"] for result in job[1])
+    assert (first["own"], second["own"]) == ([0, 1], [2, 3])
+    assert (first["context"], second["context"]) == ((2, 0), (2, 1))
+    for name in ("gathered", "ragged", "ragged sum", "mean", "mirrored", "on_read", "eager", "unseeded", "numpy"):
+        assert first[name] == second[name], name
+    assert first["gathered"] == [0, 1, 1, 1, 2, 1, 3, 1]
+    assert first["ragged"] == [0, 0, 1, 0, 1, 2] and first["ragged sum"] == 4
+    assert first["mean"] == [1.5, 1]
+    assert (first["local"], second["local"]) == ([[0, 1], [1, 1]], [[2, 1], [3, 1]])
+    assert second["texts"] == ["replica 2", "replica 3"]
+    assert second["structures"] == [(3, 1), (4, 1)] and second["ids"] == [2, 3]
+    assert first["mirrored"] == [2.5, 3.5, 4.5] and first["on_read"] == 2 + 1 + 2 + 3 + 4
+    assert sum(first["components"] + second["components"]) == first["on_read"]
+    assert "num_replicas=4" in first["reprs"][1] and "value=12.0" in first["reprs"][2]
+    for name in ("reduce", "gather"):
+        assert "components of other processes can be had only of arrays of one rank" in first["errors"][name]
+
+
+def test_a_single_batch_is_the_global_one(job):
+    for result in job[1]:
+        losses, expected, predictions, plain, error = result["single_batches"]
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        np.testing.assert_allclose(predictions, plain, rtol=1e-5, atol=1e-6)
+        assert error.startswith("The processes were given different batches")
+
+
+def test_a_checkpoint_goes_on_in_any_number_of_processes(job):
+    calls, results = job
+    folder = calls["checkpoint"][0]
+    before, after, steps, single = results[0]["checkpoint"]
+    assert steps == [1, 2] and os.path.isdir(single)
+    equal(before, results[1]["checkpoint"][0], rtol=0, atol=0)
+    model = scenarios.make_model()
+    kd.Checkpoint(model=model).restore(single).assert_consumed()
+    equal(scenarios.weights_of(model), before, rtol=0, atol=0)
+    for restored, trained, _, _ in kd.testing.run_in_processes(
+        scenarios.checkpoint, 1, folder, "go on", cpu_devices=2, timeout=100
+    ):
+        equal(restored, before)
+        equal(trained, after)
+
+
+def test_one_process_writes_the_files(job):
+    calls, results = job
+    folder = calls["files"][0]
+    assert [result["files"] for result in results] == [(True, True, "FileNotFoundError")] * 2
+    assert sorted(os.listdir(f"{folder}/weights")) == ["1.weights.h5", "2.weights.h5"]
+    assert os.listdir(f"{folder}/deep") == ["best.keras"]
+    folder = pathlib.Path(folder)
+    assert len((folder / "log.csv").read_text().splitlines()) == 3
+    assert json.loads((folder / "keras_backup" / "training_metadata.json").read_text())["epoch"] == 2
+    assert sorted(os.listdir(f"{folder}/backup")) == ["0", "1"]
