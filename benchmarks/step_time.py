@@ -135,10 +135,10 @@ def main() -> None:
     if arguments.only:
         return
     note = (
-        f"Milliseconds a step: the median of {arguments.rounds} rounds (fastest–slowest); the ratio is to the first row. "
-        "The contenders of a table are processes of the same run and take turns. The first round compiles. The devices "
-        "are virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole "
-        "batch, keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
+        f"Milliseconds a step: the median of {arguments.rounds} rounds (fastest–slowest); the ratio is to the first "
+        "row. The contenders of a table are processes of the same run and take turns. The first round compiles. The "
+        "devices are virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of "
+        "the whole batch, keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
     )
     report.write("step_time", facts, "\n\n".join([*texts, note]))
 

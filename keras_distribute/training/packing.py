@@ -23,7 +23,7 @@ SMALL_BYTES = 64 * 1024
 MANY = 64  # Fewer small arrays are carried one by one: to take a buffer apart costs compile time for each.
 
 Place = tuple[int, int]
-State = tuple[list[Any], ...]
+State = tuple[Any, ...]  # Groups of arrays, each a list.
 
 
 @jax.tree_util.register_pytree_node_class
@@ -167,7 +167,7 @@ class Carried:
         return self._packing.unpack_now(self.packed)
 
 
-def form_of(state: State) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+def form_of(state: Sequence[Sequence[Any]]) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
     """The shapes and dtypes of a state."""
     return tuple(tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group) for group in state)
 
