@@ -2,7 +2,7 @@
 
 - `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
   with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the
-  training begins.
+  training begins; one with an attribute `_keras_distribute_first` is moved to the front.
 - `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
@@ -38,7 +38,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.random import seed_generator
 
 Undo = Callable[[], None]
-JOINS = "_keras_distribute_joins"
+JOINS, FIRST = "_keras_distribute_joins", "_keras_distribute_first"
 
 
 def install(is_quiet: Callable[[], bool]) -> Undo:
@@ -59,6 +59,9 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
 
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
+        first = [callback for callback in self.callbacks if hasattr(callback, FIRST)]
+        if first:
+            self.callbacks = first + [callback for callback in self.callbacks if callback not in first]
         joining = [callback for callback in self.callbacks if hasattr(callback, JOINS)]
         if joining:
             self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from keras_distribute import context
+from keras_distribute import context, timing
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader
@@ -63,7 +63,8 @@ class Feed(Iterator[Any]):
         if self._closed:
             raise StopIteration
         try:
-            return self._started().take().prepared
+            with timing.of("input"):
+                return self._started().take().prepared
         except BaseException:
             self.close()
             raise
@@ -178,11 +179,14 @@ class _Work:
         return item
 
     def _next(self) -> _Ready:
-        batch = self._reader.again(self.pending.popleft()) if self.pending else next(self._reader)
+        with timing.of("reading"):
+            batch = self._reader.again(self.pending.popleft()) if self.pending else next(self._reader)
         if self._reader.reuses_arrays:
             data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
             batch = batch._replace(data=data)
-        return _Ready(batch, self._prepare(batch), self._position_now())
+        with timing.of("placing"):
+            prepared = self._prepare(batch)
+        return _Ready(batch, prepared, self._position_now())
 
     def _run(self, frames: list[Any], state: dict[str, Any]) -> None:
         compat.set_thread_state(state)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_distribute import context
+from keras_distribute import context, timing
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.mesh import REPLICA_AXIS
@@ -77,7 +77,8 @@ class CompiledStep:
             group = left[:size]
             if len(group) == size and _alike(group) and self._can_scan(carried, group):
                 liveness.at(_PLACE)
-                logs, carried = self.fused(carried, [each.data for each in group], group[0].rows, group[0].spread)
+                with timing.of("dispatch"):
+                    logs, carried = self.fused(carried, [each.data for each in group], group[0].rows, group[0].spread)
                 del left[:size]
             else:
                 logs, carried = self._one(carried, left.pop(0))
@@ -86,7 +87,8 @@ class CompiledStep:
     def _one(self, carried: Any, placed: batches.Placed) -> Any:
         liveness.at(_PLACE)
         divides = all(count == batches.WHOLE for count in placed.rows)
-        return (self.program if divides else self.uneven)(carried, *placed)
+        with timing.of("dispatch"):
+            return (self.program if divides else self.uneven)(carried, *placed)
 
     def _can_scan(self, carried: Any, group: list[batches.Placed]) -> bool:
         """Whether a loop on the device is as fast as one here: XLA runs convolutions in a loop slowly on a CPU."""

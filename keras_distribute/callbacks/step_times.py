@@ -1,0 +1,206 @@
+"""`StepTimeReport`: where the time of a training step goes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from keras_distribute import timing
+from keras_distribute.cluster.processes import is_chief
+from keras_distribute.errors import BackendError, ValueStructureError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.variables import DistributedVariable
+
+PARTS = {
+    "input": "waiting for input",
+    "dispatch": "handing the step to the devices",
+    "devices": "waiting for the devices",
+    "callbacks": "callbacks and Keras's loop",
+}
+BEHIND = {"reading": "reading a batch", "placing": "putting it on the devices"}
+_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+_WIDTH = 40
+
+
+class StepTimeReport(keras.callbacks.Callback):
+    """Measures some steps of a `fit`, and says where their time went.
+
+    While it measures, `fit` waits for each step: the parts then add up to the step, which may take a little longer than
+    a step that is not looked at. Afterwards training goes on as ever. For models under a strategy.
+
+    Args:
+        num_steps: How many steps to measure.
+        skip: How many to leave out first; they compile.
+        trace_dir: A folder for a profile of the measured steps by JAX's profiler, for TensorBoard or Perfetto.
+        verbose: Whether to print the report.
+
+    Attributes:
+        milliseconds: Per step, by part: `"input"`, `"dispatch"`, `"devices"`, `"callbacks"`; `"step"` is their sum.
+            In the thread that reads ahead: `"reading"`, `"placing"`. With several replicas `"reduction"`: one sum of
+            arrays as large as all gradients, measured by itself; in a step it is a part of `"devices"`. Empty before
+            `num_steps` were measured.
+
+    Raises:
+        ValueStructureError: For numbers of steps that make no sense, and for a model without a strategy.
+
+    Example:
+        >>> import numpy as np, keras, keras_distribute as kd
+        >>> with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> report = kd.callbacks.StepTimeReport(num_steps=4, verbose=0)
+        >>> _ = model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=8, verbose=0, callbacks=[report])
+        >>> parts = report.milliseconds
+        >>> abs(parts["step"] - sum(parts[part] for part in ("input", "dispatch", "devices", "callbacks"))) < 1e-6
+        True
+    """
+
+    _keras_distribute_first = True
+
+    def __init__(self, num_steps: int = 50, skip: int = 5, trace_dir: str | None = None, verbose: int = 1) -> None:
+        super().__init__()
+        if num_steps < 1 or skip < 1:
+            raise ValueStructureError(
+                "At least one step is measured, and one left out, which compiles.",
+                received=f"num_steps={num_steps}, skip={skip}.",
+                fix="StepTimeReport(num_steps=50, skip=5)",
+            )
+        self._num_steps, self._skip, self._trace_dir, self._verbose = num_steps, skip, trace_dir, verbose
+        self.milliseconds: dict[str, float] = {}
+        self._done = self._left = 0
+        self._times: timing.Times | None = None
+        self._begun = self._devices = 0.0
+        self._first = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._done, self._left, self._times, self.milliseconds = 0, self._num_steps, None, {}
+        self._reduction = _reduction_of(self.model)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._first = batch
+        if self._times is not None:
+            self._finish_if_enough()
+        elif self._left and self._done >= self._skip:
+            self._begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        steps = batch - self._first + 1
+        self._done += steps
+        if self._times is not None:  # Keras has waited for the logs.
+            self._devices += time.perf_counter() - self._times.ended.get("dispatch", time.perf_counter())
+            self._left -= steps
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._times is not None:  # What comes between two epochs belongs to no step.
+            self._finish()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._times is not None:
+            self._finish()
+
+    def _begin(self) -> None:
+        if self._trace_dir is not None:
+            jax.profiler.start_trace(self._trace_dir)
+        self._times, self._devices, self._begun = timing.start(), 0.0, time.perf_counter()
+
+    def _finish_if_enough(self) -> None:
+        if self._left <= 0:
+            self._finish()
+
+    def _finish(self) -> None:
+        times, elapsed = self._times, time.perf_counter() - self._begun
+        assert times is not None
+        timing.stop()
+        self._times = None
+        if self._trace_dir is not None:
+            jax.profiler.stop_trace()
+        steps = self._num_steps - self._left
+        self._left = 0
+        known = {"input": times.seconds["input"], "dispatch": times.seconds["dispatch"], "devices": self._devices}
+        parts = {**known, "callbacks": elapsed - sum(known.values()), "step": elapsed}
+        parts |= {part: times.seconds[part] for part in BEHIND}
+        self.milliseconds = {part: 1000 * seconds / steps for part, seconds in parts.items()} | self._reduction
+        if self._verbose and is_chief():
+            sys.stdout.write(f"{self.summary()}\n")
+
+    def summary(self) -> str:
+        """The report as text; empty before anything was measured."""
+        if not self.milliseconds:
+            return ""
+        whole = self.milliseconds["step"]
+        lines = [f"A step takes {whole:.2f} ms:"]
+        for part, words in PARTS.items():
+            share = self.milliseconds[part] / whole
+            bar = "█" * round(_WIDTH * share)
+            lines.append(f"  {words:<32}{self.milliseconds[part]:9.2f} ms {share:5.0%}  {bar}")
+        lines.append("At the same time, in the thread that reads ahead:")
+        lines += [f"  {words:<32}{self.milliseconds[part]:9.2f} ms" for part, words in BEHIND.items()]
+        if "reduction" in self.milliseconds:
+            lines.append(f"One reduction of all gradients, by itself: {self.milliseconds['reduction']:.2f} ms")
+        return "\n".join(lines)
+
+    def plot(self, path: str) -> None:
+        """Draws the parts of a step as one bar. Needs `pip install matplotlib`.
+
+        Args:
+            path: Of the picture; its ending says the format, such as `.png` or `.svg`.
+
+        Raises:
+            BackendError: Without matplotlib.
+            ValueStructureError: Before anything was measured.
+        """
+        if not self.milliseconds:
+            raise ValueStructureError(
+                "There is nothing to draw: no step was measured.",
+                received=f"plot({path!r}).",
+                fix="model.fit(..., callbacks=[report]) with more steps than num_steps and skip together.",
+            )
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise BackendError(
+                "Pictures are drawn by matplotlib, which is not installed.",
+                received=f"plot({path!r}).",
+                fix="pip install matplotlib, or print(report.summary()).",
+            ) from error
+        figure = Figure(figsize=(8, 1.8), layout="constrained")
+        axes = figure.subplots()
+        left = 0.0
+        for (part, words), color in zip(PARTS.items(), _COLORS, strict=True):
+            value = self.milliseconds[part]
+            axes.barh([0], [value], left=left, color=color, label=f"{words}: {value:.2f} ms")
+            left += value
+        axes.set_yticks([])
+        axes.set_xlabel(f"milliseconds of a step ({left:.2f})")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+        figure.savefig(path)
+
+
+def _reduction_of(model: Any) -> dict[str, float]:
+    """How long one sum over the replicas of an array as large as all gradients takes, in milliseconds."""
+    variables = [v for v in model.trainable_variables if isinstance(v, DistributedVariable)]
+    if not variables:
+        raise ValueStructureError(
+            "StepTimeReport is for models under a strategy, with weights to train.",
+            received=f"{type(model).__name__} {model.name!r}.",
+            fix="create the model inside `with strategy.scope():`; kd.OneDeviceStrategy is one, too.",
+        )
+    mesh: ReplicaMesh = variables[0].replica_mesh
+    if mesh.num_replicas == 1:
+        return {}
+    size = sum(int(v.value.size) for v in variables)
+    add = jax.jit(lambda parts: jnp.sum(parts, 0), out_shardings=mesh.replicated)
+    own = jax.jit(lambda: jnp.ones((mesh.num_replicas, size), jnp.float32), out_shardings=mesh.split)()
+    add(own).block_until_ready()
+    times: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        add(own).block_until_ready()
+        times.append(1000 * (time.perf_counter() - begun))
+    return {"reduction": statistics.median(times)}

@@ -1,0 +1,47 @@
+"""How long parts of a step take, while somebody wants to know. Knows nothing else of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Generator
+
+
+class Times:
+    """What has been measured: the seconds spent in each part, and when it ended last."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.ended: dict[str, float] = {}
+
+
+_running: Times | None = None
+
+
+def start() -> Times:
+    """Begins to measure anew."""
+    global _running
+    _running = Times()
+    return _running
+
+
+def stop() -> None:
+    """Ends measuring."""
+    global _running
+    _running = None
+
+
+@contextlib.contextmanager
+def of(part: str) -> Generator[None]:
+    """Around a part of a step."""
+    times = _running
+    if times is None:
+        yield
+        return
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        times.ended[part] = time.perf_counter()
+        times.seconds[part] += times.ended[part] - begun

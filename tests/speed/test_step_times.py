@@ -1,0 +1,112 @@
+"""The report of where the time of a step goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute import errors
+
+X, Y = np.ones((160, 4), np.float32), np.ones((160, 1), np.float32)
+
+
+def built(replicas: int = 2, **compiled: Any) -> keras.Model:
+    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compiled)
+    return model
+
+
+class Slow(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.05)
+        return X[:8], Y[:8]
+
+
+class Sleepy(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.05)
+
+
+def measured(x: Any, *others: Any, **options: Any) -> dict[str, float]:
+    report = kd.callbacks.StepTimeReport(num_steps=8, skip=4, verbose=0)
+    built(**options).fit(
+        x, Y if x is X else None, batch_size=8 if x is X else None, verbose=0, callbacks=[*others, report]
+    )
+    return report.milliseconds
+
+
+def test_a_slow_input_is_seen() -> None:
+    found = measured(Slow())
+    assert found["reading"] > 30
+    assert found["input"] > found["step"] / 2
+    assert found["step"] == pytest.approx(sum(found[part] for part in ("input", "dispatch", "devices", "callbacks")))
+
+
+def test_a_slow_callback_is_seen() -> None:
+    found = measured(X, Sleepy())
+    assert found["callbacks"] > 45 and found["callbacks"] > found["step"] / 2
+    assert found["input"] < 25
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_the_reduction_is_measured_where_there_is_one(replicas: int) -> None:
+    assert ("reduction" in measured(X, replicas=replicas)) == (replicas > 1)
+
+
+def test_a_group_counts_as_its_steps() -> None:
+    found = measured(X, Sleepy(), steps_per_execution=4)
+    assert 45 / 4 < found["callbacks"] < 45
+
+
+def test_it_prints_and_draws(capsys: Any, tmp_path: Any) -> None:
+    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1)
+    with pytest.raises(errors.ValueStructureError, match="no step was measured"):
+        report.plot(str(tmp_path / "step.png"))
+    assert report.summary() == ""
+    built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
+    printed = capsys.readouterr().out
+    for words in ("A step takes", "waiting for input", "handing the step", "waiting for the devices", "callbacks"):
+        assert words in printed
+    pytest.importorskip("matplotlib")
+    report.plot(str(tmp_path / "step.png"))
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(monkeypatch: Any) -> None:
+    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, verbose=0)
+    built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(errors.BackendError, match="pip install matplotlib"):
+        report.plot("step.png")
+
+
+def test_a_profile(tmp_path: Any) -> None:
+    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, trace_dir=str(tmp_path), verbose=0)
+    built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_refusals() -> None:
+    with pytest.raises(errors.ValueStructureError, match="At least one step"):
+        kd.callbacks.StepTimeReport(num_steps=0)
+    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    with pytest.raises(errors.ValueStructureError, match=r"models under a strategy(.|\n)*OneDeviceStrategy"):
+        plain.fit(X, Y, verbose=0, callbacks=[kd.callbacks.StepTimeReport()])
+
+
+def test_nothing_is_measured_afterwards() -> None:
+    from keras_distribute import timing
+
+    measured(X)
+    assert timing._running is None
