@@ -39,6 +39,14 @@ from keras.src.random import seed_generator
 
 Undo = Callable[[], None]
 JOINS, FIRST = "_keras_distribute_joins", "_keras_distribute_first"
+_SEE_STEPS = "_keras_distribute_see_steps"
+# Of Keras's callbacks with methods for steps, those whose attribute may say that they do nothing there.
+_BY_EPOCH = {
+    keras.callbacks.BackupAndRestore: "save_freq",
+    keras.callbacks.ModelCheckpoint: "save_freq",
+    keras.callbacks.OrbaxCheckpoint: "save_freq",
+    keras.callbacks.TensorBoard: "update_freq",
+}
 
 
 def install(is_quiet: Callable[[], bool]) -> Undo:
@@ -67,6 +75,7 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
             self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining
         for callback in joining:
             getattr(callback, JOINS)(self)
+        object.__setattr__(self._model, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
         original(self, logs)
 
     get_state_tree = orbax_checkpoint._get_state_tree
@@ -83,6 +92,21 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
         orbax_checkpoint._get_state_tree = get_state_tree
 
     return undo
+
+
+def see_steps(trainer: Any) -> bool:
+    """Whether a callback of the trainer's `fit` is called with each step; the progress bar may miss some."""
+    return getattr(trainer, _SEE_STEPS, False)
+
+
+def _sees_steps(callback: Any) -> bool:
+    names = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    own = any(
+        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) or name in vars(callback)
+        for name in names
+    )
+    by_epoch = type(callback) in _BY_EPOCH and getattr(callback, _BY_EPOCH[type(callback)]) == "epoch"
+    return own and not by_epoch and not isinstance(callback, ProgbarLogger) and not hasattr(callback, FIRST)
 
 
 def _on_one_device(value: Any) -> Any:

@@ -155,6 +155,53 @@ def test_steps(original: Generator[Any], follower: Follower) -> Generator[Any]:
         follower.test_step_ended()
 
 
+class Group(Iterator[Any]):
+    """The batches of one group of steps.
+
+    Args:
+        batches: Where they come from.
+        size: How many.
+    """
+
+    def __init__(self, batches: Iterator[Any], size: int) -> None:
+        self._batches, self.size = batches, size
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+class Sizes(Protocol):
+    """Says how many steps to run at once."""
+
+    size: int
+
+    def group_begins(self, size: int) -> None:
+        """Called before each group."""
+        ...
+
+    def interrupted(self) -> None:
+        """Called when the epoch is over."""
+        ...
+
+
+def grouped_steps(epochs: Any, steps: Generator[Any], sizes: Sizes) -> Generator[tuple[int, int, Iterator[Any]]]:
+    """The steps of an epoch, as many at once as `sizes` says and as the epoch is known to have left."""
+    done = 0
+    while True:
+        # Behind the last step the iterator begins anew, so that is not asked for before the group has run.
+        left = (epochs.steps_per_epoch or epochs._num_batches or 0) - done
+        if epochs._num_batches:
+            left = min(left, epochs._num_batches - epochs._steps_seen % epochs._num_batches)
+        entries = list(itertools.islice(steps, max(1, min(sizes.size, left))))
+        if not entries:
+            sizes.interrupted()
+            return
+        (begin, _, batches), (_, end, _) = entries[0], entries[-1]
+        done += len(entries)
+        sizes.group_begins(len(entries))
+        yield begin, end, Group(batches, len(entries))
+
+
 def train_steps(
     epochs: Any, enumerate_steps: Callable[[Any], Generator[Any]], follower: Follower
 ) -> Generator[tuple[int, int, Iterator[Any]]]:

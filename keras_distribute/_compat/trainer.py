@@ -10,6 +10,7 @@ Keras's loop, callbacks, history and data adapters are used as they are. Replace
 - around `jax_state_sync`, variables take the arrays as they are;
 - `_get_jax_state` takes the values out of the variables for an epoch; when the input or a callback raises before the
   first step, Keras never puts them back, so they are remembered and put back here;
+- `compile` takes `steps_per_execution="auto"`;
 - around each public method, and `__init__` and `compile`, the strategy's context is entered.
 
 Methods are replaced on `JAXTrainer` itself, since `keras.Model` and bare trainers already inherit from it. Goes when
@@ -29,10 +30,10 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers import trainer as base_trainer
 
-from keras_distribute._compat import epochs
+from keras_distribute._compat import callbacks, epochs
 
 Undo = Callable[[], None]
-_REMEMBERED = "_keras_distribute_state"
+_REMEMBERED, _GROUP_SIZES = "_keras_distribute_state", "_keras_distribute_group_sizes"
 _GROUPS = ("trainable_variables", "non_trainable_variables")
 ENTRY_POINTS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -82,6 +83,10 @@ class Seams(Protocol):
 
     def accumulators(self, trainer: Any) -> dict[int, Any]:
         """The values of those optimizer variables whose parts on the replicas a training step takes, by position."""
+        ...
+
+    def group_sizes(self, trainer: Any) -> Any:
+        """What sizes groups of steps by itself; `None` for a trainer without a strategy."""
         ...
 
     def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -139,6 +144,15 @@ def install(seams: Seams) -> Undo:
 
         return method
 
+    def grouping(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sizes = seams.group_sizes(self) if kwargs.get("steps_per_execution") == "auto" else None
+            object.__setattr__(self, _GROUP_SIZES, sizes)
+            # A model that is saved says 1, or plain Keras could not train it.
+            return original(self, *args, **(kwargs if sizes is None else kwargs | {"steps_per_execution": 1}))
+
+        return method
+
     def syncing(original: Any) -> Any:
         def method(self: Any) -> None:
             _take_apart(self)
@@ -173,7 +187,8 @@ def install(seams: Seams) -> Undo:
         def enumerate_steps(self: Any) -> Any:
             follower = None if self is _calls.looked_at else _calls.follower()
             if follower is None:
-                return original(self)
+                sizes = None if self is _calls.looked_at else _calls.group_sizes()
+                return original(self) if sizes is None else epochs.grouped_steps(self, original(self), sizes)
             if _calls.followed_fit() is None:
                 return epochs.test_steps(original(self), follower)
             seams.read_by_us(self.data_adapter)
@@ -199,6 +214,7 @@ def install(seams: Seams) -> Undo:
                 if step is None:
                     return original(self, force)
                 size, several = self.steps_per_execution, getattr(step, "several", None)
+                size = None if getattr(self, _GROUP_SIZES, None) is not None else size
                 if kind == "predict" or several is None or size == 1:
                     function = self._make_function(step, concatenate_outputs=kind == "predict")
                 else:
@@ -217,7 +233,7 @@ def install(seams: Seams) -> Undo:
     replace(trainer, "jax_state_sync", syncing)
     replace(trainer, "_get_jax_state", remembering)
     replace(trainer, "__init__", adopting)
-    replace(base, "compile", lambda original: adopting(in_context(original)))
+    replace(base, "compile", lambda original: adopting(grouping(in_context(original))))
     replace(
         jax_trainer,
         "_distribute_data",
@@ -270,6 +286,11 @@ class _Calls(threading.local):
         """Who follows the innermost `fit`."""
         return next((epochs.follower_of(trainer) for trainer, name in reversed(self._stack) if name == "fit"), None)
 
+    def group_sizes(self) -> epochs.Sizes | None:
+        """What sizes the groups of steps of this method, if it is a `fit` that may group them."""
+        trainer, name = self._stack[-1] if self._stack else (None, "")
+        return getattr(trainer, _GROUP_SIZES, None) if name == "fit" and not callbacks.see_steps(trainer) else None
+
     def followed_fit(self) -> epochs.Follower | None:
         """Who follows this method, if it is a `fit`."""
         return self.follower() if self._stack and self._stack[-1][1] == "fit" else None
@@ -321,10 +342,11 @@ def _take_apart(trainer: Any) -> None:
         trainer._jax_state = None if groups is None else dict(zip(state, groups, strict=True))
 
 
-def _grouped(several: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """Takes `size` batches at a time, or those that are left."""
+def _grouped(several: Callable[..., Any], every: int | None) -> Callable[..., Any]:
+    """Takes `every` so many batches at a time, or those that are left; `None`: as many as the group says."""
 
     def steps(state: Any, iterator: Iterator[Any]) -> Any:
+        size = every or getattr(iterator, "size", 1)
         batches = [next(iterator)]
         with contextlib.suppress(StopIteration):
             while len(batches) < size:

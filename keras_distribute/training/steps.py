@@ -25,6 +25,7 @@ from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
+from keras_distribute.training.grouping import GroupSize
 from keras_distribute.training.packing import Packing, State, form_of
 from keras_distribute.variables import DistributedVariable, check_same_values, given_away, spread_sum
 
@@ -115,6 +116,14 @@ class TrainerSeams:
         variables = trainer.optimizer.variables
         stored = {i: variables[i].components for i in getattr(trainer, _ACCUMULATORS, [])}
         return {i: value for i, value in stored.items() if value is not None}
+
+    def group_sizes(self, trainer: Any) -> GroupSize | None:
+        """What sizes groups of steps by itself, for `steps_per_execution="auto"`."""
+        strategy = _strategy_of(trainer)
+        if strategy is None:
+            return None
+        # Several processes, which have to run the same programs, would measure different times.
+        return GroupSize() if strategy.replica_mesh.num_processes == 1 else GroupSize(sizes=(1,))
 
     def compile_step(self, trainer: Any, kind: str, step: Callable[..., Any]) -> Callable[..., Any] | None:
         """`step(state, data)` on the trainer's strategy, taking a host batch."""

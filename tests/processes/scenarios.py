@@ -29,10 +29,11 @@ def make_model():
     return model
 
 
-def linear():
+def linear(steps_per_execution=1):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
-    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, steps_per_execution=steps_per_execution)
     return model
 
 
@@ -85,6 +86,8 @@ def kinds_of_data():
         "a PyDataset": lambda distribute: ((Squares(),), {}),
         "a generator": lambda distribute: ((distribute(batches_of(np.arange(46), 16)),), {}),
         "steps_per_epoch": lambda distribute: ((distribute(batches_of(np.arange(46), 10)),), {"steps_per_epoch": 3}),
+        "groups of 2 steps": lambda distribute: ((X, Y), {"batch_size": 8}),
+        "groups of auto steps": lambda distribute: ((X, Y), {"batch_size": 8}),
         "validation": lambda distribute: ((X, Y), {"batch_size": 16, "validation_split": 0.3}),
     }
     seen = {}
@@ -92,8 +95,9 @@ def kinds_of_data():
         weights = []
         for distributed in (True, False):
             scope = strategy.scope() if distributed else kd.get_strategy().scope()
+            group = name.split()[2] if name.startswith("groups") and distributed else "1"
             with scope:
-                model = linear()
+                model = linear(int(group) if group.isdigit() else group)
             distribute = lambda g: strategy.experimental_distribute_dataset(g, same) if distributed else g  # noqa: E731, B023
             positional, named = arguments(distribute)
             history = model.fit(*positional, verbose=0, **named).history

@@ -36,7 +36,16 @@ def equal(ours, theirs, **tolerance):
 
 @pytest.mark.parametrize(
     "kind",
-    ["arrays, shuffled", "fewer rows than replicas", "a PyDataset", "a generator", "steps_per_epoch", "validation"],
+    [
+        "arrays, shuffled",
+        "fewer rows than replicas",
+        "a PyDataset",
+        "a generator",
+        "steps_per_epoch",
+        "groups of 2 steps",
+        "groups of auto steps",
+        "validation",
+    ],
 )
 def test_fit_and_predict_give_the_numbers_of_one_device(job, kind):
     both = [result["kinds_of_data"][kind] for result in job[1]]
