@@ -25,7 +25,7 @@ from typing import Any
 
 import report
 
-NUM_DEVICES, BATCH_SIZE, STEPS, SHARE = 4, 128, 30, 0.8
+NUM_DEVICES, BATCH_SIZE, STEPS, SHARE = 4, 128, 60, 0.8
 CONTENDERS = {
     "plain": "Keras `fit`, one device",
     "data_parallel": "`DataParallel`, `fit`",

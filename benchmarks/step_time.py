@@ -118,17 +118,43 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     return "\n".join(lines)
 
 
+def draw(found: dict[str, dict[str, Measured]]) -> None:
+    """Writes results/step_time.svg: a row of bars for each comparison."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.6 * ((len(found) + 1) // 2)), layout="constrained")
+    axes = figure.subplots((len(found) + 1) // 2, 2, squeeze=False).ravel()
+    for axis, (name, each) in zip(axes, found.items(), strict=False):
+        comparison = COMPARISONS[name]
+        names = list(each)[::-1]
+        colors = ["#3f51b5" if contender.startswith("ours") else "#b0b4c8" for contender in names]
+        bars = axis.barh([TITLES[contender].replace("`", "") for contender in names], [each[n].median for n in names])
+        for bar, color in zip(bars, colors, strict=True):
+            bar.set_color(color)
+        axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+        axis.set_title(
+            f"{WORKLOADS[comparison.workload].title}: {comparison.kind}, {comparison.devices} device(s)", fontsize=9
+        )
+        axis.tick_params(labelsize=7)
+        axis.margins(x=0.12)
+        axis.set_xlabel("ms a step", fontsize=7)
+    for axis in axes[len(found) :]:
+        axis.remove()
+    figure.savefig(report.RESULTS / "step_time.svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=[])
     arguments = parser.parse_args()
     texts: list[str] = []
+    every: dict[str, dict[str, Measured]] = {}
     facts: dict[str, Any] = {"rounds": arguments.rounds}
     for name in arguments.only or COMPARISONS:
         comparison = COMPARISONS[name]
         tasks = [Task(each, comparison.workload, comparison.devices, comparison.kind) for each in comparison.contenders]
-        found = measure(tasks, arguments.rounds)
+        found = every[name] = measure(tasks, arguments.rounds)
         facts[name] = {each: found[each]._asdict() for each in found}
         texts.append(described(name, comparison, found))
         print(texts[-1], end="\n\n", flush=True)
@@ -140,6 +166,7 @@ def main() -> None:
         "devices are virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of "
         "the whole batch, keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
     )
+    draw(every)
     report.write("step_time", facts, "\n\n".join([*texts, note]))
 
 

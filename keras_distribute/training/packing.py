@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from keras_distribute.errors import ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 
 SMALL_BYTES = 64 * 1024
@@ -108,7 +109,18 @@ class Packing:
         return packed_step
 
     def pack_now(self, state: State) -> Packed:
-        """The state packed, on the devices; single arrays are the same objects."""
+        """The state packed, on the devices; single arrays are the same objects.
+
+        Raises:
+            ValueStructureError: For a state of other variables.
+        """
+        if form_of(state) != self.form:
+            raise ValueStructureError(
+                "The variables of the model have changed since its step was compiled.",
+                received=f"groups of {[len(group) for group in state]} variables, after "
+                f"{[len(group) for group in self.form]}.",
+                fix="call model.compile(...) again after freezing or adding layers.",
+            )
         arrays = [[state[group][index] for group, index in places] for places in self.buffers]
         return Packed(self._join(arrays), self.without_packed(state))
 

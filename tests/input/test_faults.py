@@ -279,7 +279,7 @@ def test_several_threads_share_an_iterator(ahead: int) -> None:
 
 
 def test_closing_wakes_a_loop_that_waits() -> None:
-    gate, waiting = threading.Event(), threading.Event()
+    gate, waiting, taken = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> Any:
         yield (X,)
@@ -289,9 +289,15 @@ def test_closing_wakes_a_loop_that_waits() -> None:
 
     iterator = iter(distributed(slow(), 2))
     seen: list[int] = []
-    loop = threading.Thread(target=lambda: seen.extend(1 for _ in iterator), daemon=True)
+
+    def take() -> None:
+        for _ in iterator:
+            seen.append(1)
+            taken.set()
+
+    loop = threading.Thread(target=take, daemon=True)
     loop.start()
-    assert waiting.wait(60)
+    assert waiting.wait(60) and taken.wait(60)
     closing = threading.Thread(target=iterator.close, daemon=True)
     closing.start()
     loop.join(20)
@@ -355,7 +361,11 @@ def unseeded(kind: str) -> Any:
     "kind", ["arrays", "torch", "shuffle", "shuffle once", "shuffle in a function", "random", "sampled"]
 )
 def test_processes_must_shuffle_alike(kind: str) -> None:
+    import tensorflow as tf
+
     from keras_distribute.input import datasets
+
+    tf.random.set_seed(None)  # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
 
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     with pytest.raises(errors.InputError, match=r"(?s)Each process would shuffle.*in another order.*Fix:.*7"):

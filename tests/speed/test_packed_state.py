@@ -274,3 +274,12 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
         found[many == 4] = arrays, sum(len(re.findall(r"f32\[\d", reduced)) for reduced in reductions)
     assert found[True][0] < found[False][0] / 2
     assert found[True][1] <= 2 < found[False][1]
+
+
+def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
+    monkeypatch.setattr(packing, "MANY", 4)
+    model = built(2, OPTIMIZERS["Adam"])
+    model.fit(X, Y, batch_size=8, verbose=0)
+    model.layers[0].trainable = False
+    with pytest.raises(kd.errors.ValueStructureError, match=r"(?s)variables of the model have changed.*model.compile"):
+        model.fit(X, Y, batch_size=8, verbose=0)
