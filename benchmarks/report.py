@@ -36,8 +36,8 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write(name: str, facts: dict[str, Any], markdown: str) -> None:
-    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter."""
+def write(name: str, facts: dict[str, Any], markdown: str, quiet: bool = False) -> None:
+    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter unless `quiet`."""
     RESULTS.mkdir(exist_ok=True)
     about = machine()
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8")
@@ -45,7 +45,8 @@ def write(name: str, facts: dict[str, Any], markdown: str) -> None:
     where = f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {versions}"
     text = f"{markdown}\n\nMeasured by `benchmarks/{name}.py` on: {where}.\n"
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    if not quiet:
+        print(text)
 
 
 def table(header: list[str], rows: list[list[str]], align: str) -> str:

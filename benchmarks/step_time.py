@@ -94,6 +94,14 @@ COMPARISONS = {
 }
 
 
+NOTE = (
+    "Milliseconds a step: the median of {rounds} rounds (fastest–slowest); the ratio is to the first row. The contenders "
+    "of a table are processes of the same run and take turns. The first round compiles. The devices are virtual CPU "
+    "devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole batch, "
+    "keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
+)
+
+
 def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> str:
     """A table of one comparison, and what of it was to be reached."""
     base = found[comparison.contenders[0]].median
@@ -158,16 +166,9 @@ def main() -> None:
         facts[name] = {each: found[each]._asdict() for each in found}
         texts.append(described(name, comparison, found))
         print(texts[-1], end="\n\n", flush=True)
-    if arguments.only:
-        return
-    note = (
-        f"Milliseconds a step: the median of {arguments.rounds} rounds (fastest–slowest); the ratio is to the first "
-        "row. The contenders of a table are processes of the same run and take turns. The first round compiles. The "
-        "devices are virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of "
-        "the whole batch, keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
-    )
-    draw(every)
-    report.write("step_time", facts, "\n\n".join([*texts, note]))
+        if not arguments.only:  # What has been measured is kept, should the rest fail.
+            draw(every)
+            report.write("step_time", facts, "\n\n".join([*texts, NOTE.format(rounds=arguments.rounds)]), quiet=True)
 
 
 if __name__ == "__main__":
