@@ -96,8 +96,8 @@ COMPARISONS = {
 
 NOTE = (
     "Milliseconds a step: the median of {rounds} rounds (fastest–slowest); the ratio is to the first row. The "
-    "contenders of a table are processes of the same run and take turns. The first round compiles. The devices are virtual CPU "
-    "devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole batch, "
+    "contenders of a table are processes of the same run and take turns. The first round compiles. The devices are "
+    "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole batch, "
     "keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
 )
 
