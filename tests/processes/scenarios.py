@@ -134,6 +134,20 @@ def own_data(unequal):
     return {"steps": steps, "history": history, "weights": weights_of(model), "loop": loop, "own": own}
 
 
+def shared_files(paths):
+    """A `tf.data` pipeline over files of unequal lengths: the numbers that this process reads, and those of all."""
+    import tensorflow as tf
+
+    strategy = kd.MultiWorkerMirroredStrategy()
+    lines = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset, cycle_length=1)
+    pipeline = lines.map(lambda line: tf.strings.to_number(line)).batch(4)
+    own, everyone = [], []
+    for element in strategy.experimental_distribute_dataset(pipeline):
+        own += [float(x) for part in strategy.experimental_local_results(element) for x in np.asarray(part)]
+        everyone += np.asarray(strategy.gather(element, axis=0)).tolist()
+    return {"own": own, "everyone": everyone}
+
+
 def values():
     """Reductions, gathers, values and variables: what each process sees."""
     strategy = kd.MultiWorkerMirroredStrategy()

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
+    paths = [str(tmp_path_factory.mktemp("shared") / f"{i}.txt") for i in range(4)]
+    for i, path in enumerate(paths):
+        pathlib.Path(path).write_text("".join(f"{100 * i + j}\n" for j in range(3 + 4 * i)))
     calls = {
+        "shared_files": (paths,),
         "kinds_of_data": (),
         "own_data": (True,),
         "values": (),
@@ -69,6 +73,17 @@ def test_unequal_data_end_together(job):
     total = sum(scenarios.X[side["own"]].sum() for side in (first, second))
     assert sum(total for _, total, _ in first["loop"]) == pytest.approx(total, rel=1e-5)
     assert all(shape == (rows, 5) for rows, _, shape in first["loop"])
+
+
+def test_files_are_shared(job):
+    """Each process reads its own files to the end, and together they read all."""
+    first, second = (result["shared_files"] for result in job[1])
+    numbers = [float(100 * i + j) for i in range(4) for j in range(3 + 4 * i)]
+    assert first["everyone"] == second["everyone"] and sorted(first["everyone"]) == numbers
+    assert not set(first["own"]) & set(second["own"])
+    assert sorted(first["own"] + second["own"]) == numbers
+    files = [{int(number) // 100 for number in side["own"]} for side in (first, second)]
+    assert files == [{0, 2}, {1, 3}]
 
 
 def test_values_and_variables(job):
