@@ -290,7 +290,7 @@ class SyncOnReadVariable(DistributedVariable):
         if isinstance(value, PerReplica):
             self._value = jnp.asarray(_owned(value.stacked), self._dtype)
             return
-        value = jax.device_put(_strong(value), self.replica_mesh.replicated)  # It may be on one device, for good.
+        value = self.replica_mesh.put_replicated(_strong(value))  # It may be on one device, for good.
         self._value = _spread(self.replica_mesh, self.aggregation == "sum")(value)
 
     def _assign_change(self, change: Any) -> Any:

@@ -75,7 +75,9 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
             self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining
         for callback in joining:
             getattr(callback, JOINS)(self)
-        object.__setattr__(self._model, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
+        trainer = getattr(self, "_model", None)
+        if trainer is not None:
+            object.__setattr__(trainer, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
         original(self, logs)
 
     get_state_tree = orbax_checkpoint._get_state_tree

@@ -1,8 +1,7 @@
 """Where an optimizer gets its gradients: `apply`, and the finiteness check of loss scaling; where it keeps its slots.
 
 Keras's JAX optimizers have no hook for aggregation. `apply` is the one place before clipping, weight decay and
-loss-scale checks. `_trainable_variables` and what is excluded from weight decay have no public
-names.
+loss-scale checks. `_trainable_variables` and what is excluded from weight decay have no public names.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -148,22 +147,27 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
     own_rules = any(v.constraint is not None or getattr(v, "overwrite_with_gradient", False) for v in variables)
     if by_weight or own_rules or any(name in vars(optimizer) for name in ("update_step", "apply", "stateless_apply")):
         return None
-    return _order_of([tuple(v.shape) for v in _clone(optimizer, [(2,), (3,)], "float32").variables])
+    return _order_of([tuple(v.shape) for v in _clone(optimizer, [((2,), "float32"), ((3,), "float32")]).variables])
 
 
-def same_for(optimizer: Any, shapes: list[tuple[int, ...]], dtype: Any) -> Any:
-    """An optimizer like `optimizer`, for weights of other shapes, for `stateless_apply` only: it holds no values."""
-    clone = _clone(optimizer, shapes, dtype)
+def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
+    """An optimizer like `optimizer`, for other weights, for `stateless_apply` only: it holds no values.
+
+    Args:
+        optimizer: The user's.
+        weights: The shape and dtype of each.
+    """
+    clone = _clone(optimizer, weights)
     for variable in [*clone.variables, *clone._trainable_variables]:
         variable._value = None
     return clone
 
 
-def _clone(optimizer: Any, shapes: list[tuple[int, ...]], dtype: Any) -> Any:
+def _clone(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     rate = optimizer._learning_rate
     config = optimizer.get_config() | {"learning_rate": 0.0 if isinstance(rate, Variable) else rate}
     clone = type(optimizer)(**config)
-    clone.build([Variable(np.zeros(shape), dtype=dtype, name=f"weight_{i}") for i, shape in enumerate(shapes)])
+    clone.build([Variable(np.zeros(s), dtype=dtype, name=f"weight_{i}") for i, (s, dtype) in enumerate(weights)])
     return clone
 
 

@@ -7,6 +7,7 @@ slots stay in their buffers from step to step, and only the forward pass takes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax import numpy as jnp
@@ -15,7 +16,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import forward, packing, sharding
+from keras_distribute.training import forward, packing
 from keras_distribute.training.packing import Packed, Packing, Place, State
 
 _WEIGHTS, _OTHERS, _SLOTS, _METRICS = range(4)
@@ -31,6 +32,7 @@ class FlatStep:
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
         state: The state of the training step.
+        places: Those in it that are divided among the replicas.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class FlatStep:
         order: compat_optimizer.SlotOrder,
         small: list[int],
         state: State,
+        places: Sequence[Place],
     ) -> None:
         self._trainer, self._strategy, self._optimizer, self._order = trainer, strategy, optimizer, order
         self._small, count = small, len(state[_WEIGHTS])
@@ -54,12 +57,12 @@ class FlatStep:
             strategy.replica_mesh,
             [[(_WEIGHTS, i) for i in small], *slots],
             divided,
-            sharding.divided_places(trainer, strategy),
+            places,
         )
         self._local = compat.treats_rows_alone(trainer) and not compat.draws_at_random(trainer)
 
     @staticmethod
-    def of(trainer: Any, strategy: Strategy, state: State) -> FlatStep | None:
+    def of(trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows it; otherwise `None`."""
         weights = state[_WEIGHTS]
         small = [i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype]
@@ -68,12 +71,12 @@ class FlatStep:
         order = compat_optimizer.slots_by_element(trainer.optimizer, trainer.trainable_variables)
         if order is None or not _slots_match(order, weights, state[_SLOTS]):
             return None
-        large = [weights[i].shape for i in range(len(weights)) if i not in set(small)]
+        large = [(w.shape, w.dtype.name) for i, w in enumerate(weights) if i not in set(small)]
         size = sum(weights[i].size for i in small)
         size += -size % strategy.num_replicas_in_sync
         with context.entered(context.default_strategy().top_frame):
-            optimizer = compat_optimizer.same_for(trainer.optimizer, [(size,), *large], weights[0].dtype)
-        return FlatStep(trainer, strategy, optimizer, order, small, state)
+            optimizer = compat_optimizer.same_for(trainer.optimizer, [((size,), weights[0].dtype.name), *large])
+        return FlatStep(trainer, strategy, optimizer, order, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""

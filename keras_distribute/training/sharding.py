@@ -7,11 +7,11 @@ accordingly; each number is computed as it was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from keras_distribute._compat import trainer as compat
-from keras_distribute.strategies.base import Strategy
-from keras_distribute.training.packing import Packing, Place
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.training.packing import Place, State
 from keras_distribute.variables import MirroredVariable
 
 
@@ -21,24 +21,19 @@ def slot_created(variable: Any) -> None:
         variable.divide()
 
 
-def divided_places(trainer: Any, strategy: Strategy) -> list[Place]:
-    """The places (group, index) of divided variables in the state of a training step."""
-    replicated = strategy.replica_mesh.replicated
+def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
+    """The places (group, index) of divided variables among the groups behind a step's state."""
     return [
         (g, i)
-        for g, group in enumerate(compat.state_variables(trainer, "train"))
+        for g, group in enumerate(groups)
         for i, variable in enumerate(group)
-        if isinstance(variable, MirroredVariable) and variable.sharding != replicated
+        if isinstance(variable, MirroredVariable) and variable.sharding != variable.replica_mesh.replicated
     ]
 
 
-def of_state(trainer: Any, strategy: Strategy, packing: Packing | None) -> Any:
-    """Where the parts of a training step's state are, in the form in which it is carried."""
-    mesh = strategy.replica_mesh
-    groups = tuple(
+def of_state(groups: Sequence[Sequence[Any]], mesh: ReplicaMesh) -> State:
+    """Where the values of the groups are."""
+    return tuple(
         [variable.sharding if isinstance(variable, MirroredVariable) else mesh.replicated for variable in group]
-        for group in compat.state_variables(trainer, "train")
+        for group in groups
     )
-    if packing is None:
-        return groups
-    return packing.shardings(groups)

@@ -140,16 +140,20 @@ class TrainerSeams:
             object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
         if indices:
             return _AccumulatingStep(strategy, trainer, indices, step)
-        form = form_of(groups)
+        form, flat = form_of(groups), None
+        places = sharding.divided_places(groups)
         if kind == "train":
-            flat = FlatStep.of(trainer, strategy, form)
-            if flat is not None:
-                return CompiledStep(strategy, flat, flat.packing, sharding.of_state(trainer, strategy, flat.packing))
-            packing = Packing(form, strategy.replica_mesh, single=sharding.divided_places(trainer, strategy))
-            shardings = sharding.of_state(trainer, strategy, packing or None)
+            flat = FlatStep.of(trainer, strategy, form, places)
+        if flat is not None:
+            packing, carried_step = flat.packing, flat
         else:
-            packing, shardings = Packing(form, strategy.replica_mesh), None
-        return CompiledStep(strategy, packing.around(step) if packing else step, packing or None, shardings)
+            packing = Packing(form, strategy.replica_mesh, single=places)
+            carried_step = packing.around(step) if packing else step
+        # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
+        shardings = sharding.of_state(groups, strategy.replica_mesh) if strategy.shards_optimizer_state else None
+        if shardings is not None and packing:
+            shardings = packing.shardings(shardings)
+        return CompiledStep(strategy, carried_step, packing or None, shardings)
 
 
 def is_quiet() -> bool:
@@ -176,7 +180,7 @@ class _AccumulatingStep(CompiledStep):
 
     def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Step) -> None:
         self._spread, self._indices = spread_sum(strategy.replica_mesh), indices
-        shardings = sharding.of_state(trainer, strategy, None)
+        shardings = sharding.of_state(compat.state_variables(trainer, "train"), strategy.replica_mesh)
         shardings[_SLOTS][:] = [
             strategy.replica_mesh.split if i in indices else own for i, own in enumerate(shardings[_SLOTS])
         ]

@@ -174,3 +174,7 @@ def test_backups_are_of_single_steps(tmp_path: Any, eager_to_group: None) -> Non
     backup = kd.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=50)
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[backup])
     assert int(model.optimizer.iterations) == 201
+
+
+def test_a_list_of_callbacks_needs_no_model() -> None:
+    keras.callbacks.CallbackList([keras.callbacks.History()]).on_train_begin()

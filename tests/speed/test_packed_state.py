@@ -283,3 +283,25 @@ def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
     model.layers[0].trainable = False
     with pytest.raises(kd.errors.ValueStructureError, match=r"(?s)variables of the model have changed.*model.compile"):
         model.fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_a_large_weight_of_another_dtype_keeps_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(packing, "MANY", 4)
+    model = built(2, OPTIMIZERS["SGD"], INSIDE["half"])
+    dtypes = [v.dtype for v in model.variables]
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert "bfloat16" in dtypes
+    assert [v.value.dtype.name for v in model.variables if v.dtype == "bfloat16"] == ["bfloat16"] * 2
+
+
+def test_a_step_of_ones_own_may_return_tuples(packed: bool) -> None:
+    class Tuples(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, state = super().train_step(state, data)
+            return logs, tuple(map(tuple, state))
+
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = Tuples([keras.Input((6,)), layers.Dense(3)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == 6
