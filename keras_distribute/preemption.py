@@ -96,14 +96,14 @@ class Watch:
         self._all_know = False
         self._received: float | None = None
         self._saved = self._done = False
-        self._stopped = threading.Event()
+        self._stopped = False
         self._previous: Any = None
         self._has_signal = False
         self._step_seconds = self._save_seconds = 0.0
 
     def start(self) -> None:
         """Begins to wait; for a signal only in the main thread, as Python wants it."""
-        self._stopped.clear()
+        self._stopped = False
         if self.config.termination_watcher_fn is not None:
             threading.Thread(target=self._poll, name="keras_distribute preemption", daemon=True).start()
         elif threading.current_thread() is threading.main_thread():
@@ -123,7 +123,7 @@ class Watch:
 
     def stop(self) -> None:
         """Ends the waiting. A signal that nobody has reacted to does what it would have done."""
-        self._stopped.set()
+        self._stopped = True
         if self._has_signal and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
             self._has_signal = False
@@ -196,11 +196,11 @@ class Watch:
     def _poll(self) -> None:
         watcher = self.config.termination_watcher_fn
         assert watcher is not None
-        while not self._stopped.is_set():
+        while not self._stopped:
             if watcher():
                 self.notify()
                 return
-            self._stopped.wait(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 class PreemptionCheckpointHandler:
@@ -275,7 +275,7 @@ class PreemptionCheckpointHandler:
         manager._always[_RUNS] = lambda: self._runs
         self._watch = Watch(termination_config, lambda: manager.checkpoint.num_processes)
         self._watch.start()
-        weakref.finalize(self, self._watch.stop).atexit = False
+        weakref.finalize(self, self._watch.stop).atexit = False  # Takes no lock, and wants the main thread.
 
     @property
     def total_run_calls(self) -> int:

@@ -10,6 +10,7 @@ ROOMS = [
     "errors",
     "types",
     "timing",
+    "dropped",
     "_compat",
     "config",
     "mesh",

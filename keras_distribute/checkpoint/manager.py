@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from keras_distribute import dropped
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
@@ -330,7 +331,7 @@ class CheckpointManager:
                 return set(steps) if keeper is None else keeper._kept(steps)
 
             self._writer = self._storage.Writer(self._directory, kept, asynchronous=self._asynchronous)
-            weakref.finalize(self, self._writer.close).atexit = False  # The program's end has its own.
+            dropped.when_dropped(self, self._writer.close)
         return self._writer
 
     def _path(self, step: int) -> str:

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as futures
 
+from keras_distribute import dropped
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
@@ -227,6 +228,7 @@ _open_writers: set[Writer] = set()
 
 
 def _close_all() -> None:
+    dropped.settle()
     for writer in list(_open_writers):
         writer.close()
 
@@ -353,7 +355,8 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
 
 
 def steps_in(directory: str) -> list[int]:
-    """The steps whose checkpoints are complete, ascending."""
+    """The steps whose checkpoints are complete, ascending; also those of a manager that was dropped while it saved."""
+    dropped.settle()
     with _reading(directory):
         return sorted(ocp.utils.checkpoint_steps(directory)) if epath.Path(directory).is_dir() else []
 

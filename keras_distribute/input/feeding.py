@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import threading
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from keras_distribute import context, timing
+from keras_distribute import context, dropped, timing
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader
@@ -89,7 +90,7 @@ class Feed(Iterator[Any]):
     def seek(self, position: Position) -> None:
         """Goes on from `position` instead."""
         self.close()
-        reader = self._open()
+        reader = self._opened()
         reader.seek(position["at"])
         work = self._new_work(reader)
         work.pending = _unpacked(position.get("pending"), reader)
@@ -101,20 +102,23 @@ class Feed(Iterator[Any]):
         if self._work is not None:
             self._work.stop(wait=True)
 
+    def _opened(self) -> Reader:
+        dropped.settle()  # A pass that was dropped gives back first what it has read ahead.
+        return self._open()
+
     def _new_work(self, reader: Reader) -> _Work:
         """Dropping the feed closes it."""
         if self._dropped is not None:
             self._dropped.detach()
         self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
-        self._dropped = weakref.finalize(self, self._work.stop, wait=True)
-        self._dropped.atexit = False
+        self._dropped = dropped.when_dropped(self, functools.partial(self._work.stop, wait=True))
         return self._work
 
     def _started(self) -> _Work:
         with self._opening:
             work = self._work
             if work is None:
-                reader = self._open()
+                reader = self._opened()
                 reader.followed = self._followed
                 work = self._new_work(reader)
             work.start()

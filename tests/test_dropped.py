@@ -1,0 +1,98 @@
+"""What was dropped without being closed is ended, and never waits for itself."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from keras_distribute import dropped
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Owner:
+    pass
+
+
+def test_the_end_comes_in_another_thread():
+    ended = []
+    owner = Owner()
+    dropped.when_dropped(owner, lambda: ended.append(threading.current_thread().name))
+    dropped.settle()
+    assert ended == []
+    del owner
+    dropped.settle()
+    assert ended == ["keras_distribute dropped"]
+
+
+def test_it_can_be_called_off():
+    ended = []
+    owner = Owner()
+    dropped.when_dropped(owner, lambda: ended.append(1)).detach()
+    del owner
+    gc.collect()
+    dropped.settle()
+    assert ended == []
+
+
+def test_a_failure_is_shown_and_does_not_end_the_thread(monkeypatch):
+    shown, ended = [], []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(repr(error)))
+
+    def fail():
+        raise OSError("the disk is full")
+
+    first, second = Owner(), Owner()
+    dropped.when_dropped(first, fail)
+    dropped.when_dropped(second, lambda: ended.append(1))
+    del first, second
+    dropped.settle()
+    assert shown == ["OSError('the disk is full')"]
+    assert ended == [1]
+
+
+def test_an_end_may_settle():
+    ended = []
+    owner = Owner()
+    dropped.when_dropped(owner, lambda: (dropped.settle(), ended.append(1)))
+    del owner
+    dropped.settle()
+    assert ended == [1]
+
+
+def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_itself():
+    """A finalizer that joined a thread here would wait for a lock that its own thread holds."""
+    ended, joined = [], threading.Thread(target=lambda: None)
+    joined.start()
+    owner = Owner()
+    owner.itself = owner
+    dropped.when_dropped(owner, lambda: (joined.join(), ended.append(1)))
+    del owner
+    with threading._shutdown_locks_lock if hasattr(threading, "_shutdown_locks_lock") else threading.Lock():
+        gc.collect()
+        assert ended == []
+    dropped.settle()
+    assert ended == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="This system has no fork.")
+def test_a_forked_process_has_its_own_thread():
+    program = """
+    import os
+    from keras_distribute import dropped
+    class Owner: pass
+    owner = Owner(); dropped.when_dropped(owner, int); del owner; dropped.settle()
+    if os.fork() == 0:
+        ended = []
+        owner = Owner(); dropped.when_dropped(owner, lambda: ended.append(1)); del owner; dropped.settle()
+        os._exit(0 if ended == [1] else 5)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100
+    )
+    assert result.stdout.split() == ["0"], result.stderr
