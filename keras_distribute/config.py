@@ -21,14 +21,15 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _pool_size: int | None = None  # threads of XLA's CPU pool where we could choose it, else None
 
 
-_prefetch_steps = 2
+_prefetch_steps: int | None = None
 
 
 def set_prefetch_steps(num_steps: int) -> None:
     """How many batches `fit`, `evaluate` and `predict` have ready on the devices ahead of the step that runs.
 
     Args:
-        num_steps: At least 0; 0 reads each batch when its step is due, in the thread that called `fit`. 2 at first.
+        num_steps: At least 0; 0 reads each batch when its step is due, in the thread that called `fit`. By default 2,
+            and 0 for arrays in memory that are not shuffled where the devices are CPUs: there is nothing to wait for.
 
     Raises:
         ValueStructureError: For a negative number, or none.
@@ -47,9 +48,9 @@ def set_prefetch_steps(num_steps: int) -> None:
     _prefetch_steps = num_steps
 
 
-def prefetch_steps() -> int:
-    """The number given to `set_prefetch_steps`."""
-    return _prefetch_steps
+def prefetch_steps(default: int = 2) -> int:
+    """The number given to `set_prefetch_steps`, or `default`."""
+    return default if _prefetch_steps is None else _prefetch_steps
 
 
 def set_cpu_devices(num_devices: int) -> None:

@@ -20,7 +20,7 @@ _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def when_dropped(owner: object, end: _Ending) -> weakref.finalize[[_Ending], Any]:
+def when_dropped(owner: object, end: _Ending) -> weakref.finalize[..., Any]:
     """Calls `end` soon after `owner` has gone, in another thread; not at the end of the program.
 
     Args:
@@ -61,6 +61,6 @@ def _run() -> None:
         end = _handed_over.get()
         try:
             end()
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
         del end

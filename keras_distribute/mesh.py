@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from keras_distribute._compat import jax_internals
 from keras_distribute.errors import DeviceError
 
 REPLICA_AXIS = "replica"
@@ -33,11 +34,11 @@ class ReplicaMesh:
         """A mesh over `devices`, one replica each, in their order."""
         return ReplicaMesh(Mesh(np.asarray(devices, dtype=object), (REPLICA_AXIS,), axis_types=(AxisType.Auto,)))
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         return self.mesh.shape[REPLICA_AXIS]
 
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
         return tuple(self.mesh.devices.flat)
 
@@ -46,7 +47,7 @@ class ReplicaMesh:
         """The processes that the devices belong to, in replica order."""
         return tuple(dict.fromkeys(device.process_index for device in self.devices))
 
-    @property
+    @functools.cached_property
     def num_processes(self) -> int:
         """How many processes share the replicas."""
         return len(self.processes)
@@ -88,19 +89,21 @@ class ReplicaMesh:
         Args:
             rows: An array whose axis 0 is the rows of this process's replicas.
         """
-        if self.num_processes == 1:
+        if self.num_processes == 1 and isinstance(rows, jax.Array):
             return jax.device_put(rows, self.split)
-        each = rows.shape[0] // len(self.local_devices)
-        shards = [jax.device_put(rows[i * each : (i + 1) * each], d) for i, d in enumerate(self.local_devices)]
-        shape = (each * self.num_replicas, *rows.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+        host = np.asarray(rows)
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype.newbyteorder("=")), copy=False)
+        each = host.shape[0] // len(self.local_devices)
+        pieces = [host[i * each : (i + 1) * each] for i in range(len(self.local_devices))]
+        shape = (each * self.num_replicas, *host.shape[1:])
+        return jax_internals.array_of_pieces(shape, self.split, pieces, self.local_devices)
 
-    @property
+    @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The whole array on every replica."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    @property
+    @functools.cached_property
     def split(self) -> NamedSharding:
         """Axis 0 split over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))

@@ -3,6 +3,8 @@
 - `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
   with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the
   training begins; one with an attribute `_keras_distribute_first` is moved to the front.
+- `CallbackList.on_train_batch_end` and its like: Keras hands the logs of each step to a thread, which waits for their
+  values, even where no callback is called with them. There the step is left alone. Goes when Keras does that.
 - `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
@@ -80,6 +82,21 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
             object.__setattr__(trainer, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
         original(self, logs)
 
+    def heard_only(kind: str) -> None:
+        name = f"on_{kind}_batch_end"
+        method = getattr(CallbackList, name)
+        batch_ends[name] = method
+
+        @functools.wraps(method)
+        def batch_end(self: Any, batch: int, logs: Any = None) -> None:
+            if any(_has_own(callback, name, "on_batch_end") for callback in self.callbacks):
+                method(self, batch, logs)
+
+        setattr(CallbackList, name, batch_end)
+
+    batch_ends: dict[str, Any] = {}
+    for kind in ("train", "test", "predict"):
+        heard_only(kind)
     get_state_tree = orbax_checkpoint._get_state_tree
 
     @functools.wraps(get_state_tree)
@@ -91,6 +108,8 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
 
     def undo() -> None:
         CallbackList.on_train_begin, CallbackList.__init__ = original, initialize
+        for name, method in batch_ends.items():
+            setattr(CallbackList, name, method)
         orbax_checkpoint._get_state_tree = get_state_tree
 
     return undo
@@ -102,13 +121,17 @@ def see_steps(trainer: Any) -> bool:
 
 
 def _sees_steps(callback: Any) -> bool:
-    names = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-    own = any(
-        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) or name in vars(callback)
-        for name in names
-    )
+    own = _has_own(callback, "on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
     by_epoch = type(callback) in _BY_EPOCH and getattr(callback, _BY_EPOCH[type(callback)]) == "epoch"
     return own and not by_epoch and not isinstance(callback, ProgbarLogger) and not hasattr(callback, FIRST)
+
+
+def _has_own(callback: Any, *names: str) -> bool:
+    """Whether a callback has a method of its own of one of these names."""
+    return any(
+        getattr(type(callback), name, None) is not getattr(keras.callbacks.Callback, name) or name in vars(callback)
+        for name in names
+    )
 
 
 def _on_one_device(value: Any) -> Any:

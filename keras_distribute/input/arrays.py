@@ -105,6 +105,10 @@ class ArraySource(Source):
         self._batch_size, self._drop = batch_size, drop_remainder
 
     @property
+    def is_at_hand(self) -> bool:
+        return not self.shuffle
+
+    @property
     def num_batches(self) -> int:
         return self.rows // self._batch_size if self._drop else -(-self.rows // self._batch_size)
 

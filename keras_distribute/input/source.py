@@ -102,6 +102,11 @@ class Source:
     kind = "data"
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether a batch is there at once, as a slice of what is in memory."""
+        return False
+
+    @property
     def num_batches(self) -> int | None:
         """The batches of one pass; `None` where unknown or without end."""
         return None

@@ -17,7 +17,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
-from keras_distribute.training.packing import Carried, Packed, Packing, State
+from keras_distribute.training.packing import Carried, Packing, State
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
@@ -99,15 +99,18 @@ class CompiledStep:
         return self._scans[key]
 
     def _taken(self, state: State) -> Any:
-        if isinstance(state[0], Carried):
-            return state[0].packed
-        return state if self._packing is None else self._packing.pack_now(state)
+        return state[0].value if state and isinstance(state[0], Carried) else self._of_groups(state)
 
     def _given(self, carried: Any, groups: int) -> State:
-        if isinstance(carried, Packed):
-            assert self._packing is not None
-            return Carried(carried, self._packing), *[()] * (groups - 1)
-        return carried
+        return Carried(carried, self._to_groups), *[()] * (groups - 1)
+
+    def _of_groups(self, state: State) -> Any:
+        """What the program takes, from Keras's groups of values."""
+        return state if self._packing is None else self._packing.pack_now(state)
+
+    def _to_groups(self, carried: Any) -> State:
+        """The reverse."""
+        return carried if self._packing is None else self._packing.unpack_now(carried)
 
 
 def _alike(group: Sequence[batches.Placed]) -> bool:

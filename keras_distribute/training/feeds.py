@@ -105,7 +105,7 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, f
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
     """
-    open_reader, whole, ahead = _reading(adapter)
+    open_reader, whole, ahead = _reading(adapter, mesh.devices[0].platform == "cpu")
     several = mesh.num_processes > 1
 
     def placed(batch: Batch) -> batches.Placed:
@@ -133,12 +133,15 @@ def claim(adapter: Any) -> None:
     _reading(adapter)
 
 
-def _reading(adapter: Any) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
+def _reading(adapter: Any, on_cpu: bool = True) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
     """What opens a pass, what makes of a batch what the step takes, and how many to have ready."""
     if isinstance(adapter, DatasetAdapter):
         layout = adapter.dataset.layout
         return layout.open, layout.whole, adapter.dataset.options.experimental_per_replica_buffer_size
-    return _source(adapter).open, _data, config.prefetch_steps()
+    source = _source(adapter)
+    # A thread that slices arrays and hands them over takes more of the steps' cores than it saves.
+    ahead = config.prefetch_steps(0) if on_cpu and source.is_at_hand else config.prefetch_steps()
+    return source.open, _data, ahead
 
 
 def _with_rows(data: Any) -> Any:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax import numpy as jnp
-
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import forward, packing
+from keras_distribute.training import forward, local, packing
 from keras_distribute.training.packing import Packed, Packing, Place, State
 
 _WEIGHTS, _OTHERS, _SLOTS, _METRICS = range(4)
@@ -59,7 +57,7 @@ class FlatStep:
             divided,
             places,
         )
-        self._local = compat.treats_rows_alone(trainer) and not compat.draws_at_random(trainer)
+        self._local = local.is_possible(trainer, strategy)
 
     @staticmethod
     def of(trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]) -> FlatStep | None:
@@ -91,20 +89,13 @@ class FlatStep:
 
     def _gradients(self, weights: list[Any], state: State, data: Any) -> Any:
         """The logs, the gradients of the carried weights, and the new values of the other groups."""
-        trainer, strategy = self._trainer, self._strategy
-        others, metrics = state[_OTHERS], state[_METRICS]
-        own = None
-        if self._local and 1 < context.frame().groups == strategy.num_replicas_in_sync:
-            x = compat.unpack_x_y_sample_weight(data)[0]
-            own = forward.per_replica(trainer, strategy, self._restored, weights, others, x)
-        if own is None:
-            run = forward.over_all(trainer, self._restored)
-            return forward.loss_and_gradients(trainer, run, self._restored, weights, weights, others, metrics, data)
-        copies = forward.copies(weights, strategy)
-        logs, grads, others, metrics = forward.loss_and_gradients(
-            trainer, own, self._restored, weights, copies, others, metrics, data
-        )
-        return logs, [jnp.sum(grad, 0) for grad in grads], others, metrics
+        trainer, others, metrics = self._trainer, state[_OTHERS], state[_METRICS]
+        if self._local:
+            result = local.gradients(trainer, self._strategy, self._restored, weights, others, metrics, data)
+            if result is not None:
+                return result
+        run = forward.over_all(trainer, self._restored)
+        return forward.loss_and_gradients(trainer, run, self._restored, weights, weights, others, metrics, data)
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""

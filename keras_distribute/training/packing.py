@@ -162,21 +162,21 @@ class Packing:
 
 
 class Carried:
-    """A packed state, in the place of Keras's groups of values.
+    """A state between two steps, in the place of Keras's groups of values, which Keras would look through each time.
 
     Args:
-        packed: The state.
-        packing: How it is packed.
+        value: The state as the program takes it.
+        restore: Makes Keras's groups of it.
     """
 
-    def __init__(self, packed: Packed, packing: Packing) -> None:
-        self.packed, self._packing = packed, packing
+    def __init__(self, value: Any, restore: Callable[[Any], State]) -> None:
+        self.value, self._restore = value, restore
 
     def groups(self) -> State | None:
         """Keras's groups of values; `None` where a step that failed has used them up."""
-        if any(array.is_deleted() for array in jax.tree.leaves(self.packed)):
+        if any(array.is_deleted() for array in jax.tree.leaves(self.value)):
             return None
-        return self._packing.unpack_now(self.packed)
+        return self._restore(self.value)
 
 
 def form_of(state: Sequence[Sequence[Any]]) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:

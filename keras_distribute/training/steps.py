@@ -22,7 +22,7 @@ from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
-from keras_distribute.training import accumulation, batches, feeds, sharding
+from keras_distribute.training import accumulation, batches, feeds, local, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
 from keras_distribute.training.grouping import GroupSize
@@ -147,6 +147,7 @@ class TrainerSeams:
         if flat is not None:
             packing, carried_step = flat.packing, flat
         else:
+            step = local.of(trainer, strategy, step) if kind == "train" else step
             packing = Packing(form, strategy.replica_mesh, single=places)
             carried_step = packing.around(step) if packing else step
         # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
@@ -186,10 +187,10 @@ class _AccumulatingStep(CompiledStep):
         ]
         super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings=shardings)
 
-    def _taken(self, state: State) -> Any:
+    def _of_groups(self, state: State) -> Any:
         return accumulation.unwrapped(state, self._indices, self._spread)
 
-    def _given(self, carried: Any, groups: int) -> State:
+    def _to_groups(self, carried: Any) -> State:
         return accumulation.wrapped(carried, self._indices)
 
 

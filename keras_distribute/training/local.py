@@ -1,0 +1,75 @@
+"""The training step whose gradients are each replica's own until they are summed.
+
+In a step over the global batch XLA sums a gradient where the product that yields it is computed, and what follows the
+product, often a transposition, cannot become a part of it any more. Where each replica computes the gradient of its own
+rows as one device would, and the results are summed, the step is as fast as a loop by hand.
+
+This needs a forward pass that treats each row by itself (`forward.py`), and no random numbers: those of a global step
+are one device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from keras_distribute import context
+from keras_distribute._compat import rows as compat
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.training import forward
+from keras_distribute.training.compiled import Step
+from keras_distribute.training.forward import Restore
+
+
+def is_possible(trainer: Any, strategy: Strategy) -> bool:
+    """Whether the parts of the replicas make up the forward pass, as far as the model alone can tell."""
+    several = strategy.num_replicas_in_sync > 1
+    return several and compat.treats_rows_alone(trainer) and not compat.draws_at_random(trainer)
+
+
+def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
+    """Keras's training step on local gradients; `global_step`, which may be the user's own, where that cannot be."""
+    if compat.has_own_step(trainer) or not is_possible(trainer, strategy):
+        return global_step
+
+    def step(state: Any, data: Any) -> Any:
+        trained, others, slots, metrics = state
+        result = gradients(trainer, strategy, list, trained, others, metrics, data)
+        if result is None:
+            return global_step(state, data)
+        logs, grads, others, metrics = result
+        trained, slots = trainer.optimizer.stateless_apply(slots, grads, trained)
+        return logs, (trained, others, slots, metrics)
+
+    return step
+
+
+def gradients(
+    trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: Any, metrics: Any, data: Any
+) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
+    """What `forward.loss_and_gradients` returns, the gradients being sums of the replicas' own.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        restore: From weights as they are carried to the values of the trainable variables.
+        weights: As they are carried.
+        others: The values of the other variables.
+        metrics: Those of the metrics.
+        data: The global batch.
+
+    Returns:
+        `None` where the rows do not divide, or the parts do not make up the whole.
+    """
+    if context.frame().groups != strategy.num_replicas_in_sync:
+        return None
+    x = compat.unpack_x_y_sample_weight(data)[0]
+    own = forward.per_replica(trainer, strategy, restore, weights, others, x)
+    if own is None:
+        return None
+    copies = forward.copies(weights, strategy)
+    logs, grads, others, metrics = forward.loss_and_gradients(
+        trainer, own, restore, weights, copies, others, metrics, data
+    )
+    return logs, [jnp.sum(grad, 0) for grad in grads], others, metrics

@@ -1,0 +1,182 @@
+"""A training step sums the gradients of the replicas' own rows, where the model allows; and what a step costs outside."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+from keras_distribute.training import compiled, local
+
+pytestmark = pytest.mark.timeout(200)
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(24, 12).astype("float32"), RNG.randint(0, 3, 24)
+
+
+class Own(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, 0)
+
+
+INSIDE = {
+    "dense": lambda: layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+    "batch normalization": layers.BatchNormalization,
+    "dropout": lambda: layers.Dropout(0.3),
+    "a layer of one's own": Own,
+}
+
+
+def built(replicas: int, inside: str = "dense", **more: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(16), INSIDE[inside](), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), loss, **more)
+    return model
+
+
+def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
+    """The text of the program that `fit` runs."""
+    texts: list[str] = []
+    original = compiled.CompiledStep._one
+
+    def one(self: Any, carried: Any, placed: Any) -> Any:
+        texts.append(self.program.lower(carried, *placed).as_text())
+        texts.append(self.program.lower(carried, *placed).compile().as_text())
+        return original(self, carried, placed)
+
+    monkeypatch.setattr(compiled.CompiledStep, "_one", one)
+    model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_gradients_are_summed_in_the_shape_of_their_weights(replicas: int, monkeypatch: Any) -> None:
+    text = programs_of(built(replicas), monkeypatch)
+    reduced = re.findall(r"= \((.*)\) all-reduce(?:-start)?\(", text) + re.findall(r"= (f32\S*) all-reduce\(", text)
+    shapes = re.findall(r"f32\[([\d,]*)\]", " ".join(reduced))
+    assert {"12,16", "16,16", "16,3"} <= {shape.removeprefix("1,") for shape in shapes}
+    assert not {"16,12", "3,16"} & {shape.removeprefix("1,") for shape in shapes}
+    assert "xla.sdy.manual_computation" in text or "sdy.manual_computation" in text or "shard_map" in text
+
+
+@pytest.mark.parametrize(
+    ("inside", "is_local"),
+    [("dense", True), ("batch normalization", True), ("dropout", False), ("a layer of one's own", False)],
+)
+def test_which_models_allow_it(inside: str, is_local: bool) -> None:
+    model = built(4, inside)
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert local.is_possible(model, strategy) is is_local
+    assert not local.is_possible(model, kd.MirroredStrategy(["cpu:0"]))
+    step = object()
+    assert (local.of(model, strategy, step) is step) is not is_local
+
+
+@pytest.mark.parametrize("rows", [24, 21])
+def test_the_numbers_of_one_replica(rows: int) -> None:
+    """With rows that divide, and with a last batch that does not."""
+    found = []
+    for replicas in (1, 2, 4):
+        model = built(replicas, metrics=["accuracy"])
+        weight = np.linspace(0.0, 2.0, rows)
+        history = model.fit(X[:rows], Y[:rows], sample_weight=weight, batch_size=8, epochs=2, verbose=0).history
+        found.append([*history.values(), *(v.numpy() for v in model.variables)])
+    for other in found[1:]:
+        for expected, actual in zip(found[0], other, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+# What a step costs outside of its program. ---------------------------------------------------------------------------
+
+
+class Steps(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((batch, float(logs["loss"])))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(batch)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(sorted(logs))
+
+
+def test_logs_go_only_to_callbacks_that_want_them(monkeypatch: Any) -> None:
+    from keras.src.callbacks.callback_list import CallbackList
+
+    handed: list[str] = []
+    original = CallbackList._async_dispatch
+    monkeypatch.setattr(
+        CallbackList, "_async_dispatch", lambda self, fn, *args: (handed.append(fn.__name__), original(self, fn, *args))
+    )
+    model = built(2)
+    model.fit(X, Y, batch_size=8, verbose=0, validation_data=(X, Y))
+    model.predict(X, batch_size=8, verbose=0)
+    assert handed == []
+    steps = Steps()
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[steps])
+    assert [batch for batch, _ in steps.seen] == [0, 1, 2]
+    model.evaluate(X, Y, batch_size=8, verbose=0, callbacks=[steps])
+    assert steps.seen[3:] == [0, 1, 2]
+    model.predict(X, batch_size=8, verbose=0, callbacks=[steps])
+    assert steps.seen[6:] == [["outputs"]] * 3
+
+
+def test_the_progress_bar_is_served(capsys: Any) -> None:
+    built(2).fit(X, Y, batch_size=8, verbose=1)
+    assert "3/3" in capsys.readouterr().out
+
+
+def test_a_callback_given_its_method_afterwards_is_called() -> None:
+    callback, seen = keras.callbacks.Callback(), []
+    callback.on_train_batch_end = lambda batch, logs=None: seen.append(batch)
+    built(2).fit(X, Y, batch_size=8, verbose=0, callbacks=[callback])
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "float16", "bool", ">f4", "uint8"])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_pieces_arrive_as_jax_would_put_them(dtype: str, replicas: int) -> None:
+    mesh = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).replica_mesh
+    rows = (RNG.rand(8, 3) * 5).astype(dtype)
+    placed = mesh.put_split(rows)
+    expected = jax.device_put(rows.astype(rows.dtype.newbyteorder("=")), mesh.split)
+    assert (placed.dtype, placed.shape, placed.sharding) == (expected.dtype, expected.shape, expected.sharding)
+    np.testing.assert_array_equal(placed, expected)
+    assert [shard.device for shard in placed.addressable_shards] == list(mesh.devices)
+
+
+def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None:
+    import threading
+
+    from keras_distribute.training import batches
+
+    threads: list[str] = []
+    original = batches.place
+
+    def place(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return original(*args, **options)
+
+    monkeypatch.setattr(batches, "place", place)
+    model = built(2)
+
+    def readers(shuffle: bool) -> set[str]:
+        threads.clear()
+        model.fit(X, Y, batch_size=8, verbose=0, shuffle=shuffle)
+        return {name for name in threads if "input" in name}
+
+    assert readers(shuffle=False) == set()
+    assert readers(shuffle=True)
+    monkeypatch.setattr(kd.config, "_prefetch_steps", 3)
+    assert readers(shuffle=False)
