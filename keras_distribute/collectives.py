@@ -40,6 +40,23 @@ def reduce_locals(
     return ops.batch_reduce(reduce_op, pairs, options)
 
 
+def sum_gradients(ops: CrossDeviceOps, gradients: Sequence[Any], dtype: str | None) -> list[jax.Array]:
+    """The sums over the replicas of this replica's gradients, inside a program, each of its own dtype.
+
+    Args:
+        ops: How to reduce.
+        gradients: This replica's.
+        dtype: Travels in place of a wider float; `None`: as they are.
+    """
+    sums = reduce_locals(ops, ReduceOp.SUM, [_narrowed(jnp.asarray(g), dtype) for g in gradients])
+    return [total.astype(gradient.dtype) for total, gradient in zip(sums, gradients, strict=True)]
+
+
+def _narrowed(value: jax.Array, dtype: str | None) -> jax.Array:
+    wider = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 2
+    return value.astype(dtype) if dtype is not None and wider else value
+
+
 def all_gather_local(value: Any, axis: int) -> jax.Array:
     """The replicas' values joined along `axis`, inside a program."""
     value = jnp.asarray(value)

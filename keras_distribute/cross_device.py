@@ -125,7 +125,7 @@ class _Packed(CrossDeviceOps):
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
         value = widened(reduce_op, per_replica_value.local)
-        return _scaled(reduce_op, self._sum(value), per_replica_value.local)
+        return _scaled(reduce_op, self._sums([value])[0], per_replica_value.local)
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: Any
@@ -133,9 +133,8 @@ class _Packed(CrossDeviceOps):
         values = [widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
         packs = _packs(values, self._num_packs, options.bytes_per_pack or self._bytes_per_pack)
         results: list[Any] = [None] * len(values)
-        for pack in packs:
-            flat = jnp.concatenate([jnp.ravel(values[i]) for i in pack]) if len(pack) > 1 else values[pack[0]]
-            total = self._sum(flat)
+        joined = [jnp.concatenate([jnp.ravel(values[i]) for i in p]) if len(p) > 1 else values[p[0]] for p in packs]
+        for pack, total in zip(packs, self._sums(joined), strict=True):
             offset = 0
             for i in pack:
                 size = values[i].size
@@ -144,8 +143,8 @@ class _Packed(CrossDeviceOps):
                 offset += size
         return results
 
-    def _sum(self, value: Any) -> jax.Array:
-        return lax.psum(value, REPLICA_AXIS)
+    def _sums(self, values: list[Any]) -> list[jax.Array]:
+        return lax.psum(values, REPLICA_AXIS) if values else []  # One operation, which XLA need not combine.
 
 
 class NcclAllReduce(_Packed):
@@ -171,6 +170,9 @@ class HierarchicalCopyAllReduce(_Packed):
         num_packs: As for `NcclAllReduce`.
         bytes_per_pack: Likewise.
     """
+
+    def _sums(self, values: list[Any]) -> list[jax.Array]:
+        return list(map(self._sum, values))
 
     def _sum(self, value: Any) -> jax.Array:
         replicas = lax.axis_size(REPLICA_AXIS)

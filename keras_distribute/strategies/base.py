@@ -26,6 +26,8 @@ from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable
 
+_COMMUNICATION_DTYPES = ("bfloat16", "float16")
+
 
 class Strategy:
     """How a model is spread over devices. Use a subclass, such as `kd.MirroredStrategy`.
@@ -38,6 +40,7 @@ class Strategy:
         mesh: ReplicaMesh | None,
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
+        communication_dtype: str | None = None,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise StructureTypeError(
@@ -45,7 +48,14 @@ class Strategy:
                 received=f"{cross_device_ops!r}.",
                 fix="kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
             )
+        if communication_dtype not in (None, *_COMMUNICATION_DTYPES):
+            raise StructureTypeError(
+                "communication_dtype is a narrower float, in which gradients are summed over the replicas.",
+                received=f"{communication_dtype!r}.",
+                fix='"bfloat16", "float16", or None for the dtype that they have.',
+            )
         self._mesh = mesh
+        self.communication_dtype = communication_dtype
         self.shards_optimizer_state = shard_optimizer_state
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(self, cross_device_ops or collectives.NcclAllReduce(num_packs=0))

@@ -28,9 +28,14 @@ class MirroredStrategy(Strategy):
             moments, and updates that part of the weights. The numbers are the same; the slots take `1 / num_replicas`
             of the memory, but for those of weights without an axis that the number of replicas divides. For `fit`; in
             `run` each replica gathers the slots for the time of the step.
+        communication_dtype: `"bfloat16"` or `"float16"`: gradients are rounded to it, summed over the replicas in it,
+            and half as many bytes travel. `None`, the default, sums them as they are: then the numbers are those of one
+            device. In `fit` it has an effect where each replica computes the gradients of its own rows: for models of
+            built-in layers without random numbers, on batches whose rows divide.
 
     Raises:
         DeviceError: For devices that do not exist, are named twice, or are of different kinds.
+        StructureTypeError: For another `communication_dtype`.
 
     Example:
         >>> import keras, numpy as np, keras_distribute as kd
@@ -47,8 +52,9 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
+        communication_dtype: str | None = None,
     ) -> None:
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))
-        super().__init__(ReplicaMesh.of(found), cross_device_ops, shard_optimizer_state)
+        super().__init__(ReplicaMesh.of(found), cross_device_ops, shard_optimizer_state, communication_dtype)

@@ -88,11 +88,13 @@ def _local_step(trainer: Any, strategy: Strategy, indices: list[int], state: Any
     logs, grads, others, metrics = forward.loss_and_gradients(
         trainer, own, list, trained, weights, others, metrics, data
     )
-    trained, slots = _apply(trainer.optimizer, indices, trained, slots, grads)
+    trained, slots = _apply(trainer.optimizer, strategy, indices, trained, slots, grads)
     return logs, (trained, others, slots, metrics)
 
 
-def _apply(optimizer: Any, indices: list[int], trained: list[Any], slots: list[Any], grads: list[Any]) -> Any:
+def _apply(
+    optimizer: Any, strategy: Strategy, indices: list[int], trained: list[Any], slots: list[Any], grads: list[Any]
+) -> Any:
     """The optimizer's step on the summed accumulators where it updates; elsewhere it discards what it gets."""
     accumulation = compat_optimizer.accumulation(optimizer)
     assert accumulation is not None
@@ -106,7 +108,7 @@ def _apply(optimizer: Any, indices: list[int], trained: list[Any], slots: list[A
     shapes = [total.shape[1:] for total in totals]
     summed = lax.cond(
         updates,
-        lambda: [jnp.sum(total, 0) for total in totals],
+        lambda: forward.summed(totals, strategy),
         lambda: [jnp.zeros(shape, total.dtype) for shape, total in zip(shapes, totals, strict=True)],
     )
     slots = list(slots)

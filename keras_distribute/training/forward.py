@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from keras_distribute import context, replication
+from keras_distribute import collectives, context, replication
 from keras_distribute._compat import rows as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.mesh import REPLICA_AXIS
@@ -121,6 +121,17 @@ def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
     """A copy of each weight for each replica, on it."""
     replicas, split = strategy.num_replicas_in_sync, strategy.replica_mesh.split
     return [lax.with_sharding_constraint(jnp.broadcast_to(w, (replicas, *w.shape)), split) for w in weights]
+
+
+def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
+    """The sums over the replicas of gradients with respect to copies, on every replica."""
+    ops, dtype = strategy.extended.cross_device_ops, strategy.communication_dtype
+
+    def sum_of_all(copies: list[Any]) -> list[Any]:
+        return collectives.sum_gradients(ops, [copy[0] for copy in copies], dtype)
+
+    mesh = strategy.replica_mesh.mesh
+    return jax.shard_map(sum_of_all, mesh=mesh, in_specs=(_SPLIT,), out_specs=_SAME, check_vma=False)(gradients)
 
 
 def loss_and_gradients(

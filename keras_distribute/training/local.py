@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from keras_distribute import context
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
@@ -72,4 +70,4 @@ def gradients(
     logs, grads, others, metrics = forward.loss_and_gradients(
         trainer, own, restore, weights, copies, others, metrics, data
     )
-    return logs, [jnp.sum(grad, 0) for grad in grads], others, metrics
+    return logs, forward.summed(grads, strategy), others, metrics

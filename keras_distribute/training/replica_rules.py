@@ -29,7 +29,6 @@ from keras_distribute._compat.variables import StatelessScope
 from keras_distribute.context import Frame, Mode
 from keras_distribute.cross_device import of_this_replica
 from keras_distribute.mesh import REPLICA_AXIS
-from keras_distribute.types import ReduceOp
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -145,8 +144,9 @@ def _summed(grads: list[Any]) -> list[Any]:
     return result
 
 
-def _sum(values: list[Any]) -> list[Any]:
-    return collectives.reduce_locals(context.get_strategy().extended.cross_device_ops, ReduceOp.SUM, values)
+def _sum(gradients: list[Any]) -> list[Any]:
+    strategy = context.get_strategy()
+    return collectives.sum_gradients(strategy.extended.cross_device_ops, gradients, strategy.communication_dtype)
 
 
 def _apply_scaled(optimizer: Any, grads: list[Any], targets: list[Any]) -> None:

@@ -180,3 +180,58 @@ def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None
     assert readers(shuffle=True)
     monkeypatch.setattr(kd.config, "_prefetch_steps", 3)
     assert readers(shuffle=False)
+
+
+# Fewer bytes. --------------------------------------------------------------------------------------------------------
+
+
+def linear(replicas: int, dtype: str | None, **options: Any) -> keras.Model:
+    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], communication_dtype=dtype)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(1, kernel_initializer="zeros", use_bias=False)])
+        model.compile(keras.optimizers.SGD(1.0, **options), "mse")
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_travel_in_the_chosen_dtype(steps: int, monkeypatch: Any) -> None:
+    accumulating = {"gradient_accumulation_steps": steps} if steps > 1 else {}
+    model = linear(4, "bfloat16", **accumulating)
+    text = programs_of(model, monkeypatch)
+    assert re.search(r"all_reduce.*?tensor<12x1xbf16>", text, re.DOTALL)
+    assert model.weights[0].dtype == "float32"
+    plain = programs_of(linear(4, None, **accumulating), monkeypatch)
+    assert "bf16" not in plain
+
+
+def test_the_sum_is_of_rounded_gradients() -> None:
+    y = RNG.randn(24).astype("float32")
+    exact, rounded = linear(2, None), linear(2, "bfloat16")
+    for model in (exact, rounded):
+        model.fit(X, y, batch_size=24, verbose=0)
+    apart = np.abs(exact.weights[0].numpy() - rounded.weights[0].numpy()).max() / np.abs(exact.weights[0].numpy()).max()
+    assert apart < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_run_as_well(dtype: str) -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"], communication_dtype=dtype)
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    third = np.float32(1 / 3)
+
+    def step() -> None:
+        optimizer.apply([jax.numpy.full(2, third)], [weight])
+
+    strategy.run(step)
+    sent = jax.numpy.asarray(third, dtype)
+    np.testing.assert_array_equal(weight.numpy(), -np.asarray(sent + sent, "float32").repeat(2))
+    assert weight.numpy()[0] != -2 * third
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", 16])
+def test_only_narrower_floats(dtype: Any) -> None:
+    with pytest.raises(kd.errors.StructureTypeError, match=r'(?s)communication_dtype.*Received.*"bfloat16", "float16"'):
+        kd.MirroredStrategy(["cpu:0"], communication_dtype=dtype)
