@@ -166,13 +166,18 @@ class _Program:
             mesh=strategy.replica_mesh.mesh,
             in_specs=(written_specs, [specs[i] for i in self.read], [spec(split) for split in call.split]),
             out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
+            axis_names={REPLICA_AXIS},
             check_vma=False,
         )
         compiler_options = options.experimental_xla_options if options is not None else None
         # Variables come back as they are stored, or the second call would compile again.
-        stored = [strategy.replica_mesh.split if local_split[i] else self.variables[i].sharding for i in self.written]
+        stored = [self.variables[i].sharding for i in self.written]
         self.compiled = jax.jit(
-            mapped, donate_argnums=0, out_shardings=(None, stored), compiler_options=compiler_options
+            mapped,
+            donate_argnums=0,
+            # What the compiler chooses to divide over logical devices would not be one component on each replica.
+            out_shardings=(strategy.replica_mesh.split if strategy.replica_mesh.logical_axes else None, stored),
+            compiler_options=compiler_options,
         )
 
     def __call__(self, arrays: list[Any]) -> Any:

@@ -14,6 +14,7 @@ ROOMS = [
     "config",
     "mesh",
     "cluster",
+    "tpu",
     "values",
     "context",
     "input",

@@ -103,6 +103,7 @@ def per_replica(
         mesh=strategy.replica_mesh.mesh,
         in_specs=(_SPLIT, _SAME, _SPLIT),
         out_specs=(_SPLIT, _SPLIT, _SAME, _SAME),
+        axis_names={REPLICA_AXIS},
         check_vma=False,
     )
 
@@ -118,9 +119,14 @@ def per_replica(
 
 
 def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
-    """A copy of each weight for each replica, on it."""
-    replicas, split = strategy.num_replicas_in_sync, strategy.replica_mesh.split
-    return [lax.with_sharding_constraint(jnp.broadcast_to(w, (replicas, *w.shape)), split) for w in weights]
+    """A copy of each weight for each replica, on it, divided over its logical devices as the weight is."""
+    replicas, mesh = strategy.num_replicas_in_sync, strategy.replica_mesh
+
+    def copied(weight: Any) -> Any:
+        sharding = mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim) if mesh.logical_axes else mesh.split
+        return lax.with_sharding_constraint(jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding)
+
+    return list(map(copied, weights))
 
 
 def loss_and_gradients(
