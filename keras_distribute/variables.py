@@ -329,7 +329,9 @@ class SyncOnReadVariable(DistributedVariable):
     @property
     def value_sharding(self) -> NamedSharding:
         mesh = self.replica_mesh
-        return NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes)) if any(self.logical_axes) else mesh.replicated
+        return (
+            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes)) if any(self.logical_axes) else mesh.replicated
+        )
 
     @property
     def components(self) -> PerReplica | None:
@@ -368,7 +370,11 @@ class SyncOnReadVariable(DistributedVariable):
     def _read_stored(self) -> Any:
         self._check_readable()
         before = _reading.before.get(id(self))
-        return before if before is not None else _aggregate(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
+        return (
+            before
+            if before is not None
+            else _aggregate(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
+        )
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):

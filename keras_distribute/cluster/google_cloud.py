@@ -147,7 +147,7 @@ class TPUClusterResolver(ClusterResolver):
                 raise ClusterError("A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU.")
             tpu = tpu[0]
         environment = (os.environ.get(name) for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME"))
-        hosts = os.environ.get("TPU_WORKER_HOSTNAMES")
+        hosts = hosts_of_environment()
         found = tpu or next((name for name in environment if name), None) or config.get("tpu_node_name")
         self._tpu: str = found or ("grpc://" + hosts if hosts else "")
         self._asks_machine = not self._tpu and tpu == ""
@@ -227,12 +227,17 @@ class TPUClusterResolver(ClusterResolver):
             hosts = _hosts_of_slice() if self._asks_machine and _has_tpu() else []
         else:
             hosts = self._endpoints()
-        if len(hosts) < 2:
+        slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1")) if hosts else 1
+        if len(hosts) * slices < 2:
             return Topology()
-        number = os.environ.get("TPU_WORKER_ID")
+        number = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
         if number is None:
             number = _metadata("instance/attributes/agent-worker-number")
-        return Topology(int(number), len(hosts), f"{hosts[0].rsplit(':', 1)[0]}:{_COORDINATOR_PORT}")
+        first, before = hosts[0].rsplit(":", 1)[0], 0
+        if slices > 1:  # Google's runtime numbers the slices, and all of them know the first one's address.
+            first = os.environ["MEGASCALE_COORDINATOR_ADDRESS"].split(":")[0]
+            before = int(os.environ["MEGASCALE_SLICE_ID"]) * len(hosts)
+        return Topology(before + int(number), len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -267,6 +272,15 @@ def _service(api: str, credentials: Any, url: str | None = None) -> Any:
     return discovery.build(api, "v1", credentials=own, cache_discovery=False, **options)
 
 
+def hosts_of_environment() -> str:
+    """The hosts that `TPU_WORKER_HOSTNAMES` names, separated by commas; `""` for none.
+
+    libtpu puts a warning there on a machine without a TPU, which the programs that are started from there inherit.
+    """
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return "" if " " in hosts else hosts
+
+
 def _has_tpu() -> bool:
     return any(glob.glob(pattern) for pattern in _CHIPS)
 
@@ -274,7 +288,7 @@ def _has_tpu() -> bool:
 def _hosts_of_slice() -> list[str]:
     """The hosts of the slice that this TPU virtual machine belongs to; none where no metadata server knows any.
 
-    The server's list has an entry `name:name:address` for each.
+    The server's list has an address or `name:id:address` for each.
     """
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # Set where there is no such server, as in some notebooks.
         return []
@@ -282,7 +296,7 @@ def _hosts_of_slice() -> list[str]:
         entries = _metadata("instance/attributes/worker-network-endpoints").split(",")
     except ClusterError:
         return []
-    return [f"{entry.split(':')[2]}:{_TPU_PORT}" for entry in entries if entry.count(":") >= 2]
+    return [f"{entry.rsplit(':', 1)[-1]}:{_TPU_PORT}" for entry in entries]
 
 
 def _metadata(path: str) -> str:

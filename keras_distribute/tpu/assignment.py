@@ -231,7 +231,8 @@ def _rings(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[list[tuple[int
     x, y, z, cores = shape
     inner = [(*chip, core) for chip in ring(x, y, z) for core in range(cores)]
     return [
-        [(a * x + i, b * y + j, c * z + k, core) for i, j, k, core in inner] for a, b, c in ring(grid[0], grid[1], grid[2])
+        [(a * x + i, b * y + j, c * z + k, core) for i, j, k, core in inner]
+        for a, b, c in ring(grid[0], grid[1], grid[2])
     ]
 
 

@@ -67,9 +67,7 @@ class FlatStep:
         weights = state[_WEIGHTS]
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [
-            i
-            for i, w in enumerate(weights)
-            if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
+            i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
         ]
         if len(small) < packing.MANY or compat.has_own_step(trainer):
             return None

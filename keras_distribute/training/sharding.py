@@ -36,6 +36,5 @@ def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
 def of_state(groups: Sequence[Sequence[Any]], mesh: ReplicaMesh) -> State:
     """Where the values of the groups are."""
     return tuple(
-        [v.value_sharding if isinstance(v, DistributedVariable) else mesh.replicated for v in group]
-        for group in groups
+        [v.value_sharding if isinstance(v, DistributedVariable) else mesh.replicated for v in group] for group in groups
     )
