@@ -41,10 +41,9 @@ from keras_distribute.errors import (
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, on_host
 from keras_distribute.mesh import components as mesh_components
 from keras_distribute.mesh import copies as mesh_copies
-from keras_distribute.mesh import on_host
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
@@ -275,7 +274,13 @@ class MirroredVariable(DistributedVariable):
         self._value = value
 
     def _read_stored(self) -> Any:
-        return self._value
+        before = _reading.before.get(id(self))
+        return before if before is not None else self._value
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        value = self.value
+        spread = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        return np.asarray(on_host(value) if spread else value, dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         return scoped
@@ -447,9 +452,10 @@ _reading = _Reading()
 @contextlib.contextmanager
 def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
     """Reads the components of `variables` now, with all processes; in the `with` block each can read on its own."""
+    divided = (v for v in variables if isinstance(v, MirroredVariable) and any(v.logical_axes))
     readable = (v for v in variables if isinstance(v, SyncOnReadVariable) and v.aggregation != "none")
     before = _reading.before
-    values = {id(v): np.asarray(v._read_stored()) for v in readable if v.stored is not None}
+    values = {id(v): on_host(v._read_stored()) for v in (*readable, *divided) if v.stored is not None}
     _reading.before = {key: jnp.asarray(value) for key, value in values.items()}
     try:
         yield
