@@ -7,17 +7,19 @@ holds for both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute.errors import DeviceError
 
@@ -157,6 +159,42 @@ class ReplicaMesh:
         shards = [jax.device_put(part, d) for i, part in enumerate(parts) for d in devices[i * each : (i + 1) * each]]
         shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+
+    @property
+    def inside(self) -> AbstractMesh | Mesh:
+        """The mesh as the program of one replica sees it, in which the other replicas are out of reach."""
+        if self.num_replicas == 1:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the tracing of a program of one replica: what is inside of its loops and calls notes the mesh."""
+        inside = self.inside if self.logical_axes else None
+        return jax.sharding.use_abstract_mesh(inside) if isinstance(inside, AbstractMesh) else contextlib.nullcontext()
+
+    def over_replicas(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The program of one replica as one over all: manual over the replicas, automatic over their logical devices.
+
+        Args:
+            body: Takes and returns parts of arrays, as under `jax.shard_map`.
+            in_specs: As of `jax.shard_map`.
+            out_specs: Likewise.
+        """
+        if self.num_replicas > 1 or not self.logical_axes:
+            return jax.shard_map(
+                body,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names={REPLICA_AXIS},
+                check_vma=False,
+            )
+
+        def alone(*arguments: Any) -> Any:  # XLA has no collectives of one device beside automatic axes.
+            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(jnp.zeros(1))
+            return jax.tree.map(lambda result: result[0], results)
+
+        return alone
 
     @property
     def replicated(self) -> NamedSharding:

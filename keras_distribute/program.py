@@ -99,7 +99,8 @@ def run(
     program = programs.get(key)
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
-        trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        with strategy.replica_mesh.tracing():
+            trace, variables = tracing.traced(strategy, function, call, mode, guess)
         check_same_values(variables)
         program = programs[key] = _Program(strategy, trace, call, variables, options)
         if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, Static) for leaf in call.leaves):
@@ -161,13 +162,10 @@ class _Program:
 
         specs = [spec(split) for split in local_split]
         written_specs = [specs[i] for i in self.written]
-        mapped = jax.shard_map(
+        mapped = strategy.replica_mesh.over_replicas(
             body,
-            mesh=strategy.replica_mesh.mesh,
             in_specs=(written_specs, [specs[i] for i in self.read], [spec(split) for split in call.split]),
             out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
-            axis_names={REPLICA_AXIS},
-            check_vma=False,
         )
         compiler_options = options.experimental_xla_options if options is not None else None
         # Variables come back as they are stored, or the second call would compile again.

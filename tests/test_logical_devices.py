@@ -223,7 +223,7 @@ def test_values_outside_of_programs_are_put_on_the_devices() -> None:
         (lambda s: s.experimental_assign_to_logical_device(np.ones(2), 2), ValueError, "logical devices 0 to 1"),
         (lambda s: s.experimental_assign_to_logical_device(np.ones(2), -1), ValueError, "logical_device_id=-1"),
         (lambda s: s.experimental_replicate_to_logical_devices(keras.Input((2,))), TypeError, "keras.layers.Lambda"),
-        (lambda s: s.experimental_replicate_to_logical_devices(s.run(lambda: 1.0)), TypeError, "in a replica"),
+        (lambda s: s.experimental_replicate_to_logical_devices(s.run(lambda: np.ones(1))), TypeError, "in a replica"),
     ],
 )
 def test_refusals(ask: Any, error: type[Exception], message: str) -> None:

@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import keras
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat import layers as compat
@@ -105,8 +105,7 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
         return value
     current = context.frame()
     if current.per_replica:  # In `run`: the program is one replica's, and its own axis is out of reach.
-        own = mesh.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
-        return lax.with_sharding_constraint(value, NamedSharding(own, PartitionSpec(*map(_entry, axes))))
+        return lax.with_sharding_constraint(value, NamedSharding(mesh.inside, PartitionSpec(*map(_entry, axes))))
     if current.rows == 0 and not isinstance(value, jax.core.Tracer):
         return mesh.put(value, NamedSharding(mesh.mesh, PartitionSpec(*map(_entry, axes))))
     if _is_batch(value):

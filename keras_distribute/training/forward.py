@@ -83,9 +83,10 @@ def per_replica(
         return jax.ShapeDtypeStruct(own, value.dtype)
 
     arguments = (list(map(shape, weights)), list(map(shape, others)), jax.tree.map(lambda leaf: shape(leaf, True), x))
-    program, (outputs, masks, _, _) = jax.make_jaxpr(
-        one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
-    )(*arguments)
+    with strategy.replica_mesh.tracing():
+        program, (outputs, masks, _, _) = jax.make_jaxpr(
+            one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
+        )(*arguments)
     same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
     equal = replication.equal_on_all_replicas(program, same)[len(outputs) + len(masks) :]
     if not all(equal) or any(o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]):
@@ -98,13 +99,8 @@ def per_replica(
         results = [jnp.asarray(r) for r in evaluate(*[copy[0] for copy in copies], *others, *jax.tree.leaves(x))]
         return results[: ends[0]], results[ends[0] : ends[1]], results[ends[1] : ends[2]], results[ends[2] :]
 
-    mapped = jax.shard_map(
-        body,
-        mesh=strategy.replica_mesh.mesh,
-        in_specs=(_SPLIT, _SAME, _SPLIT),
-        out_specs=(_SPLIT, _SPLIT, _SAME, _SAME),
-        axis_names={REPLICA_AXIS},
-        check_vma=False,
+    mapped = strategy.replica_mesh.over_replicas(
+        body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
     )
 
     def forward(copies: list[Any], others: list[Any], x: Any) -> Any:
