@@ -1,25 +1,27 @@
-"""Compiles training steps for TPUs that are not there, and prints the lines that say what a device does.
+"""Compiles training steps for TPUs that are not there, and writes the lines that say what a device does.
 
     pip install libtpu
     JAX_PLATFORMS=cpu python scripts/tpu_program.py
 
-`docs/guide/tpu.md` shows what it printed. A strategy's programs are made for the devices of its mesh; here these are
+`docs/guide/tpu.md` shows the files that it writes beside it. A strategy's programs are made for the devices of its mesh; here these are
 the devices of a described TPU, which can be compiled for, and nothing is ever placed on them.
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import re
-import sys
 from typing import Any
 
+import keras_distribute as kd  # First: it chooses Keras's backend.
+
+# isort: split
 import jax
 import keras
 import numpy as np
 from jax.experimental import topologies
 
-import keras_distribute as kd
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
@@ -45,11 +47,11 @@ def classifier() -> keras.Model:
     layers = [
         keras.Input((64, 64, 3)),
         Divided(),
-        keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
-        keras.layers.Conv2D(128, 3, strides=2, padding="same", activation="relu"),
+        keras.layers.Conv2D(64, 3, padding="same", activation="relu", name="first"),
+        keras.layers.Conv2D(128, 3, strides=2, padding="same", activation="relu", name="second"),
         keras.layers.GlobalAveragePooling2D(),
         keras.layers.Dense(1024, activation="relu", name="hidden"),
-        keras.layers.Dense(10),
+        keras.layers.Dense(10, name="last"),
     ]
     model = keras.Sequential(layers)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -107,26 +109,19 @@ def described(text: str) -> list[str]:
         found = re.search(rf"= (.*?) {kinds}", line)
         if found:
             name = re.search(r'op_name="([^"]*)"', line)
-            groups = re.search(r"(replica_groups|source_target_pairs)=(\S+?)(, |$)", line)
-            shape = re.sub(r"\{[^}]*\}", "", found.group(1))
-            lines.append(
-                f"{found.group(2):<26} {shape}"
-                + (f"  {groups.group(2)}" if groups else "")
-                + (f"  <- {name.group(1)}" if name else "")
-            )
+            between = re.search(r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\] \{.*?\}|\S+?)(, |$)", line)
+            shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", found.group(1))
+            lines.append(f"{found.group(2)} {shape}" + (f" between {between.group(1)}" if between else ""))
+            lines += [f"    of {name.group(1).removeprefix('jit(global_step)/')}"] if name else []
     return lines
 
 
 def main() -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     kd.config.set_cpu_devices(8)
-    for num_logical in (1, 2):
-        text = compiled(num_logical)
-        print(f"--- {TOPOLOGY}, {num_logical} logical device(s) a replica")
-        print("\n".join(described(text)))
-        if len(sys.argv) > 1:
-            with open(f"{sys.argv[1]}.{num_logical}.txt", "w") as file:
-                file.write(text)
+    pages = pathlib.Path(__file__).parents[1] / "docs" / "guide"
+    for num_logical, name in ((1, "tpu-one-logical-device.txt"), (2, "tpu-two-logical-devices.txt")):
+        (pages / name).write_text("\n".join(described(compiled(num_logical))) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tests.logical import (
     tpu_strategy,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
 
 
@@ -108,7 +108,7 @@ def test_what_each_device_computes_in_run() -> None:
     assert layer.kernel.stored.sharding.spec == PartitionSpec("logical_0", "logical_1")
     (program,) = strategy.programs.programs_of(step).values()
     text = program.compiled.lower([], [v.stored for v in program.variables], [x]).compile().as_text()
-    parameters = re.search(r"entry_computation_layout=\{\((.*?)\)->\((.*?)\)", text)
+    parameters = re.search(r"entry_computation_layout=\{\((.*?)\)->", text)
     assert parameters is not None
     assert "f32[2,3]" in parameters.group(1)  # A fourth of the weight.
     assert re.search(r"= f32\[4,\d\]\S* dot\(", text)  # Half of the rows.
