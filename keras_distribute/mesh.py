@@ -261,10 +261,11 @@ def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
 
 def copies(array: jax.Array) -> tuple[jax.Array, ...]:
     """The copies on this process's replicas of an array that is whole on every device, in replica order."""
-    if not isinstance(array.sharding, NamedSharding):
-        return tuple(shard.data for shard in array.addressable_shards)
-    first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
-    return tuple(shard.data for shard in array.addressable_shards if shard.device in first)
+    sharding, shards = array.sharding, array.addressable_shards
+    if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
+        first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
+        shards = [shard for shard in shards if shard.device in first]
+    return tuple(shard.data for shard in shards)
 
 
 def on_host(array: jax.Array) -> np.ndarray[Any, Any]:

@@ -279,8 +279,9 @@ class MirroredVariable(DistributedVariable):
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         value = self.value
-        spread = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-        return np.asarray(on_host(value) if spread else value, dtype)
+        if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
+            return super().__array__(dtype)
+        return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         return scoped

@@ -3,8 +3,8 @@
     pip install libtpu
     JAX_PLATFORMS=cpu python scripts/tpu_program.py
 
-`docs/guide/tpu.md` shows the files that it writes beside it. A strategy's programs are made for the devices of its mesh; here these are
-the devices of a described TPU, which can be compiled for, and nothing is ever placed on them.
+`docs/guide/tpu.md` shows the files that it writes beside it. A strategy's programs are made for the devices of its
+mesh; here these are the devices of a described TPU, which can be compiled for, and nothing is ever placed on them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Divided(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         strategy: Any = kd.get_strategy()
-        return strategy.experimental_split_to_logical_devices(x, [1, strategy.replica_mesh.num_logical, 1, 1])
+        return strategy.experimental_split_to_logical_devices(x, [1, strategy.num_logical_devices, 1, 1])
 
 
 def classifier() -> keras.Model:

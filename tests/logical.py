@@ -53,17 +53,18 @@ def image_classifier(parts: Any = None) -> Any:
     return compiled(keras.Sequential(layers))
 
 
-def dense_classifier(width: int = 192) -> Any:
+def dense_classifier(**compiling: Any) -> Any:
     """Dense layers of which a layout map divides one."""
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(16, activation="tanh", name="hidden")
-    return compiled(keras.Sequential([keras.Input((width,)), hidden, keras.layers.Dense(3)]))
+    return compiled(keras.Sequential([keras.Input((192,)), hidden, keras.layers.Dense(3)]), **compiling)
 
 
-def compiled(model: Any) -> Any:
+def compiled(model: Any, **compiling: Any) -> Any:
     """The model, ready to train."""
     optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **compiling)
     return model
 
 

@@ -179,6 +179,16 @@ def test_the_second_step_compiles_nothing(compilations: list[str]) -> None:
     assert len(compilations) == before
 
 
+def test_steps_that_loop_on_the_devices() -> None:
+    """Two steps of eleven rows in one dispatch."""
+    plain = dense_classifier()
+    with tpu_strategy(2, layout_map=HIDDEN).scope():
+        model = dense_classifier(steps_per_execution=2)
+    for each in (plain, model):
+        each.fit(ROWS, LABELS, batch_size=11, epochs=2, shuffle=False, verbose=0)
+    assert_close([v.numpy() for v in model.variables], [v.numpy() for v in plain.variables])
+
+
 def test_saving_and_checkpoints_across_strategies(tmp_path: Any) -> None:
     """From two logical devices to a MirroredStrategy, and back."""
     with tpu_strategy(2, layout_map=HIDDEN).scope():

@@ -29,7 +29,8 @@ class TPUStrategy(Strategy):
 
     On a slice every host runs the same script; create the strategy first thing in it.
     Source: `tf.distribute.TPUStrategy`. Differs from TF: the program is always partitioned by XLA's SPMD partitioner,
-    which has no single logical device to place a value on; `tpu`, `layout_map` and `shard_optimizer_state` are new.
+    which has no single logical device to place a value on; `tpu`, `layout_map`, `shard_optimizer_state` and
+    `num_logical_devices` are new.
 
     Args:
         tpu_cluster_resolver: Names the TPU; by default `kd.cluster_resolver.TPUClusterResolver("")`, this machine's.
@@ -102,6 +103,11 @@ class TPUStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that named the TPU."""
         return self._resolver
+
+    @property
+    def num_logical_devices(self) -> int:
+        """How many logical devices each replica has; what the product of `partition_dimensions` is. Not in TensorFlow."""
+        return self.replica_mesh.num_logical
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
         """How a variable is divided over the logical devices of a replica, by `layout_map`."""
