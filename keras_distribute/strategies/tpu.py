@@ -106,7 +106,7 @@ class TPUStrategy(Strategy):
 
     @property
     def num_logical_devices(self) -> int:
-        """How many logical devices each replica has; what the product of `partition_dimensions` is. Not in TensorFlow."""
+        """How many logical devices each replica has: the product of `partition_dimensions`. Not in TensorFlow."""
         return self.replica_mesh.num_logical
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
