@@ -23,6 +23,7 @@ from keras_distribute import cluster_resolver as cluster_resolver  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
 from keras_distribute import nn as nn  # noqa: E402
 from keras_distribute import testing as testing  # noqa: E402
+from keras_distribute import tpu as tpu  # noqa: E402
 from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
 from keras_distribute.checkpoint import CheckpointManager as CheckpointManager  # noqa: E402
 from keras_distribute.checkpoint import RestoreStatus as RestoreStatus  # noqa: E402
@@ -56,6 +57,7 @@ from keras_distribute.strategies.extended import StrategyExtended as StrategyExt
 from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
 from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: E402
 from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
+from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy  # noqa: E402
 from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
 from keras_distribute.types import ReduceOp as ReduceOp  # noqa: E402
 from keras_distribute.types import RunOptions as RunOptions  # noqa: E402
@@ -100,6 +102,7 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "SyncOnReadVariable",
+    "TPUStrategy",
     "VariableAggregation",
     "VariableSynchronization",
     "barrier",
@@ -121,6 +124,7 @@ __all__ = [
     "process_index",
     "run_on_chief",
     "testing",
+    "tpu",
     "value_and_grad",
 ]
 
@@ -128,7 +132,7 @@ __all__ = [
 def _publish() -> None:
     """Makes each public object say that it comes from where users find it."""
     here = {name: globals()[name] for name in __all__}
-    modules = (callbacks, cluster_resolver, experimental, nn, testing)
+    modules = (callbacks, cluster_resolver, experimental, nn, testing, tpu.experimental)
     everywhere = [(m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules]
     for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():

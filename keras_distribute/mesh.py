@@ -1,28 +1,38 @@
-"""Device names to devices to a mesh, and the two shardings that everything else uses. Knows no variables, no Keras."""
+"""Device names to devices to a mesh, and the shardings that everything else uses. Knows no variables, no Keras.
+
+A replica is a device, or several logical devices (`strategies/tpu.py`): then the mesh has axes beside `replica`. A
+sharding that does not name them has the same on each logical device of a replica, so code that knows of replicas alone
+holds for both.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.errors import DeviceError
 
 REPLICA_AXIS = "replica"
+LOGICAL_AXIS = "logical"
 _NAME = re.compile(r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?([a-z]+)(?::(\d+))?$")
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """The devices of a strategy, as a mesh with one axis, `replica`.
+    """The devices of a strategy, as a mesh with the axis `replica`, and axes for the logical devices of each.
 
     Every place that puts a value on devices goes through it, so that a mesh over several processes needs no other code.
     """
@@ -32,15 +42,51 @@ class ReplicaMesh:
     @staticmethod
     def of(devices: Sequence[jax.Device]) -> ReplicaMesh:
         """A mesh over `devices`, one replica each, in their order."""
-        return ReplicaMesh(Mesh(np.asarray(devices, dtype=object), (REPLICA_AXIS,), axis_types=(AxisType.Auto,)))
+        return ReplicaMesh.of_groups([[device] for device in devices])
+
+    @staticmethod
+    def of_groups(groups: Sequence[Sequence[jax.Device]]) -> ReplicaMesh:
+        """A mesh over groups of logical devices, one replica each, in their order.
+
+        The logical devices have one axis for each prime factor of their number, since an axis is divided as a whole:
+        four of them can then stand for a row of four, or for two by two.
+
+        Args:
+            groups: The logical devices of each replica, equally many.
+
+        Raises:
+            DeviceError: Where a replica is spread over processes, or the replicas of a process are not in a row.
+        """
+        _check_processes(groups)
+        factors = _prime_factors(len(groups[0]))
+        names = [LOGICAL_AXIS] if len(factors) == 1 else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
+        devices = np.asarray(groups, dtype=object).reshape(len(groups), *factors)
+        axes = (REPLICA_AXIS, *names)
+        return ReplicaMesh(Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes)))
 
     @functools.cached_property
     def num_replicas(self) -> int:
         return self.mesh.shape[REPLICA_AXIS]
 
     @functools.cached_property
+    def num_logical(self) -> int:
+        """How many logical devices each replica has."""
+        return self.mesh.size // self.num_replicas
+
+    @functools.cached_property
+    def logical_axes(self) -> tuple[str, ...]:
+        """The axes of the logical devices; together they number them. None where a replica is one device."""
+        return tuple(name for name in self.mesh.axis_names if name != REPLICA_AXIS)
+
+    @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
+        """All devices, replica by replica."""
         return tuple(self.mesh.devices.flat)
+
+    @property
+    def first_devices(self) -> tuple[jax.Device, ...]:
+        """The first logical device of each replica."""
+        return self.devices[:: self.num_logical]
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
@@ -59,15 +105,29 @@ class ReplicaMesh:
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """The devices of this process, in replica order."""
+        """The devices of this process, replica by replica."""
         own = self.processes[self.process_index]
         return tuple(device for device in self.devices if device.process_index == own)
 
     @functools.cached_property
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
-        first = self.devices.index(self.local_devices[0])
-        return range(first, first + len(self.local_devices))
+        first = self.devices.index(self.local_devices[0]) // self.num_logical
+        return range(first, first + len(self.local_devices) // self.num_logical)
+
+    def put(self, value: Any, sharding: NamedSharding) -> jax.Array:
+        """`value`, which every process has, divided as `sharding` says; without communication.
+
+        Args:
+            value: A host array, or a JAX array that this process can read.
+            sharding: On this mesh.
+        """
+        if sharding == self.replicated:
+            return self.put_replicated(value)
+        if self.num_processes == 1 or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+            return jax.device_put(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def put_replicated(self, value: Any) -> jax.Array:
         """`value`, which every process has, on every replica; without communication.
@@ -93,14 +153,59 @@ class ReplicaMesh:
             return jax.device_put(rows, self.split)
         host = np.asarray(rows)
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype.newbyteorder("=")), copy=False)
-        each = host.shape[0] // len(self.local_devices)
-        pieces = [host[i * each : (i + 1) * each] for i in range(len(self.local_devices))]
+        count = len(self.local_replicas)
+        each = host.shape[0] // count
+        parts = [host[i * each : (i + 1) * each] for i in range(count)]
+        pieces = [part for part in parts for _ in range(self.num_logical)]
         shape = (each * self.num_replicas, *host.shape[1:])
         return jax_internals.array_of_pieces(shape, self.split, pieces, self.local_devices)
 
+    def joined(self, parts: Sequence[Any]) -> jax.Array:
+        """The parts of this process's replicas, of one shape, as its part of those of all, joined along axis 0."""
+        devices, each = self.local_devices, self.num_logical
+        shards = [jax.device_put(part, d) for i, part in enumerate(parts) for d in devices[i * each : (i + 1) * each]]
+        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+
+    @property
+    def inside(self) -> AbstractMesh | Mesh:
+        """The mesh as the program of one replica sees it, in which the other replicas are out of reach."""
+        if self.num_replicas == 1:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the tracing of a program of one replica: what is inside of its loops and calls notes the mesh."""
+        inside = self.inside if self.logical_axes else None
+        return jax.sharding.use_abstract_mesh(inside) if isinstance(inside, AbstractMesh) else contextlib.nullcontext()
+
+    def over_replicas(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The program of one replica as one over all: manual over the replicas, automatic over their logical devices.
+
+        Args:
+            body: Takes and returns parts of arrays, as under `jax.shard_map`.
+            in_specs: As of `jax.shard_map`.
+            out_specs: Likewise.
+        """
+        if self.num_replicas > 1 or not self.logical_axes:
+            return jax.shard_map(
+                body,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names={REPLICA_AXIS},
+                check_vma=False,
+            )
+
+        def alone(*arguments: Any) -> Any:  # XLA has no collectives of one device beside automatic axes.
+            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(jnp.zeros(1))
+            return jax.tree.map(lambda result: result[0], results)
+
+        return alone
+
     @functools.cached_property
     def replicated(self) -> NamedSharding:
-        """The whole array on every replica."""
+        """The whole array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
@@ -108,12 +213,78 @@ class ReplicaMesh:
         """Axis 0 split over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
-    def divided(self, shape: Sequence[int]) -> NamedSharding:
-        """The longest axis that the number of replicas divides split over them; without one, the whole on each."""
-        lengths = [length if length and length % self.num_replicas == 0 else 0 for length in shape]
-        longest = lengths.index(max(lengths)) if any(lengths) else None
-        axes = [REPLICA_AXIS if axis == longest else None for axis in range(len(lengths))]
-        return NamedSharding(self.mesh, PartitionSpec(*axes)) if longest is not None else self.replicated
+    def divided(self, shape: Sequence[int], axes: Sequence[Any] = ()) -> NamedSharding:
+        """The longest axis that the number of replicas divides split over them; without one, as `axes` say.
+
+        Args:
+            shape: Of the array.
+            axes: How it is divided over the logical devices: for each dimension mesh axes or `None`; missing ones too.
+        """
+        own: list[Any] = [*axes, *[None] * (len(shape) - len(axes))]
+        taken = [axis is not None for axis in own]
+        sizes = zip(shape, taken, strict=True)
+        lengths = [n if n and n % self.num_replicas == 0 and not used else 0 for n, used in sizes]
+        if any(lengths):
+            own[lengths.index(max(lengths))] = REPLICA_AXIS
+        return NamedSharding(self.mesh, PartitionSpec(*own)) if any(own) else self.replicated
+
+    def stacked(self, axes: Sequence[Any]) -> NamedSharding:
+        """Of one array for each replica, on it: axis 0 split over the replicas, the others divided by `axes`."""
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS, *axes))
+
+
+def _prime_factors(number: int) -> list[int]:
+    for factor in range(2, math.isqrt(number) + 1):
+        if number % factor == 0:
+            return [factor, *_prime_factors(number // factor)]
+    return [number] if number > 1 else []
+
+
+def _check_processes(groups: Sequence[Sequence[jax.Device]]) -> None:
+    owners = [{device.process_index for device in group} for group in groups]
+    spread = [i for i, processes in enumerate(owners) if len(processes) > 1]
+    if spread:
+        raise DeviceError(
+            "The logical devices of a replica belong to one process.",
+            received=f"replica {spread[0]} on the processes {sorted(owners[spread[0]])}.",
+            fix="fewer logical devices a replica: a computation_shape that fits the devices of one host.",
+        )
+    order = [process for processes in owners for process in processes]
+    if len(list(itertools.groupby(order))) > len(set(order)):
+        raise DeviceError(
+            "The replicas of a process come in a row.",
+            received=f"replicas of the processes {order}.",
+            fix="order the devices by their processes.",
+        )
+
+
+def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
+    """The replicas of this process, and what each has of an array that is split over the replicas alone."""
+    first: dict[int, jax.Array] = {}
+    for shard in stacked.addressable_shards:
+        first.setdefault(shard.index[0].start or 0, shard.data)
+    return sorted(first.items())
+
+
+def copies(array: jax.Array) -> tuple[jax.Array, ...]:
+    """The copies on this process's replicas of an array that is whole on every device, in replica order."""
+    sharding, shards = array.sharding, array.addressable_shards
+    if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
+        first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
+        shards = [shard for shard in shards if shard.device in first]
+    return tuple(shard.data for shard in shards)
+
+
+def on_host(array: jax.Array) -> np.ndarray[Any, Any]:
+    """The whole array, of which this process has every part; a copy, or the array's own memory."""
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_data(0))
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
 
 
 def mesh_of_array(array: jax.Array) -> Mesh:

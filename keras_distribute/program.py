@@ -99,7 +99,8 @@ def run(
     program = programs.get(key)
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
-        trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        with strategy.replica_mesh.tracing():
+            trace, variables = tracing.traced(strategy, function, call, mode, guess)
         check_same_values(variables)
         program = programs[key] = _Program(strategy, trace, call, variables, options)
         if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, Static) for leaf in call.leaves):
@@ -161,18 +162,20 @@ class _Program:
 
         specs = [spec(split) for split in local_split]
         written_specs = [specs[i] for i in self.written]
-        mapped = jax.shard_map(
+        mapped = strategy.replica_mesh.over_replicas(
             body,
-            mesh=strategy.replica_mesh.mesh,
             in_specs=(written_specs, [specs[i] for i in self.read], [spec(split) for split in call.split]),
             out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
-            check_vma=False,
         )
         compiler_options = options.experimental_xla_options if options is not None else None
         # Variables come back as they are stored, or the second call would compile again.
-        stored = [strategy.replica_mesh.split if local_split[i] else self.variables[i].sharding for i in self.written]
+        stored = [self.variables[i].sharding for i in self.written]
         self.compiled = jax.jit(
-            mapped, donate_argnums=0, out_shardings=(None, stored), compiler_options=compiler_options
+            mapped,
+            donate_argnums=0,
+            # What the compiler chooses to divide over logical devices would not be one component on each replica.
+            out_shardings=(strategy.replica_mesh.split if strategy.replica_mesh.logical_axes else None, stored),
+            compiler_options=compiler_options,
         )
 
     def __call__(self, arrays: list[Any]) -> Any:

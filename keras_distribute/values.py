@@ -20,6 +20,8 @@ from jax import lax
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh, mesh_of_array
+from keras_distribute.mesh import components as mesh_components
+from keras_distribute.mesh import copies as mesh_copies
 
 Forms = Sequence[Any]
 
@@ -69,15 +71,12 @@ class PerReplica(DistributedValues):
         if any(form is None for form in forms):
             return PerReplica(components=tuple(components))
         arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
-        devices = mesh.local_devices
+        devices = mesh.local_devices[:: mesh.num_logical]
         if len({(len(shape), dtype) for shape, dtype in forms}) > 1:
             return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)))
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
-        shards = [
-            jax.device_put(_with_leading_one(a, largest), device) for a, device in zip(arrays, devices, strict=True)
-        ]
-        array = jax.make_array_from_single_device_arrays((len(shapes), *largest), mesh.split, shards)
+        array = mesh.joined([_with_leading_one(a, largest) for a in arrays])
         return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
 
     @property
@@ -115,11 +114,10 @@ class PerReplica(DistributedValues):
                     received="PerReplica.values inside merge_call.",
                     fix="strategy.reduce, strategy.gather or strategy.extended.reduce_to, which are collectives.",
                 )
-            shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             with jax.ensure_compile_time_eval():  # Also where a program is being traced: these are real arrays.
                 if array.size:
                     self._components = tuple(
-                        self._cut(jnp.squeeze(shard.data, 0), shard.index[0].start or 0) for shard in shards
+                        self._cut(jnp.squeeze(part, 0), replica) for replica, part in mesh_components(array)
                     )
                 else:  # XLA does not split what has no elements.
                     empty = jnp.zeros(array.shape[1:], array.dtype)
@@ -173,7 +171,7 @@ class Mirrored(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         if isinstance(self._value, jax.Array) and not isinstance(self._value, jax.core.Tracer):
-            return tuple(shard.data for shard in self._value.addressable_shards)
+            return mesh_copies(self._value)
         return (self._value,)
 
     def __jax_array__(self) -> jax.Array:

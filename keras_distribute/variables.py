@@ -14,6 +14,7 @@ carries their values, as Keras does it; this room says what a read or an assignm
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import zlib
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
@@ -40,11 +41,20 @@ from keras_distribute.errors import (
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, on_host
+from keras_distribute.mesh import components as mesh_components
+from keras_distribute.mesh import copies as mesh_copies
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a variable is divided over the logical devices of a replica: for each dimension mesh axes, or `None`."""
+
+    axes: tuple[Any, ...] = ()
 
 
 class DistributedVariable(compat.Variable):
@@ -53,6 +63,23 @@ class DistributedVariable(compat.Variable):
     def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
         super().__init__(_owned(initializer), *args, **kwargs)
+
+    def _initialize(self, value: Any) -> None:
+        self._shape = self._validate_shape(value.shape)
+        self._direct_assign(value)
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        self._initialize(self._convert_to_tensor(initializer(self._shape, dtype=self._dtype)))
+
+    @functools.cached_property
+    def logical_axes(self) -> tuple[Any, ...]:
+        """How each dimension is divided over the logical devices of a replica: mesh axes, or `None`.
+
+        A slot of an optimizer has the layout of its weight, which Keras hands on.
+        """
+        if self._layout is None:
+            self._layout = self._strategy.layout_of(self.path, tuple(self.shape))
+        return self._layout.axes if isinstance(self._layout, Layout) else ()
 
     @property
     def distribute_strategy(self) -> Strategy:
@@ -63,6 +90,16 @@ class DistributedVariable(compat.Variable):
     def replica_mesh(self) -> ReplicaMesh:
         """The devices that it lives on."""
         return self._strategy.replica_mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the parts of the array that stands on the devices are."""
+        raise NotImplementedError
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        """Where the parts of its value are in a step of `fit`."""
+        raise NotImplementedError
 
     @property
     def stored(self) -> jax.Array | None:
@@ -209,12 +246,20 @@ class MirroredVariable(DistributedVariable):
             return ()
         whole = jax.device_put(self._value, self.replica_mesh.replicated)
         # Copies, since the next program may give the variable's own buffers away.
-        return tuple(jnp.copy(shard.data) for shard in whole.addressable_shards)
+        return tuple(map(jnp.copy, mesh_copies(whole)))
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where the parts of the array are: the whole on every replica, unless it was divided among them."""
-        return self.replica_mesh.divided(self.shape) if self._divided else self.replica_mesh.replicated
+        """Where the parts of the array are: the whole on every device, unless it is divided among them."""
+        if self._divided:
+            return self.replica_mesh.divided(self.shape, self.logical_axes)
+        if any(self.logical_axes):
+            return NamedSharding(self.replica_mesh.mesh, PartitionSpec(*self.logical_axes))
+        return self.replica_mesh.replicated
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        return self.sharding
 
     def divide(self) -> None:
         """From now on each replica keeps its part only, where the shape allows it."""
@@ -225,12 +270,18 @@ class MirroredVariable(DistributedVariable):
     def _direct_assign(self, value: Any) -> None:
         value, sharding = _strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
-            put = self.replica_mesh.put_replicated
-            value = jax.device_put(value, sharding) if self._divided else put(value)
+            value = self.replica_mesh.put(value, sharding)
         self._value = value
 
     def _read_stored(self) -> Any:
-        return self._value
+        before = _reading.before.get(id(self))
+        return before if before is not None else self._value
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        value = self.value
+        if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
+            return super().__array__(dtype)
+        return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         return scoped
@@ -273,8 +324,20 @@ class SyncOnReadVariable(DistributedVariable):
             return (self.value,)
         if self._value is None:
             return ()
-        shards = sorted(self._value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return tuple(jnp.squeeze(shard.data, 0) for shard in shards)
+        stacked = jax.device_put(self._value, self.replica_mesh.split) if any(self.logical_axes) else self._value
+        return tuple(jnp.squeeze(part, 0) for _, part in mesh_components(stacked))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the components are: each on its replica, divided over its logical devices if the variable is."""
+        return self.replica_mesh.stacked(self.logical_axes) if any(self.logical_axes) else self.replica_mesh.split
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        mesh = self.replica_mesh
+        return (
+            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes)) if any(self.logical_axes) else mesh.replicated
+        )
 
     @property
     def components(self) -> PerReplica | None:
@@ -288,10 +351,14 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, PerReplica):
-            self._value = jnp.asarray(_owned(value.stacked), self._dtype)
+            stacked = jnp.asarray(_owned(value.stacked), self._dtype)
+            self._value = jax.device_put(stacked, self.sharding) if any(self.logical_axes) else stacked
             return
-        value = self.replica_mesh.put_replicated(_strong(value))  # It may be on one device, for good.
-        self._value = _spread(self.replica_mesh, self.aggregation == "sum")(value)
+        value = self.replica_mesh.put(_strong(value), self.value_sharding)  # It may be on one device, for good.
+        self._value = self._spread(value)
+
+    def _spread(self, value: Any) -> jax.Array:
+        return _spread(self.replica_mesh, self.aggregation == "sum", self.logical_axes)(value)
 
     def _assign_change(self, change: Any) -> Any:
         """Changes each component, so that what is read changes by `change` and no replica's own state is lost."""
@@ -303,13 +370,17 @@ class SyncOnReadVariable(DistributedVariable):
             return value
         if compat.in_stateless_scope():
             return super()._assign_change(change)
-        self._value = self._value + _spread(self.replica_mesh, self.aggregation == "sum")(_strong(change))
+        self._value = self._value + self._spread(_strong(change))
         return change if self.aggregation == "none" else self._read_stored()
 
     def _read_stored(self) -> Any:
         self._check_readable()
         before = _reading.before.get(id(self))
-        return before if before is not None else _aggregate(self.replica_mesh, self.aggregation)(self._value)
+        return (
+            before
+            if before is not None
+            else _aggregate(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
+        )
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):
@@ -382,9 +453,10 @@ _reading = _Reading()
 @contextlib.contextmanager
 def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
     """Reads the components of `variables` now, with all processes; in the `with` block each can read on its own."""
+    divided = (v for v in variables if isinstance(v, MirroredVariable) and any(v.logical_axes))
     readable = (v for v in variables if isinstance(v, SyncOnReadVariable) and v.aggregation != "none")
     before = _reading.before
-    values = {id(v): np.asarray(v._read_stored()) for v in readable if v.stored is not None}
+    values = {id(v): on_host(v._read_stored()) for v in (*readable, *divided) if v.stored is not None}
     _reading.before = {key: jnp.asarray(value) for key, value in values.items()}
     try:
         yield
@@ -402,7 +474,7 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
-    own = [(tuple(v.shape), zlib.crc32(np.asarray(v.stored.addressable_data(0)).tobytes())) for v in mirrored]  # type: ignore[union-attr]
+    own = [(tuple(v.shape), zlib.crc32(on_host(v.stored).tobytes())) for v in mirrored]  # type: ignore[arg-type]
     said = agreement.exchange("the values of variables", own, count)
     if any(len(other) != len(own) for other in said):
         raise VariableScopeError(
@@ -463,7 +535,7 @@ def _strong(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _spread(mesh: ReplicaMesh, first_only: bool) -> Any:
+def _spread(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ()) -> Any:
     """A program from one value to the stored components: the value for each, or for the first and zeros."""
 
     def spread(value: jax.Array) -> jax.Array:
@@ -472,7 +544,7 @@ def _spread(mesh: ReplicaMesh, first_only: bool) -> Any:
             return jnp.zeros(shape, value.dtype).at[0].set(value)
         return jnp.broadcast_to(value, shape)
 
-    return jax.jit(spread, out_shardings=mesh.split)
+    return jax.jit(spread, out_shardings=mesh.stacked(axes) if any(axes) else mesh.split)
 
 
 def spread_sum(mesh: ReplicaMesh) -> Any:
@@ -481,7 +553,7 @@ def spread_sum(mesh: ReplicaMesh) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _aggregate(mesh: ReplicaMesh, aggregation: str) -> Any:
+def _aggregate(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> Any:
     """A program from the stored components to the value that a read across replicas gives."""
 
     def aggregate(stacked: jax.Array) -> jax.Array:
@@ -494,4 +566,4 @@ def _aggregate(mesh: ReplicaMesh, aggregation: str) -> Any:
         equal = jnp.all(stacked == stacked[:1], 0)
         return jnp.where(equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype))
 
-    return jax.jit(aggregate, out_shardings=mesh.replicated)
+    return jax.jit(aggregate, out_shardings=sharding)

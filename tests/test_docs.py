@@ -31,11 +31,12 @@ def test_the_reference_has_every_public_name():
     found = re.findall(
         r"^::: keras_distribute\.(\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")), re.M
     )
-    modules = {"callbacks", "cluster_resolver", "config", "errors", "experimental", "nn", "testing"}
+    modules = {"callbacks", "cluster_resolver", "config", "errors", "experimental", "nn", "testing", "tpu"}
     expected = {name for name in kd.__all__ if name not in modules}
     expected |= {"config.set_cpu_devices", "config.set_prefetch_steps"}
     expected |= {f"nn.{name}" for name in kd.nn.__all__} | {f"experimental.{name}" for name in kd.experimental.__all__}
     expected |= {f"{m}.{name}" for m in ("callbacks", "cluster_resolver", "testing") for name in getattr(kd, m).__all__}
+    expected |= {f"tpu.experimental.{name}" for name in kd.tpu.experimental.__all__}
     expected |= {"launch.launch", "launch.LaunchOptions"}
     expected |= {f"errors.{name}" for name in vars(kd.errors) if name.endswith("Error")}
     assert sorted(found) == sorted(expected)

@@ -40,6 +40,7 @@ NAMES = [
     "Strategy",
     "StrategyExtended",
     "SyncOnReadVariable",
+    "TPUStrategy",
     "VariableAggregation",
     "VariableSynchronization",
     "barrier",
@@ -61,6 +62,7 @@ NAMES = [
     "process_index",
     "run_on_chief",
     "testing",
+    "tpu",
     "value_and_grad",
 ]
 OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))]
@@ -94,6 +96,14 @@ def test_the_public_names_are_these():
         "PreemptionCheckpointHandler",
         "TerminationConfig",
         "ValueContext",
+    ]
+    assert kd.tpu.__all__ == ["experimental"]
+    assert kd.tpu.experimental.__all__ == [
+        "DeviceAssignment",
+        "DeviceOrderMode",
+        "Topology",
+        "initialize_tpu_system",
+        "shutdown_tpu_system",
     ]
     assert kd.nn.__all__ == ["compute_average_loss", "scale_regularization_loss"]
 

@@ -15,6 +15,7 @@ ROOMS = [
     "config",
     "mesh",
     "cluster",
+    "tpu",
     "values",
     "context",
     "input",

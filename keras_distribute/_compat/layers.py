@@ -3,6 +3,7 @@
 - `BatchNormalization.__init__` refuses `synchronized=True` on JAX, `ops.moments` likewise; `call` is where statistics
   are taken. Goes when Keras has per-replica statistics on JAX.
 - `SeedGenerator.next` is where every random layer gets its seed.
+- `in_symbolic_scope` tells that a layer is only asked for shapes, with made-up sizes in place of unknown ones.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras import backend, ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.random.seed_generator import SeedGenerator
@@ -79,3 +81,8 @@ def install(
 def statistics(layer: Any) -> list[Any]:
     """The layer's non-trainable variables, which its `call` updates."""
     return list(layer.non_trainable_variables)
+
+
+def is_symbolic() -> bool:
+    """Whether Keras runs a layer only to learn the shapes of its outputs."""
+    return in_symbolic_scope()

@@ -17,7 +17,7 @@ from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.errors import CheckpointError, VariableScopeError
-from keras_distribute.mesh import ReplicaMesh, mesh_of_array
+from keras_distribute.mesh import ReplicaMesh, mesh_of_array, on_host
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
@@ -45,7 +45,7 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
             arrays[name] = _components(name, array)
             records[name] = VariableRecord(variable.path, len(arrays[name]), variable.aggregation)
         else:
-            arrays[name] = _copied(array.addressable_data(0) if array.is_fully_replicated else array)
+            arrays[name] = _copied(array)
             records[name] = VariableRecord(variable.path)
     return arrays, records
 
@@ -130,7 +130,7 @@ def _on_every_process(array: jax.Array) -> jax.Array:
 def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
     # On a CPU this is the variable's own memory, which the next step is given to write into.
     shared = next(iter(array.devices())).platform == "cpu"
-    return np.array(array) if shared else np.asarray(array)
+    return np.array(on_host(array)) if shared else on_host(array)
 
 
 def _check_there(variables: dict[str, Any]) -> None:

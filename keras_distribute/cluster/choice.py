@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from keras_distribute.cluster.google_cloud import TPUClusterResolver
+from keras_distribute.cluster.google_cloud import TPUClusterResolver, hosts_of_environment
 from keras_distribute.cluster.launched import KerasClusterResolver, OpenMPIClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from keras_distribute.cluster.slurm import SlurmClusterResolver
@@ -37,6 +37,6 @@ def automatic_resolver() -> ClusterResolver:
         return SlurmClusterResolver()
     if environment.get("SM_HOSTS"):
         return SageMakerClusterResolver()
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+    if "," in hosts_of_environment():
         return TPUClusterResolver()
     return SimpleClusterResolver(ClusterSpec({}))

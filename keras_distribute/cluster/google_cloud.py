@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import os
@@ -16,6 +17,8 @@ from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import BackendError, ClusterError
 
+_LOCAL, _CPU = "local", "cpu"
+_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # Where Linux shows the chips of a TPU virtual machine.
 _TPU_PORT = "8470"
 _COORDINATOR_PORT = "8476"  # JAX's own choice on TPUs.
 _METADATA_SECONDS = 10.0
@@ -96,12 +99,14 @@ class TPUClusterResolver(ClusterResolver):
     outside. So this resolver only says which hosts there are, and which of them this is.
     Source: `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is started or initialized;
     there is no `set_tpu_topology` and no `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine
-    are taken where its environment names them.
+    are taken where its environment names them; `"cpu"` stands for CPU devices in the place of TPUs.
 
     Args:
-        tpu: `"local"`; addresses, `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; or the name of a TPU, for which the
-            Cloud TPU API is asked (`pip install google-api-python-client`). By default what
-            `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or `TPU_WORKER_HOSTNAMES` says.
+        tpu: `"local"`, the chips of this machine; `""`, what the environment names, else the slice that this machine
+            belongs to; addresses, `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for which the
+            Cloud TPU API is asked (`pip install google-api-python-client`); or `"cpu"`, to run a program for TPUs on
+            CPU devices. By default what `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
+            `TPU_WORKER_HOSTNAMES` says.
         zone: Where it is; by default where this machine is.
         project: Whose it is; by default that of this machine.
         job_name: The job of the hosts.
@@ -142,20 +147,24 @@ class TPUClusterResolver(ClusterResolver):
                 raise ClusterError("A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU.")
             tpu = tpu[0]
         environment = (os.environ.get(name) for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME"))
-        hosts = os.environ.get("TPU_WORKER_HOSTNAMES")
+        hosts = hosts_of_environment()
         found = tpu or next((name for name in environment if name), None) or config.get("tpu_node_name")
         self._tpu: str = found or ("grpc://" + hosts if hosts else "")
+        self._asks_machine = not self._tpu and tpu == ""
+        if self._asks_machine:
+            self._tpu = _LOCAL
         if not self._tpu:
             raise ClusterError(
                 "Nothing names a TPU.",
                 received="no tpu, and no TPU_NAME or TPU_WORKER_HOSTNAMES in the environment.",
-                fix='TPUClusterResolver("local") for the chips of this machine.',
+                fix='TPUClusterResolver("local") for the chips of this machine, or TPUClusterResolver("cpu") for CPU '
+                "devices in their place.",
             )
         self._task_type, self._task_id, self._rpc_layer = job_name, 0, "grpc"
         self._coordinator = (coordinator_name, coordinator_address)
         self._node = ""
         self._service: Any = None
-        if self._tpu != "local" and not self._tpu.startswith("grpc://"):
+        if self._tpu not in (_LOCAL, _CPU) and not self._tpu.startswith("grpc://"):
             project = project or config.get("project") or _metadata("project/project-id")
             zone = zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
             self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
@@ -167,6 +176,11 @@ class TPUClusterResolver(ClusterResolver):
         """The resolver itself: there is nothing to connect to."""
         return TPUClusterResolver(tpu, zone, project)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether CPU devices stand in for TPUs."""
+        return self._tpu == _CPU
+
     def __enter__(self) -> TPUClusterResolver:
         return self
 
@@ -174,12 +188,12 @@ class TPUClusterResolver(ClusterResolver):
         """Nothing is to be ended."""
 
     def cluster_spec(self) -> ClusterSpec:
-        """The hosts; none for `"local"`.
+        """The hosts; none for `"local"` and `"cpu"`.
 
         Raises:
             ClusterError: For a TPU that is not ready.
         """
-        if self._tpu == "local":
+        if self._tpu in (_LOCAL, _CPU):
             return ClusterSpec({})
         cluster: dict[str, list[str]] = {self.get_job_name(): self._endpoints()}
         name, address = self._coordinator
@@ -202,20 +216,28 @@ class TPUClusterResolver(ClusterResolver):
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        if self._tpu == "local":
+        if self._tpu in (_LOCAL, _CPU):
             return ""
         task = (task_type, task_id) if None not in (task_type, task_id) else (self.get_job_name(), self._task_id or 0)
         return master_url(self.cluster_spec().task_address(*task), "grpc")  # type: ignore[arg-type]
 
     def topology(self) -> Topology:
-        """The place of this host, whose number is in `TPU_WORKER_ID`."""
-        hosts = [] if self._tpu == "local" else self._endpoints()
-        if len(hosts) < 2:
+        """The place of this host, whose number is in `TPU_WORKER_ID`, or known to the metadata server."""
+        if self._tpu in (_LOCAL, _CPU):
+            hosts = _hosts_of_slice() if self._asks_machine and _has_tpu() else []
+        else:
+            hosts = self._endpoints()
+        slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1")) if hosts else 1
+        if len(hosts) * slices < 2:
             return Topology()
-        number = os.environ.get("TPU_WORKER_ID")
+        number = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
         if number is None:
             number = _metadata("instance/attributes/agent-worker-number")
-        return Topology(int(number), len(hosts), f"{hosts[0].rsplit(':', 1)[0]}:{_COORDINATOR_PORT}")
+        first, before = hosts[0].rsplit(":", 1)[0], 0
+        if slices > 1:  # Google's runtime numbers the slices, and all of them know the first one's address.
+            first = os.environ["MEGASCALE_COORDINATOR_ADDRESS"].split(":")[0]
+            before = int(os.environ["MEGASCALE_SLICE_ID"]) * len(hosts)
+        return Topology(before + int(number), len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -248,6 +270,33 @@ def _service(api: str, credentials: Any, url: str | None = None) -> Any:
     own = None if credentials == "default" else credentials  # `None`: those of the environment.
     options = {"discoveryServiceUrl": url} if url else {}
     return discovery.build(api, "v1", credentials=own, cache_discovery=False, **options)
+
+
+def hosts_of_environment() -> str:
+    """The hosts that `TPU_WORKER_HOSTNAMES` names, separated by commas; `""` for none.
+
+    libtpu puts a warning there on a machine without a TPU, which the programs that are started from there inherit.
+    """
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return "" if " " in hosts else hosts
+
+
+def _has_tpu() -> bool:
+    return any(glob.glob(pattern) for pattern in _CHIPS)
+
+
+def _hosts_of_slice() -> list[str]:
+    """The hosts of the slice that this TPU virtual machine belongs to; none where no metadata server knows any.
+
+    The server's list has an address or `name:id:address` for each.
+    """
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # Set where there is no such server, as in some notebooks.
+        return []
+    try:
+        entries = _metadata("instance/attributes/worker-network-endpoints").split(",")
+    except ClusterError:
+        return []
+    return [f"{entry.rsplit(':', 1)[-1]}:{_TPU_PORT}" for entry in entries]
 
 
 def _metadata(path: str) -> str:

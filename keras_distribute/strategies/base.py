@@ -24,7 +24,7 @@ from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.extended import StrategyExtended, is_value
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
-from keras_distribute.variables import DistributedVariable
+from keras_distribute.variables import DistributedVariable, Layout
 
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
 
@@ -223,7 +223,7 @@ class Strategy:
         if not isinstance(value, dict | list | tuple):
             return (value,)
         leaves, structure = jax.tree.flatten(value, is_leaf=is_value)
-        count = len(self.replica_mesh.local_devices)
+        count = len(self.replica_mesh.local_replicas)
         parts = [
             leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
             for leaf in leaves
@@ -322,6 +322,10 @@ class Strategy:
         """
         context.require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
         return input_datasets.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
+
+    def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
+        """How a variable is divided over the logical devices of a replica; for library code. Here never."""
+        return Layout()
 
     def group(self, value: Any, name: str | None = None) -> Any:
         """`value` itself: updates are ordered by the data they use, so there is nothing to group."""

@@ -33,8 +33,8 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that run the replicas, in replica order."""
-        return tuple(f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.devices)
+        """The names of the devices that run the replicas, in replica order; of several logical ones, the first."""
+        return tuple(f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.first_devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -63,7 +63,10 @@ class FlatStep:
     def of(trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows it; otherwise `None`."""
         weights = state[_WEIGHTS]
-        small = [i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype]
+        divided = {i for group, i in places if group == _WEIGHTS}
+        small = [
+            i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
+        ]
         if len(small) < packing.MANY or compat.has_own_step(trainer):
             return None
         order = compat_optimizer.slots_by_element(trainer.optimizer, trainer.trainable_variables)

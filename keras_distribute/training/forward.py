@@ -83,9 +83,10 @@ def per_replica(
         return jax.ShapeDtypeStruct(own, value.dtype)
 
     arguments = (list(map(shape, weights)), list(map(shape, others)), jax.tree.map(lambda leaf: shape(leaf, True), x))
-    program, (outputs, masks, _, _) = jax.make_jaxpr(
-        one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
-    )(*arguments)
+    with strategy.replica_mesh.tracing():
+        program, (outputs, masks, _, _) = jax.make_jaxpr(
+            one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
+        )(*arguments)
     same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
     equal = replication.equal_on_all_replicas(program, same)[len(outputs) + len(masks) :]
     if not all(equal) or any(o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]):
@@ -98,12 +99,8 @@ def per_replica(
         results = [jnp.asarray(r) for r in evaluate(*[copy[0] for copy in copies], *others, *jax.tree.leaves(x))]
         return results[: ends[0]], results[ends[0] : ends[1]], results[ends[1] : ends[2]], results[ends[2] :]
 
-    mapped = jax.shard_map(
-        body,
-        mesh=strategy.replica_mesh.mesh,
-        in_specs=(_SPLIT, _SAME, _SPLIT),
-        out_specs=(_SPLIT, _SPLIT, _SAME, _SAME),
-        check_vma=False,
+    mapped = strategy.replica_mesh.over_replicas(
+        body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
     )
 
     def forward(copies: list[Any], others: list[Any], x: Any) -> Any:
@@ -118,9 +115,14 @@ def per_replica(
 
 
 def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
-    """A copy of each weight for each replica, on it."""
-    replicas, split = strategy.num_replicas_in_sync, strategy.replica_mesh.split
-    return [lax.with_sharding_constraint(jnp.broadcast_to(w, (replicas, *w.shape)), split) for w in weights]
+    """A copy of each weight for each replica, on it, divided over its logical devices as the weight is."""
+    replicas, mesh = strategy.num_replicas_in_sync, strategy.replica_mesh
+
+    def copied(weight: Any) -> Any:
+        sharding = mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim) if mesh.logical_axes else mesh.split
+        return lax.with_sharding_constraint(jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding)
+
+    return list(map(copied, weights))
 
 
 def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
@@ -130,8 +132,7 @@ def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
     def sum_of_all(copies: list[Any]) -> list[Any]:
         return collectives.sum_gradients(ops, [copy[0] for copy in copies], dtype)
 
-    mesh = strategy.replica_mesh.mesh
-    return jax.shard_map(sum_of_all, mesh=mesh, in_specs=(_SPLIT,), out_specs=_SAME, check_vma=False)(gradients)
+    return strategy.replica_mesh.over_replicas(sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME)(gradients)
 
 
 def loss_and_gradients(

@@ -1,4 +1,6 @@
-"""Optimizer state divided among the replicas: each keeps, and updates, its part of the slots.
+"""State that is not on every device: weights and slots divided over logical devices, slots divided among the replicas.
+
+Of divided slots each replica keeps, and updates, its part.
 
 Known as stage 1 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054) and as weight-update sharding (Xu
 et al., 2020, https://arxiv.org/abs/2004.13336). The step says where its slots are, and XLA divides the update
@@ -12,7 +14,7 @@ from typing import Any
 
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.training.packing import Place, State
-from keras_distribute.variables import MirroredVariable
+from keras_distribute.variables import DistributedVariable, MirroredVariable
 
 
 def slot_created(variable: Any) -> None:
@@ -27,13 +29,12 @@ def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
         (g, i)
         for g, group in enumerate(groups)
         for i, variable in enumerate(group)
-        if isinstance(variable, MirroredVariable) and variable.sharding != variable.replica_mesh.replicated
+        if isinstance(variable, DistributedVariable) and variable.value_sharding != variable.replica_mesh.replicated
     ]
 
 
 def of_state(groups: Sequence[Sequence[Any]], mesh: ReplicaMesh) -> State:
     """Where the values of the groups are."""
     return tuple(
-        [variable.sharding if isinstance(variable, MirroredVariable) else mesh.replicated for variable in group]
-        for group in groups
+        [v.value_sharding if isinstance(v, DistributedVariable) else mesh.replicated for v in group] for group in groups
     )

@@ -151,7 +151,7 @@ class TrainerSeams:
             packing = Packing(form, strategy.replica_mesh, single=places)
             carried_step = packing.around(step) if packing else step
         # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
-        shardings = sharding.of_state(groups, strategy.replica_mesh) if strategy.shards_optimizer_state else None
+        shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
         if shardings is not None and packing:
             shardings = packing.shardings(shardings)
         return CompiledStep(strategy, carried_step, packing or None, shardings)
@@ -181,10 +181,10 @@ class _AccumulatingStep(CompiledStep):
 
     def __init__(self, strategy: Strategy, trainer: Any, indices: list[int], step: Step) -> None:
         self._spread, self._indices = spread_sum(strategy.replica_mesh), indices
-        shardings = sharding.of_state(compat.state_variables(trainer, "train"), strategy.replica_mesh)
-        shardings[_SLOTS][:] = [
-            strategy.replica_mesh.split if i in indices else own for i, own in enumerate(shardings[_SLOTS])
-        ]
+        groups = compat.state_variables(trainer, "train")
+        shardings = sharding.of_state(groups, strategy.replica_mesh)
+        for i in indices:
+            shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
         super().__init__(strategy, accumulation.accumulating(trainer, strategy, indices, step), shardings=shardings)
 
     def _of_groups(self, state: State) -> Any:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from tests.logical import tpu_strategy
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -13,6 +14,7 @@ STRATEGIES = {
     "default": kd.get_strategy,
     "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
     **{f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4, 8)},
+    **{f"tpu, {n} logical": lambda n=n: tpu_strategy(n) for n in (1, 2, 4)},
 }
 
 

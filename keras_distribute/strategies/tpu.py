@@ -1,0 +1,230 @@
+"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from keras_distribute import context
+from keras_distribute.cluster.google_cloud import TPUClusterResolver
+from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute.errors import ContextError, DeviceError, StructureTypeError, ValueStructureError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.strategies import logical
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.layouts import LayoutMap, Layouts
+from keras_distribute.tpu import system
+from keras_distribute.tpu.assignment import DeviceAssignment
+from keras_distribute.variables import Layout
+
+
+class TPUStrategy(Strategy):
+    """Trains one model on the devices of a TPU: of one chip, one host, or a slice of many.
+
+    Each device is a replica, or `experimental_device_assignment` makes several *logical devices* one replica: then
+    tensors can be divided over them in the model's code, and variables by `layout_map`, beside the batch, which is
+    divided over the replicas. The numbers are those of one logical device.
+
+    On a slice every host runs the same script; create the strategy first thing in it.
+    Source: `tf.distribute.TPUStrategy`. Differs from TF: the program is always partitioned by XLA's SPMD partitioner,
+    which has no single logical device to place a value on; `tpu`, `layout_map`, `shard_optimizer_state` and
+    `num_logical_devices` are new.
+
+    Args:
+        tpu_cluster_resolver: Names the TPU; by default `kd.cluster_resolver.TPUClusterResolver("")`, this machine's.
+            `TPUClusterResolver("cpu")` runs the same program on CPU devices.
+        experimental_device_assignment: The devices of each replica; by default one each, all of them.
+        experimental_spmd_xla_partitioning: As in TensorFlow, `True` refuses `experimental_assign_to_logical_device`.
+        tpu: A short way for `TPUClusterResolver(tpu)`.
+        layout_map: How variables are divided over the logical devices of a replica: a `keras.distribution.LayoutMap`,
+            or a dictionary from regular expressions of their paths to a name or `None` for each dimension,
+            `{".*dense.*kernel": (None, "logical")}`. The slots of an optimizer are divided like their weights.
+        shard_optimizer_state: As of `kd.MirroredStrategy`: the slots are divided among the replicas, too.
+
+    Raises:
+        DeviceError: Where there is no TPU, or the assignment is for another one, or has a replica on several hosts.
+        ClusterError: Where the hosts do not find each other.
+        StructureTypeError: For arguments of other types.
+        ValueStructureError: For both a resolver and a name, and for layouts of axes that do not exist.
+
+    Example:
+        >>> import numpy as np, keras_distribute as kd
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver("cpu")  # "" on a machine with a TPU.
+        >>> topology = kd.tpu.experimental.initialize_tpu_system(resolver)
+        >>> assignment = kd.tpu.experimental.DeviceAssignment.build(
+        ...     topology, computation_shape=[1, 2, 1, 1], num_replicas=4)
+        >>> strategy = kd.TPUStrategy(resolver, experimental_device_assignment=assignment)
+        >>> strategy.num_replicas_in_sync
+        4
+        >>> def fn(x):
+        ...     x = strategy.experimental_split_to_logical_devices(x, [1, 2])
+        ...     return (x * x).sum()
+        >>> float(strategy.reduce("SUM", strategy.run(fn, args=(np.ones((2, 6), "float32"),)), axis=None))
+        48.0
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        tpu: str | None = None,
+        layout_map: LayoutMap | None = None,
+        shard_optimizer_state: bool = False,
+    ) -> None:
+        if tpu is not None and tpu_cluster_resolver is not None:
+            raise ValueStructureError(
+                "A TPU is named once.",
+                received=f"tpu={tpu!r} and {tpu_cluster_resolver!r}.",
+                fix="either of them.",
+            )
+        if not isinstance(experimental_device_assignment, DeviceAssignment | None):
+            raise StructureTypeError(
+                "The devices of the replicas are given as a DeviceAssignment.",
+                received=f"{experimental_device_assignment!r}.",
+                fix="kd.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])",
+            )
+        named = tpu_cluster_resolver if tpu is None else TPUClusterResolver(tpu)
+        self._resolver = system.resolver_or_default(named)
+        devices = system.tpu_devices(self._resolver)
+        groups = (
+            [[device] for own in devices for device in own]
+            if experimental_device_assignment is None
+            else _assigned(experimental_device_assignment, devices)
+        )
+        super().__init__(ReplicaMesh.of_groups(groups), shard_optimizer_state=shard_optimizer_state)
+        self._spmd = experimental_spmd_xla_partitioning
+        self._layouts = None if layout_map is None else Layouts(layout_map, self.replica_mesh)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that named the TPU."""
+        return self._resolver
+
+    @property
+    def num_logical_devices(self) -> int:
+        """How many logical devices each replica has: the product of `partition_dimensions`. Not in TensorFlow."""
+        return self.replica_mesh.num_logical
+
+    def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
+        """How a variable is divided over the logical devices of a replica, by `layout_map`."""
+        return Layout() if self._layouts is None else self._layouts.of(path, shape)
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor`, for one logical device to work on; here each of them does, since they share one program.
+
+        Source: `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`. Differs from TF: the value is
+        whole on every logical device of the replica, not on one; the numbers are the same.
+
+        Args:
+            tensor: An array, of any shape.
+            logical_device_id: From 0 to the number of logical devices less 1.
+
+        Returns:
+            The same numbers.
+
+        Raises:
+            ValueStructureError: For another number, and with `experimental_spmd_xla_partitioning=True`, as in
+                TensorFlow.
+        """
+        if self._spmd:
+            raise ValueStructureError(
+                "One SPMD program runs on all logical devices: no value can be assigned to one of them.",
+                received="experimental_assign_to_logical_device with experimental_spmd_xla_partitioning=True.",
+                fix="kd.TPUStrategy(..., experimental_spmd_xla_partitioning=False), or "
+                "experimental_replicate_to_logical_devices.",
+            )
+        count = self.replica_mesh.num_logical
+        if not 0 <= logical_device_id < count:
+            raise ValueStructureError(
+                f"A replica has the logical devices 0 to {count - 1}.",
+                received=f"logical_device_id={logical_device_id}.",
+                fix="one of them.",
+            )
+        self._check_current("experimental_assign_to_logical_device")
+        return logical.replicate(self.replica_mesh, tensor, "experimental_assign_to_logical_device")
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """`tensor`, divided over the logical devices of its replica: each works on one part.
+
+        In `run` the tensor is one replica's. In a step of `fit` it is the global batch, whose rows stay divided over
+        the replicas: `[1, 2, 1, 1]` divides the height of images in both. Outside of programs the array is put on the
+        devices like this, the same on each replica.
+        Source: `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+
+        Args:
+            tensor: An array, of any shape.
+            partition_dimensions: Into how many parts each dimension is divided; the product is the number of logical
+                devices of a replica.
+
+        Returns:
+            The same numbers.
+
+        Raises:
+            ValueStructureError: For another number of dimensions, another product, or a dimension that does not divide.
+            StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
+        """
+        self._check_current("experimental_split_to_logical_devices")
+        return logical.split(self.replica_mesh, tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, whole on every logical device of its replica: each works on all of it.
+
+        Source: `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+
+        Args:
+            tensor: An array, of any shape.
+
+        Returns:
+            The same numbers.
+
+        Raises:
+            StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
+        """
+        self._check_current("experimental_replicate_to_logical_devices")
+        return logical.replicate(self.replica_mesh, tensor)
+
+    def _check_current(self, method: str) -> None:
+        current = context.frame()
+        if context.has_strategy() and current.strategy is not self:
+            raise ContextError(
+                f"{method} is about the logical devices of its own strategy.",
+                received=f"a call on {self!r} in {context.describe(current)}",
+                fix=f"kd.get_strategy().{method}(...)",
+            )
+
+    def __repr__(self) -> str:
+        mesh = self.replica_mesh
+        kind = mesh.devices[0].platform
+        return f"TPUStrategy({mesh.num_replicas} replica(s) x {mesh.num_logical} logical device(s), {kind})"
+
+
+def _assigned(assignment: DeviceAssignment, devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Device]]:
+    """The devices of each replica; the replicas of a process follow each other."""
+    topology = assignment.topology
+    expected = (len(devices), len(devices[0]))
+    if (topology.num_tasks, topology.num_tpus_per_task) != expected:
+        raise DeviceError(
+            "The device assignment is for another TPU than this one.",
+            received=f"{topology!r}, where there are {expected[0]} task(s) x {expected[1]} device(s).",
+            fix="build it from what kd.tpu.experimental.initialize_tpu_system(resolver) returns here.",
+        )
+    if assignment.num_replicas < 1:
+        raise DeviceError("A strategy has at least one replica.", received="none.", fix="num_replicas=1")
+    places = assignment.core_assignment
+    numbers = [
+        [(topology.task_ordinal_at_coordinates(p), topology.tpu_device_ordinal_at_coordinates(p)) for p in replica]
+        for replica in places
+    ]
+    flat = [number for replica in numbers for number in replica]
+    if len(set(flat)) < len(flat):
+        raise DeviceError(
+            "A device belongs to one replica.",
+            received=f"core_assignment={places.tolist()}.",
+            fix="kd.tpu.experimental.DeviceAssignment.build(topology, ...), which shares none.",
+        )
+    groups = [[devices[task][ordinal] for task, ordinal in replica] for replica in numbers]
+    return sorted(groups, key=lambda group: group[0].process_index)

@@ -1,0 +1,263 @@
+"""`DeviceAssignment`: which devices of a TPU's mesh are the logical devices of each replica."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_distribute.errors import DeviceError
+from keras_distribute.tpu.rings import ring
+from keras_distribute.tpu.topology import RANK, Array, Topology
+
+_Numbers = Sequence[int] | np.ndarray[Any, Any]
+
+
+class DeviceOrderMode(enum.IntEnum):
+    """How replicas and their logical devices follow each other in the mesh.
+
+    `RING`: each beside the one before, and the last beside the first. `MESH`: row by row. `AUTO`: rings, where the
+    replicas fill the whole mesh. Source: `tf.tpu.experimental.DeviceOrderMode`.
+    """
+
+    AUTO = 0
+    RING = 1
+    MESH = 2
+
+
+class DeviceAssignment:
+    """Which devices of a TPU make up each replica. Made by `build`; by hand from their coordinates.
+
+    Source: `tf.tpu.experimental.DeviceAssignment`.
+
+    Args:
+        topology: The mesh.
+        core_assignment: Integers of shape `(num_replicas, num_cores_per_replica, 4)`: for each replica and each of its
+            logical devices, where it is in the mesh.
+
+    Raises:
+        DeviceError: For anything else, and for places where there is no device.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> topology = kd.tpu.experimental.initialize_tpu_system(kd.cluster_resolver.TPUClusterResolver("cpu"))
+        >>> assignment = kd.tpu.experimental.DeviceAssignment.build(
+        ...     topology, computation_shape=[1, 2, 1, 1], num_replicas=4)
+        >>> assignment.num_replicas, assignment.num_cores_per_replica
+        (4, 2)
+        >>> assignment.coordinates(replica=0, logical_core=1)
+        (0, 1, 0, 0)
+    """
+
+    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+        self._topology = _checked_topology(topology)
+        cores: Array = np.asarray(core_assignment, dtype=np.int32)
+        if cores.ndim != 3 or cores.shape[2] != RANK:
+            raise DeviceError(
+                "An assignment has the shape (replicas, logical devices of each, 4).",
+                received=f"core_assignment of shape {cores.shape}.",
+                fix="DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], num_replicas=4)",
+            )
+        outside = cores[((cores < 0) | (cores >= topology.mesh_shape)).any(-1)]
+        missing = [place for place in cores.reshape(-1, RANK) if not len(outside) and _missing(topology, place)]
+        for place in [*outside, *missing]:
+            raise DeviceError(
+                "A logical device is one of the mesh's.",
+                received=f"the coordinates {place.tolist()} in {topology!r}.",
+                fix="coordinates of topology.device_coordinates.",
+            )
+        self._cores = cores
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh."""
+        return self._topology
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """How many logical devices each replica has."""
+        return self._cores.shape[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return self._cores.shape[0]
+
+    @property
+    def core_assignment(self) -> Array:
+        """Where the logical devices are; integers of shape `(num_replicas, num_cores_per_replica, 4)`."""
+        return self._cores
+
+    def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
+        """Where a logical device is in the mesh."""
+        return tuple(self._cores[replica, logical_core].tolist())
+
+    def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
+        """The replicas whose logical device of this number is in that process, in order.
+
+        Raises:
+            DeviceError: Where there is none.
+        """
+        found = [
+            replica
+            for replica in range(self.num_replicas)
+            if logical_core in range(self.num_cores_per_replica)
+            and self._topology.task_ordinal_at_coordinates(self._cores[replica, logical_core]) == task_id
+        ]
+        if not found:
+            raise DeviceError(
+                f"No replica has its logical device {logical_core} in task {task_id}.",
+                received=f"{self.num_replicas} replica(s) x {self.num_cores_per_replica} logical device(s) on "
+                f"{self._topology!r}.",
+                fix="numbers from 0 on.",
+            )
+        return found
+
+    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
+        """The number of a logical device in its process."""
+        return self._topology.tpu_device_ordinal_at_coordinates(self._cores[replica, logical_core])
+
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """The name of the CPU of a logical device's host, as TensorFlow writes it."""
+        return self._topology.cpu_device_name_at_coordinates(self._cores[replica, logical_core], job)
+
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """The name of a logical device, as TensorFlow writes it."""
+        return self._topology.tpu_device_name_at_coordinates(self._cores[replica, logical_core], job)
+
+    @staticmethod
+    def build(
+        topology: Topology | bytes,
+        computation_shape: _Numbers | None = None,
+        computation_stride: _Numbers | None = None,
+        num_replicas: int = 1,
+        device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
+    ) -> DeviceAssignment:
+        """The assignment of a block of devices to each of `num_replicas` replicas, close together. TensorFlow's.
+
+        Args:
+            topology: The mesh, or its serialized form.
+            computation_shape: The size of a replica's block in x, y, z and the cores of a chip; the product is the
+                number of its logical devices. One device, if `None`.
+            computation_stride: How far the devices of a block are from each other in each direction; 1, if `None`.
+            num_replicas: How many blocks.
+            device_order_mode: How they follow each other.
+
+        Raises:
+            DeviceError: For numbers that are not positive, and for blocks that do not fit.
+        """
+        if isinstance(topology, bytes):
+            topology = Topology(serialized=topology)
+        topology = _checked_topology(topology)
+        shape = _four(computation_shape, "computation_shape")
+        stride = _four(computation_stride, "computation_stride")
+        mesh = tuple(topology.mesh_shape.tolist())
+        footprint = tuple(a * b for a, b in zip(shape, stride, strict=True))
+        if any(size > room for size, room in zip(footprint, mesh, strict=True)):
+            raise DeviceError(
+                "A replica's block of devices is larger than the mesh.",
+                received=f"computation_shape={list(shape)} x computation_stride={list(stride)} in {topology!r}.",
+                fix=f"a computation_shape of at most {list(mesh)}.",
+            )
+        room = tuple(m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True))
+        if num_replicas > math.prod(room):
+            raise DeviceError(
+                f"Only {math.prod(room)} replica(s) of this shape fit.",
+                received=f"num_replicas={num_replicas}, computation_shape={list(shape)}, "
+                f"computation_stride={list(stride)} in {topology!r}.",
+                fix=f"num_replicas={math.prod(room)}",
+            )
+        if len(topology.missing_devices):
+            return DeviceAssignment(topology, _in_task_order(topology, shape, stride, num_replicas))
+        grid = _grid(num_replicas, room)
+        as_rings = shape[-1] == mesh[-1] and math.prod(stride) == 1 and num_replicas == math.prod(room)
+        if device_order_mode is DeviceOrderMode.RING and not as_rings:
+            raise DeviceError(
+                "Replicas form rings where they fill the mesh, without strides, with all cores of each chip.",
+                received=f"DeviceOrderMode.RING for {num_replicas} replica(s) of computation_shape={list(shape)}, "
+                f"computation_stride={list(stride)} in {topology!r}.",
+                fix="DeviceOrderMode.AUTO",
+            )
+        if as_rings and device_order_mode is not DeviceOrderMode.MESH:
+            return DeviceAssignment(topology, _rings(shape, grid))
+        return DeviceAssignment(topology, _blocks(num_replicas, shape, stride, grid))
+
+
+def _checked_topology(topology: Any) -> Topology:
+    if isinstance(topology, Topology):
+        return topology
+    raise DeviceError(
+        "A device assignment is for a Topology.",
+        received=f"{topology!r}.",
+        fix="topology = kd.tpu.experimental.initialize_tpu_system(resolver)",
+    )
+
+
+def _missing(topology: Topology, place: Array) -> bool:
+    return topology.task_ordinal_at_coordinates(place) < 0
+
+
+def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
+    given = np.ones(RANK, np.int32) if numbers is None else np.asarray(numbers)
+    if given.shape != (RANK,) or np.any(given < 1):
+        raise DeviceError(
+            f"{name} is four positive integers: x, y, z, and the cores of a chip.",
+            received=f"{name}={numbers}.",
+            fix=f"{name}=[1, 1, 1, 2]",
+        )
+    return tuple(int(number) for number in given)
+
+
+def _grid(num_replicas: int, room: tuple[int, ...]) -> tuple[int, ...]:
+    """How many replicas follow each other in each direction: near to a cube, the narrowest direction chosen first.
+
+    Among equally narrow ones the cores of a chip come first, then x, y, z: neighbours should share a chip or a host.
+    """
+    grid = [0] * RANK
+    left = num_replicas
+    order = sorted(range(RANK), key=lambda axis: (room[axis], (axis + 1) % RANK)) if num_replicas else []
+    for position, axis in enumerate(order):
+        grid[axis] = min(math.ceil(left ** (1 / (RANK - position))), room[axis])
+        left = -(-left // grid[axis])
+    return tuple(grid)
+
+
+def _rings(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+    """A ring of replicas, each a ring of chips with all their cores."""
+    x, y, z, cores = shape
+    inner = [(*chip, core) for chip in ring(x, y, z) for core in range(cores)]
+    return [
+        [(a * x + i, b * y + j, c * z + k, core) for i, j, k, core in inner]
+        for a, b, c in ring(grid[0], grid[1], grid[2])
+    ]
+
+
+def _blocks(
+    num_replicas: int, shape: tuple[int, ...], stride: tuple[int, ...], grid: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Replicas row by row, the cores of a chip before x, y, z; strided ones interleaved with their neighbours."""
+    x, y, z, cores = map(range, grid)
+    numbers = itertools.islice(((i, j, k, core) for k in z for j in y for i in x for core in cores), num_replicas)
+    own = np.asarray(list(itertools.product(*(range(0, n * s, s) for n, s in zip(shape, stride, strict=True)))))
+    place, steps = np.asarray(list(numbers)).reshape(num_replicas, RANK), np.asarray(stride)
+    corners = place // steps * (steps * np.asarray(shape)) + place % steps
+    return own + corners[:, None, :]
+
+
+def _in_task_order(
+    topology: Topology, shape: tuple[int, ...], stride: tuple[int, ...], num_replicas: int
+) -> np.ndarray[Any, Any]:
+    """The devices of a mesh with gaps, one after the other."""
+    size, places = math.prod(shape), topology.device_coordinates.reshape(-1, RANK)
+    if math.prod(stride) > 1 or num_replicas * size > len(places):
+        raise DeviceError(
+            "In a mesh with missing devices replicas take the devices one after the other.",
+            received=f"{num_replicas} replica(s) of {size} with computation_stride={list(stride)}, of {len(places)} "
+            "devices.",
+            fix=f"computation_stride=None and num_replicas={len(places) // size}",
+        )
+    return places[: num_replicas * size].reshape(num_replicas, size, RANK)

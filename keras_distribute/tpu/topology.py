@@ -1,0 +1,147 @@
+"""`Topology`: the mesh of a TPU's chips, and the place of each device in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_distribute.errors import DeviceError
+from keras_distribute.tpu import wire
+
+Array = np.ndarray[Any, np.dtype[np.int32]]
+RANK = 4  # x, y, z, and the core of a chip.
+
+
+class Topology:
+    """The mesh of a TPU slice: how large it is, and where each device of each host is in it.
+
+    Usually what `kd.tpu.experimental.initialize_tpu_system` returns.
+    Source: `tf.tpu.experimental.Topology`. A task is a process, and its devices have their order there.
+
+    Args:
+        serialized: What `serialized()` returned, here or in TensorFlow; then the other arguments are ignored.
+        mesh_shape: Four positive integers: the size of the mesh in x, y, z, and the cores of a chip.
+        device_coordinates: Integers of shape `(tasks, devices of each, 4)`.
+
+    Raises:
+        DeviceError: For a shape or coordinates that describe no mesh.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> topology = kd.tpu.experimental.Topology(
+        ...     mesh_shape=[1, 2, 1, 1], device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]])
+        >>> topology.num_tasks, topology.num_tpus_per_task
+        (1, 2)
+        >>> topology.tpu_device_name_at_coordinates([0, 1, 0, 0], job="worker")
+        '/job:worker/task:0/device:TPU:1'
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | Array | None = None,
+        device_coordinates: Any = None,
+    ) -> None:
+        if serialized:
+            mesh_shape, device_coordinates = _parsed(serialized)
+        self._mesh_shape: Array = np.asarray([] if mesh_shape is None else mesh_shape, dtype=np.int32)
+        if self._mesh_shape.shape != (RANK,) or np.any(self._mesh_shape < 1):
+            raise DeviceError(
+                "The shape of a TPU's mesh is four positive integers: x, y, z, and the cores of a chip.",
+                received=f"mesh_shape={mesh_shape}.",
+                fix="mesh_shape=[2, 2, 1, 2]",
+            )
+        coordinates = np.asarray([] if device_coordinates is None else device_coordinates, dtype=np.int32)
+        if coordinates.ndim != 3 or coordinates.shape[2] != RANK:
+            raise DeviceError(
+                "The coordinates of the devices have the shape (tasks, devices of each task, 4).",
+                received=f"device_coordinates of shape {coordinates.shape}.",
+                fix="device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]",
+            )
+        outside = coordinates[((coordinates < 0) | (coordinates >= self._mesh_shape)).any(-1)]
+        if len(outside):
+            raise DeviceError(
+                "Each device is inside of the mesh.",
+                received=f"coordinates {outside[0].tolist()} in a mesh of shape {self._mesh_shape.tolist()}.",
+                fix="coordinates from 0 to the size of the mesh less 1.",
+            )
+        self._coordinates = coordinates
+        self._tasks: Array = np.full(self._mesh_shape, -1, np.int32)
+        self._ordinals: Array = np.full(self._mesh_shape, -1, np.int32)
+        for task, devices in enumerate(coordinates):
+            for ordinal, place in enumerate(devices):
+                self._tasks[tuple(place)], self._ordinals[tuple(place)] = task, ordinal
+
+    @property
+    def mesh_shape(self) -> Array:
+        """The size of the mesh in x, y, z, and the cores of a chip; an integer array of shape `(4,)`."""
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        """The number of dimensions of the mesh."""
+        return len(self._mesh_shape)
+
+    @property
+    def device_coordinates(self) -> Array:
+        """Where each device is; an integer array of shape `(tasks, devices of each, 4)`."""
+        return self._coordinates
+
+    @property
+    def missing_devices(self) -> np.ndarray[Any, Any]:
+        """The places of the mesh without a device; an integer array of shape `(how many, 4)`."""
+        return np.argwhere(self._tasks < 0)
+
+    @property
+    def num_tasks(self) -> int:
+        """How many processes have devices of the slice."""
+        return self._coordinates.shape[0]
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """How many devices each process has."""
+        return self._coordinates.shape[1]
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
+        """The process whose device is at these coordinates; -1 for none."""
+        return int(self._tasks[tuple(device_coordinates)])
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
+        """The number of the device at these coordinates in its process; -1 for none."""
+        return int(self._ordinals[tuple(device_coordinates)])
+
+    def cpu_device_name_at_coordinates(self, device_coordinates: Sequence[int] | Array, job: str | None = None) -> str:
+        """The name of the host's CPU for the device at these coordinates, as TensorFlow writes it."""
+        return f"{_of_job(job)}/task:{self.task_ordinal_at_coordinates(device_coordinates)}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(self, device_coordinates: Sequence[int] | Array, job: str | None = None) -> str:
+        """The name of the device at these coordinates, as TensorFlow writes it."""
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
+        return f"{_of_job(job)}/task:{task}/device:TPU:{ordinal}"
+
+    def serialized(self) -> bytes:
+        """The topology as bytes, which TensorFlow reads, too."""
+        tasks, devices, _ = self._coordinates.shape
+        return wire.encoded(self._mesh_shape.tolist(), tasks, devices, self._coordinates.ravel().tolist())
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self._mesh_shape.tolist()))
+        return f"Topology({shape}; {self.num_tasks} task(s) x {self.num_tpus_per_task} device(s))"
+
+
+def _of_job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"
+
+
+def _parsed(serialized: bytes) -> tuple[list[int], Array]:
+    shape, tasks, devices, numbers = wire.decoded(serialized)
+    if min(tasks, devices) < 0 or len(numbers) != tasks * devices * len(shape):
+        raise DeviceError(
+            "A serialized topology has the coordinates of each device of each task.",
+            received=f"{len(numbers)} numbers for {tasks} task(s) of {devices} device(s) in {len(shape)} dimensions.",
+            fix="pass what Topology.serialized() returned.",
+        )
+    return shape, np.asarray(numbers, np.int32).reshape(tasks, devices, len(shape))

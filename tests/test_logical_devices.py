@@ -1,0 +1,288 @@
+"""Several logical devices a replica: the numbers of one, and what of them each device holds and computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import keras_distribute as kd
+from keras_distribute.training import packing
+from keras_distribute.training.compiled import CompiledStep
+from tests.logical import (
+    HIDDEN,
+    IMAGES,
+    LABELS,
+    ROWS,
+    Divided,
+    compiled,
+    dense_classifier,
+    image_classifier,
+    tpu_strategy,
+)
+
+pytestmark = pytest.mark.timeout(200)
+PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
+
+
+def trained(model: Any, x: Any = ROWS) -> list[Any]:
+    history = model.fit(x, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return [
+        *history["loss"],
+        *history["accuracy"],
+        *(v.numpy() for v in (*model.variables, *model.optimizer.variables)),
+    ]
+
+
+def assert_close(actual: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture
+def texts(monkeypatch: Any) -> list[str]:
+    """The compiled programs of the steps of `fit`, as they run."""
+    found: list[str] = []
+    original = CompiledStep._one
+
+    def noting(self: Any, carried: Any, placed: Any) -> Any:
+        found.append(self.program.lower(carried, *placed).compile().as_text())
+        return original(self, carried, placed)
+
+    monkeypatch.setattr(CompiledStep, "_one", noting)
+    return found
+
+
+@pytest.mark.parametrize(("num_logical", "parts"), [(2, [1, 2, 1, 1]), (4, [1, 2, 2, 1])])
+def test_a_divided_model_is_trained_like_one_on_as_many_replicas(num_logical: int, parts: list[int]) -> None:
+    """Batch normalization knows of replicas, so as many of them are the measure; the last batch has six rows."""
+    replicas = 8 // num_logical
+    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+        expected = image_classifier()
+    with tpu_strategy(num_logical, layout_map=HIDDEN).scope():
+        model = image_classifier(parts)
+    assert_close(trained(model, IMAGES), trained(expected, IMAGES))
+    x = IMAGES[:13]
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected.predict(x, verbose=0), rtol=2e-5, atol=2e-6)
+
+
+def test_what_each_device_computes_in_fit(texts: list[str]) -> None:
+    """4 rows a replica, images of 8 x 8 in two halves; the hidden layer's 16 units, 8 on each logical device."""
+    with tpu_strategy(2, layout_map=HIDDEN).scope():
+        blocks = [Divided(PARTS[2]), keras.layers.Conv2D(4, 3, padding="same"), keras.layers.Flatten()]
+        hidden = keras.layers.Dense(16, activation="relu", name="hidden")
+        model = compiled(keras.Sequential([keras.Input((8, 8, 3)), *blocks, hidden, keras.layers.Dense(3)]))
+    model.fit(IMAGES[:16], LABELS[:16], batch_size=16, verbose=0)
+    text = texts[0]
+    found = re.search(r"entry_computation_layout=\{\((.*?)\)->", text)
+    assert found is not None
+    assert "f32[4,8,8,3]" in found.group(1)  # The batch: each replica's rows, the same on its logical devices.
+    assert found.group(1).count("f32[256,8]") == 3  # The weight and its slots, half of each.
+    assert "[256,16]" not in text and "[16,256]" not in text  # In no place whole.
+    assert "f32[4,4,8,4]" in re.findall(r"= (f32\[[\d,]+\])\S* convolution\(", text)
+    assert text.count(" collective-permute(") >= 2  # The borders of the images' halves, from the neighbours.
+    sums = [line for line in text.splitlines() if re.search(r"= .*f32\[(8,256|256,8)\].* all-reduce\(", line)]
+    assert len(sums) == 1  # The gradient of each half, over the four replicas that have it.
+    assert "{'axis_0'}" in sums[0] or "{{0,2,4,6},{1,3,5,7}}" in sums[0], sums[0]
+
+
+def test_what_each_device_computes_in_run() -> None:
+    strategy = tpu_strategy(4, layout_map={".*hidden/kernel": ("logical_0", "logical_1")})
+    with strategy.scope():
+        layer = keras.layers.Dense(6, name="hidden")
+        layer.build((None, 4))
+
+    def step(x: Any) -> Any:
+        x = strategy.experimental_split_to_logical_devices(x, [2, 2])
+        return strategy.experimental_replicate_to_logical_devices(layer(x))
+
+    x = RNG_ROWS[:8, :4]
+    result = strategy.run(step, args=(x,))
+    np.testing.assert_allclose(result.values[1], x @ layer.kernel.numpy(), rtol=1e-5, atol=1e-6)
+    assert [component.shape for component in result.values] == [(8, 6)] * 2
+    assert layer.kernel.stored.sharding.spec == PartitionSpec("logical_0", "logical_1")
+    (program,) = strategy.programs.programs_of(step).values()
+    text = program.compiled.lower([], [v.stored for v in program.variables], [x]).compile().as_text()
+    parameters = re.search(r"entry_computation_layout=\{\((.*?)\)->", text)
+    assert parameters is not None
+    assert "f32[2,3]" in parameters.group(1)  # A fourth of the weight.
+    assert re.search(r"= f32\[4,\d\]\S* dot\(", text)  # Half of the rows.
+
+
+RNG_ROWS = np.random.RandomState(1).randn(20, 12).astype("float32")
+
+
+@pytest.mark.parametrize("num_logical", [2, 8])
+def test_a_custom_loop_has_the_numbers_of_one_device(num_logical: int) -> None:
+    """Eleven rows: the replicas have different numbers of them."""
+    x, y = RNG_ROWS[:11], RNG_ROWS[:11].sum(1, keepdims=True)
+    losses, weights = [], []
+    for strategy in (kd.OneDeviceStrategy("cpu:0"), tpu_strategy(num_logical, layout_map=HIDDEN)):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            parts = None if isinstance(strategy, kd.OneDeviceStrategy) else [1, num_logical]
+            hidden = [Divided(parts and [1, num_logical]), keras.layers.Dense(16, "tanh", name="hidden")]
+            model = keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dense(1)])
+            optimizer = keras.optimizers.Adam(0.1)
+            loss = keras.losses.MeanSquaredError()
+
+        def step(x: Any, y: Any, model: Any = model, optimizer: Any = optimizer, loss: Any = loss) -> Any:
+            value, gradients = kd.value_and_grad(lambda: loss(y, model(x)), model.trainable_variables)()
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return value
+
+        data = kd.ArrayDataset((np.pad(x, ((0, 0), (0, 4))), y), batch_size=11)
+        batches = [element for _ in range(3) for element in strategy.experimental_distribute_dataset(data)]
+        losses.append([float(strategy.reduce("SUM", strategy.run(step, args=each), axis=None)) for each in batches])
+        weights.append([v.numpy() for v in model.weights])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert_close(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("many", [4, 10**9], ids=["packed", "one by one"])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_packed_and_accumulating_steps(many: int, accumulation: int | None, monkeypatch: Any) -> None:
+    """What is divided over logical devices stays by itself; slots may be divided among the replicas, too."""
+    monkeypatch.setattr(packing, "MANY", many)
+
+    def built(strategy: Any) -> Any:
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            blocks = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(16, "tanh", name="hidden")]
+            model = keras.Sequential([keras.Input((12,)), *blocks, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation), "mse")
+        return model
+
+    options: dict[str, Any] = {} if accumulation else {"shard_optimizer_state": True}
+    strategies = [kd.MirroredStrategy(["cpu:0", "cpu:1"]), tpu_strategy(4, layout_map=HIDDEN, **options)]
+    models = [built(strategy) for strategy in strategies]
+    for model in models:
+        model.fit(RNG_ROWS, RNG_ROWS.sum(1), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_close([v.numpy() for v in models[1].variables], [v.numpy() for v in models[0].variables])
+    ours = [v for v in models[1].optimizer.variables if "hidden_kernel" in v.path]
+    assert len(ours) == (3 if accumulation else 2)
+    for slot in ours:
+        assert slot.stored.addressable_shards[0].data.size == slot.value.size // (4 if accumulation else 8)
+
+
+def test_the_second_step_compiles_nothing(compilations: list[str]) -> None:
+    with tpu_strategy(2, layout_map=HIDDEN).scope():
+        model = dense_classifier()
+    trained(model)
+    before = len(compilations)
+    trained(model)
+    assert len(compilations) == before
+
+
+def test_steps_that_loop_on_the_devices() -> None:
+    """Two steps of eleven rows in one dispatch."""
+    plain = dense_classifier()
+    with tpu_strategy(2, layout_map=HIDDEN).scope():
+        model = dense_classifier(steps_per_execution=2)
+    for each in (plain, model):
+        each.fit(ROWS, LABELS, batch_size=11, epochs=2, shuffle=False, verbose=0)
+    assert_close([v.numpy() for v in model.variables], [v.numpy() for v in plain.variables])
+
+
+def test_saving_and_checkpoints_across_strategies(tmp_path: Any) -> None:
+    """From two logical devices to a MirroredStrategy, and back."""
+    with tpu_strategy(2, layout_map=HIDDEN).scope():
+        model = dense_classifier()
+    trained(model)
+    model.save(tmp_path / "tpu.keras")
+    kd.Checkpoint(model=model).write(str(tmp_path / "tpu"))
+    expected = model.predict(ROWS, verbose=0)
+    with kd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]).scope():
+        other = dense_classifier()
+        loaded = keras.models.load_model(tmp_path / "tpu.keras")
+    kd.Checkpoint(model=other).read(str(tmp_path / "tpu"))
+    for each in (other, loaded):
+        np.testing.assert_allclose(each.predict(ROWS, verbose=0), expected, rtol=1e-5, atol=1e-6)
+    assert_close(trained(other), trained(model))  # The slots came along: the very same training goes on.
+    kd.Checkpoint(model=other).write(str(tmp_path / "mirrored"))
+    with tpu_strategy(4, layout_map=HIDDEN).scope():
+        back = dense_classifier()
+    kd.Checkpoint(model=back).read(str(tmp_path / "mirrored"))
+    np.testing.assert_allclose(back.predict(ROWS, verbose=0), other.predict(ROWS, verbose=0), rtol=1e-5, atol=1e-6)
+    (kernel,) = [v for v in back.variables if v.path.endswith("hidden/kernel")]
+    assert kernel.stored.addressable_shards[0].data.shape == (192, 4)
+
+
+def test_values_outside_of_programs_are_put_on_the_devices() -> None:
+    strategy = tpu_strategy(4)
+    array = strategy.experimental_split_to_logical_devices(np.arange(8.0).reshape(4, 2), [2, 2])
+    assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1)}
+    np.testing.assert_array_equal(array, np.arange(8.0).reshape(4, 2))
+    whole = strategy.experimental_replicate_to_logical_devices(array)
+    assert {shard.data.shape for shard in whole.addressable_shards} == {(4, 2)}
+    assert strategy.experimental_assign_to_logical_device(array, 3).sharding == whole.sharding
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "message"),
+    [
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [2]), ValueError, "a number for each dim"),
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [2, 2]), ValueError, "whose product is 4"),
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [-1, -2]), ValueError, "The product of"),
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((3, 4)), [2, 1]), ValueError, "Dimension 0 of the"),
+        (lambda s: s.experimental_assign_to_logical_device(np.ones(2), 2), ValueError, "logical devices 0 to 1"),
+        (lambda s: s.experimental_assign_to_logical_device(np.ones(2), -1), ValueError, "logical_device_id=-1"),
+        (lambda s: s.experimental_replicate_to_logical_devices(keras.Input((2,))), TypeError, "keras.layers.Lambda"),
+        (lambda s: s.experimental_replicate_to_logical_devices(s.run(lambda: np.ones(1))), TypeError, "in a replica"),
+    ],
+)
+def test_refusals(ask: Any, error: type[Exception], message: str) -> None:
+    strategy = tpu_strategy(2)
+    with pytest.raises(error, match=message) as raised:
+        ask(strategy)
+    assert isinstance(raised.value, kd.errors.DistributeError) and "Fix: " in str(raised.value)
+
+
+def test_spmd_refuses_assignments_and_strangers_are_refused() -> None:
+    strategy = tpu_strategy(2, experimental_spmd_xla_partitioning=True)
+    with pytest.raises(kd.errors.ValueStructureError, match="One SPMD program runs on all logical devices"):
+        strategy.experimental_assign_to_logical_device(np.ones(2), 0)
+    with kd.MirroredStrategy(["cpu:0"]).scope(), pytest.raises(kd.errors.ContextError, match="its own strategy"):
+        strategy.experimental_replicate_to_logical_devices(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("layout_map", "message"),
+    [
+        ({"k": ("model",)}, "cannot be divided over 'model'"),
+        ({"k": ("logical", None)}, "has 2 dimension"),
+        ({"k": ("logical_1",)}, "does not divide over 2 logical devices"),
+        (3, "a LayoutMap, or a dictionary"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout_map: Any, message: str) -> None:
+    with pytest.raises(kd.errors.DistributeError, match=message), tpu_strategy(4, layout_map=layout_map).scope():
+        keras.Variable(np.ones(3), name="k")
+
+
+def test_kerass_layout_map_with_a_mesh_of_its_own() -> None:
+    devices = [f"cpu:{i}" for i in range(8)]
+    layout_map: Any = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((4, 2), ["batch", "model"], devices))
+    layout_map["k"] = (None, "model")
+    with tpu_strategy(2, layout_map=layout_map).scope():
+        variable: Any = keras.Variable(np.ones((3, 4)), name="k")
+    assert variable.stored.sharding.spec == PartitionSpec(None, "logical")
+    assert [component.shape for component in variable.values] == [(3, 4)] * 4
+    np.testing.assert_array_equal(variable.numpy(), np.ones((3, 4)))
+    with pytest.raises(kd.errors.ValueStructureError, match=r"a DeviceMesh of shape \(4, 2\), for 2 replica"):
+        tpu_strategy(4, layout_map=layout_map)
+
+
+def test_variables_of_each_replica_may_be_divided() -> None:
+    with tpu_strategy(2, layout_map={"k": ("logical",)}).scope():
+        variable: Any = keras.Variable(np.arange(4.0), name="k", synchronization="on_read", aggregation="sum")
+    assert variable.stored.addressable_shards[0].data.shape == (1, 2)
+    variable.assign_add(np.ones(4))
+    np.testing.assert_array_equal(variable.numpy(), np.arange(4.0) + 1)
+    assert [component.shape for component in variable.values] == [(4,)] * 4
+    assert jax.tree.leaves(variable.stored)[0].sharding.spec == PartitionSpec("replica", "logical")
