@@ -72,7 +72,7 @@ class Layouts:
                     received=f"the layout {layout} for the shape {shape}.",
                     fix=f"a multiple of {parts}, or None in the layout.",
                 )
-        return Layout(tuple(names if names is None or len(names) != 1 else names[0] for names in axes))
+        return Layout(tuple(names[0] if names and len(names) == 1 else names for names in axes))
 
     def _layout(self, path: str) -> tuple[str | None, ...] | None:
         layout = self._map[path]
