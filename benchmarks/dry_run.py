@@ -1,9 +1,9 @@
 """Training steps compiled for TPUs that are not there: memory, collectives, FLOPs, and estimated times. Nothing is run.
 
-    python benchmarks/dry_run.py                      # all of it, one after the other: about half an hour on two cores
+    python benchmarks/dry_run.py                        # all of it, about half an hour on two idle cores
     python benchmarks/dry_run.py resnet50 lstm@v6e:2x2  # one model, one case; the other results stay
 
-Writes results/dry_run.md, .json and .svg. Needs `pip install 'keras-distribute[dry-run-tpu,plots]'`.
+Writes results/dry_run.md, .json and .svg. Needs `pip install 'keras-distribute[dry-run-tpu,dry-run-cuda,plots]'`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import report
 import workloads
 
 TOPOLOGIES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2")
-LARGEST = 300  # Seconds that one case may take.
+LARGEST = 460  # Seconds that one case may take.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Case:
         title: Of its row.
         build: Makes and compiles it.
         rows: On each device.
-        others: Topologies beside `TOPOLOGIES`.
+        topologies: To compile for.
     """
 
     title: str
     build: Callable[[], Any]
     rows: int
-    others: tuple[str, ...] = ()
+    topologies: tuple[str, ...] = TOPOLOGIES
 
 
 def classifier(build: Callable[[], Any]) -> Callable[[], Any]:
@@ -75,19 +75,20 @@ def resnet50() -> Any:
 
 
 def bert() -> Any:
-    """A transformer encoder of BERT base's size: 12 blocks of 768, 12 heads, 512 tokens, in mixed precision."""
+    """A classifier of BERT base's size: 12 blocks of 768, 12 heads, 512 tokens, dropout of 0.1; in float32."""
     import keras
     from keras import layers
 
-    keras.mixed_precision.set_global_policy("mixed_bfloat16")
     tokens = keras.Input((512,), dtype="int32")
-    x = layers.Embedding(30522, 768)(tokens)
+    x = layers.Dropout(0.1)(layers.LayerNormalization()(layers.Embedding(30522, 768)(tokens)))
     for _ in range(12):
-        x = layers.LayerNormalization()(layers.Add()([x, layers.MultiHeadAttention(12, 64)(x, x)]))
-        y = layers.Dense(768)(layers.Dense(3072, activation="gelu")(x))
+        y = layers.Dropout(0.1)(layers.MultiHeadAttention(12, 64, dropout=0.1)(x, x))
         x = layers.LayerNormalization()(layers.Add()([x, y]))
-    model = keras.Model(tokens, layers.Dense(2, dtype="float32")(x[:, 0]))
-    model.compile(keras.optimizers.AdamW(5e-5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        y = layers.Dropout(0.1)(layers.Dense(768)(layers.Dense(3072, activation="gelu")(x)))
+        x = layers.LayerNormalization()(layers.Add()([x, y]))
+    pooled = layers.Dense(768, activation="tanh")(x[:, 0])
+    model = keras.Model(tokens, layers.Dense(2)(layers.Dropout(0.1)(pooled)))
+    model.compile(keras.optimizers.AdamW(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
@@ -96,8 +97,8 @@ CASES = {
     "cnn": Case("CNN, 3 × (conv, BatchNorm)", classifier(workloads.cnn), 128),
     "transformer": Case("transformer, 2 blocks", classifier(workloads.transformer), 64),
     "lstm": Case("LSTM, 100 steps", classifier(lstm), 256),
-    "resnet50": Case("ResNet-50, bfloat16", resnet50, 128, ("v2:2x2",)),
-    "bert": Case("transformer of BERT base's size, bfloat16", bert, 32),
+    "resnet50": Case("ResNet-50, bfloat16", resnet50, 128, (*TOPOLOGIES, "v2:2x2")),
+    "bert": Case("BERT base, 512 tokens", bert, 32, ("a100:1",)),
 }
 
 
@@ -156,30 +157,40 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
     ]
     rows = [row(key.partition("@")[0], facts) for key, facts in cases.items()]
     notes = (
-        "Compiled ahead of time by libtpu on a machine without a TPU; no step was run. Memory and collectives are the "
-        "compiler's. The times are ESTIMATES from published peak rates, from everything overlapping to collectives that "
-        "overlap with nothing; real steps take longer."
+        "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without TPU and GPU; no step was run. Memory and collectives are the "
+        "compiler's. The times are ESTIMATES from published peak rates, from everything overlapping to collectives "
+        "that overlap with nothing; real steps take longer."
     )
     return f"{report.table(header, rows, 'lrrrrrrrrr')}\n\n{notes}\n\n{check(cases)}"
 
 
-# Cloud TPU v2-8 (8 cores), bfloat16, batch 1,024, real ImageNet data: 3,186 images a second.
-PUBLISHED_V2 = 3186.0
-PUBLISHED_V2_SOURCE = "https://web.archive.org/web/2018/https://blog.riseml.com/comparing-google-tpuv2-against-nvidia-v100-on-resnet-50-c2bbb6a51e5e"
+# What others have measured: the case, milliseconds of a step, and what and where.
+PUBLISHED = {
+    "resnet50@v2:2x2": (
+        1024 / 3186 * 1e3,
+        "ResNet-50 on a Cloud TPU v2-8 in bfloat16, batch 1,024, 3,186 images a second (RiseML, 2018, "
+        "https://blog.riseml.com/comparing-google-tpuv2-against-nvidia-v100-on-resnet-50-c2bbb6a51e5e, reported at "
+        "https://news.ycombinator.com/item?id=16931394)",
+    ),
+    "bert@a100:1": (
+        222.37,
+        "BERT base, `fit` of Keras 3 on JAX on an A100 40 GB in float32, batch 32, 512 tokens "
+        "(https://keras.io/getting_started/benchmarks/)",
+    ),
+}
 
 
 def check(cases: dict[str, dict[str, Any]]) -> str:
-    """The estimate beside a published measurement."""
-    facts = cases.get("resnet50@v2:2x2")
-    if facts is None or facts["estimate"] is None:
-        return ""
-    measured = facts["batch"] / PUBLISHED_V2
-    low, high = facts["estimate"]["at_least"], facts["estimate"]["in_turn"]
-    return (
-        f"Published measurement: ResNet-50 on a Cloud TPU v2-8, batch 1,024, {PUBLISHED_V2:,.0f} images a second, "
-        f"{measured * 1e3:.0f} ms a step ([RiseML, 2018]({PUBLISHED_V2_SOURCE})). Estimated here for v2:2x2: "
-        f"{low * 1e3:.0f} to {high * 1e3:.0f} ms, {low / measured:.2f} to {high / measured:.2f} of it."
-    )
+    """Estimates beside published measurements."""
+    lines: list[list[str]] = []
+    for key, (measured, what) in PUBLISHED.items():
+        estimate = cases[key]["estimate"] if key in cases else None
+        if estimate is not None:
+            low, high = estimate["at_least"] * 1e3, estimate["in_turn"] * 1e3
+            share = f"{low / measured:.2f}–{high / measured:.2f}"
+            lines.append([what, f"{measured:.0f}", f"{low:.0f}–{high:.0f} ({estimate['bound_by']})", share])
+    header = ["published measurement", "measured, ms", "ESTIMATED here, ms", "estimate / measurement"]
+    return report.table(header, lines, "lrrr") if lines else ""
 
 
 def draw(cases: dict[str, dict[str, Any]]) -> None:
@@ -208,8 +219,9 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        return one(*given.child)
-    keys = [f"{name}@{topology}" for name, case in CASES.items() for topology in (*TOPOLOGIES, *case.others)]
+        one(*given.child)
+        return
+    keys = [f"{name}@{topology}" for name, case in CASES.items() for topology in case.topologies]
     chosen = [key for key in keys if not given.which or key in given.which or key.partition("@")[0] in given.which]
     file = report.RESULTS / "dry_run.json"
     known = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.exists() and given.which else {}

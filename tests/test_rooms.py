@@ -32,6 +32,7 @@ ROOMS = [
     "strategies.base",
     "strategies",
     "training",
+    "dry_run",
     "preemption",
     "callbacks",
     "nn",

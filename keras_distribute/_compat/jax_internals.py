@@ -7,11 +7,13 @@
 - `distributed.global_state.client`: the key-value service of JAX's runtime, by which processes tell each other host
   values. JAX's public functions for that run programs on the devices, which a thread that reads ahead must not: another
   process may launch its programs in another order. Goes when JAX has a public client.
+- `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many devices it runs what it contains.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Generator
 from typing import Any
@@ -30,6 +32,12 @@ def backends_are_initialized() -> bool:
 def coordination_client() -> Any:
     """The client of the key-value service that all processes share; `None` in a single process."""
     return distributed.global_state.client
+
+
+def mapped_times(params: dict[str, Any]) -> int:
+    """How often a `shard_map` in a traced program runs what it contains, over all devices."""
+    sizes = dict(params["mesh"].shape)
+    return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
 
 
 class _Noting(threading.local):

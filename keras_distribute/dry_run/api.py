@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -141,6 +141,7 @@ class _Compiler:
 
     def __call__(self, batch: Any) -> DryRunReport:
         plan = planning.training_step(self.model, self.strategy, self.mesh, batch)
+        counts = flops.of_program(plan.traced.jaxpr)
         begun = time.perf_counter()
         try:
             compiled = plan.traced.lower().compile()
@@ -148,16 +149,22 @@ class _Compiler:
             sizes = memory.refusal(str(error))
             if sizes is None:
                 raise
-            return self._report(plan, batch, None, sizes, time.perf_counter() - begun)
-        return self._report(plan, batch, compiled, None, time.perf_counter() - begun)
+            return self._report(plan, batch, counts, None, sizes, time.perf_counter() - begun)
+        return self._report(plan, batch, counts, compiled, None, time.perf_counter() - begun)
 
     def _report(
-        self, plan: planning.Plan, batch: Any, compiled: Any, refused: tuple[int, int] | None, seconds: float
+        self,
+        plan: planning.Plan,
+        batch: Any,
+        counted: Mapping[str, int],
+        compiled: Any,
+        refused: tuple[int, int] | None,
+        seconds: float,
     ) -> DryRunReport:
         rows, num_steps, devices = examples.rows_of(batch), plan.num_steps, self.target.num_devices
         # The part of the device with the most rows.
         share = -(-rows // devices) / rows / num_steps
-        counts = {dtype: count * share for dtype, count in flops.of_program(plan.traced.jaxpr).items()}
+        counts = {dtype: count * share for dtype, count in counted.items()}
         report = DryRunReport(
             target=self.target,
             batch=rows,

@@ -15,6 +15,8 @@ from typing import Any
 
 from jax.extend import core
 
+from keras_distribute._compat import jax_internals
+
 
 def of_program(jaxpr: Any) -> Counter[str]:
     """The operations of all devices together, by the dtype of the operands."""
@@ -40,8 +42,7 @@ def _times(eqn: Any) -> int:
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
-        sizes = dict(params["mesh"].shape)
-        return math.prod(sizes[axis] for axis in params["manual_axes"])
+        return jax_internals.mapped_times(params)
     if name == "pallas_call":
         return math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return 1
