@@ -157,9 +157,10 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
     ]
     rows = [row(key.partition("@")[0], facts) for key, facts in cases.items()]
     notes = (
-        "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without TPU and GPU; no step was run. Memory and collectives are the "
-        "compiler's. The times are ESTIMATES from published peak rates, from everything overlapping to collectives "
-        "that overlap with nothing; real steps take longer."
+        "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without TPU and GPU; no step was run. "
+        "Memory and collectives are the compiler's. The times are ESTIMATES from published peak rates, from everything "
+        "overlapping to collectives that overlap with nothing; real steps take longer. The seconds of compiling are of "
+        "a machine that did other work, too."
     )
     return f"{report.table(header, rows, 'lrrrrrrrrr')}\n\n{notes}\n\n{check(cases)}"
 

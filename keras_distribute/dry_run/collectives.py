@@ -14,7 +14,18 @@ _LISTED = re.compile(r"replica_groups=\{(\{[^=]*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
-_UNNAMED = {"jvp", "transpose", "vmap", "checkpoint", "rematted_computation", "while", "body", "cond", "closed_call"}
+_UNNAMED = {
+    "jvp",
+    "transpose",
+    "vmap",
+    "checkpoint",
+    "rematted_computation",
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "shard_map",
+}
 _PART = re.compile(r"^[A-Za-z_]+\((.*)\)$")
 _RENAMES = {"bitcast", "get-tuple-element", "copy", "copy-done", "convert", "tuple", "reshape"}
 

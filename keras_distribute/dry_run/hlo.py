@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^  (ROOT )?%?(\S+) = ")
-_ARRAY = re.compile(r"\b(pred|[sufbc]\d+[a-z0-9]*|token)\[([0-9,<=]*)\](?:\{([^{}]*)\})?")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]{1,2}\d+[a-z0-9]*)\[([0-9,<=]*)\](?:\{([^{}]*)\})?")
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

@@ -78,12 +78,11 @@ class Target:
         """The name, the chips of one host, and how the cores of a chip are used."""
         assert self.hardware is not None
         name = self.hardware.name
-        largest = (*_HOST.get(name, (2, 2)), 1)
-        if self.shape != largest[: len(self.shape)]:
-            largest = (2, 2, 1)
-        bounds = [min(chips, most) for chips, most in zip((*self.shape, 1)[:3], largest, strict=True)]
+        single = _HOST.get(name, (2, 2))
+        most = single if self.shape == single else (2, 2)  # A single host may have more than each of several.
+        bounds = (min(self.shape[0], most[0]), min(self.shape[1], most[1]), 1)
         shape = "x".join(map(str, self.shape))
-        return f"{name}:{shape}", (bounds[0], bounds[1], bounds[2]), "megacore" if name == "v4" else "default"
+        return f"{name}:{shape}", bounds, "megacore" if name == "v4" else "default"
 
 
 def parse(name: str) -> Target:
