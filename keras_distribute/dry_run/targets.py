@@ -77,11 +77,11 @@ class Target:
     def _libtpu_name(self) -> tuple[str, tuple[int, int, int], str]:
         """The name, the chips of one host, and how the cores of a chip are used."""
         assert self.hardware is not None
-        name = self.hardware.name
+        name, chips = self.hardware.name, list(self.shape)
         single = _HOST.get(name, (2, 2))
-        most = single if self.shape == single else (2, 2)  # A single host may have more than each of several.
-        bounds = (min(self.shape[0], most[0]), min(self.shape[1], most[1]), 1)
-        shape = "x".join(map(str, self.shape))
+        most = single if chips == list(single) else (2, 2)  # A single host may have more than each of several.
+        bounds = (min(chips[0], most[0]), min(chips[1], most[1]), 1)
+        shape = "x".join(map(str, chips))
         return f"{name}:{shape}", bounds, "megacore" if name == "v4" else "default"
 
 
