@@ -42,6 +42,8 @@ from keras_distribute.context import get_replica_context as get_replica_context 
 from keras_distribute.context import get_strategy as get_strategy  # noqa: E402
 from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
 from keras_distribute.context import in_cross_replica_context as in_cross_replica_context  # noqa: E402
+from keras_distribute.dry_run import DryRunReport as DryRunReport  # noqa: E402
+from keras_distribute.dry_run import dry_run as dry_run  # noqa: E402
 from keras_distribute.input.arrays import ArrayDataset as ArrayDataset  # noqa: E402
 from keras_distribute.input.datasets import DistributedDataset as DistributedDataset  # noqa: E402
 from keras_distribute.input.datasets import DistributedIterator as DistributedIterator  # noqa: E402
@@ -82,6 +84,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "DryRunReport",
     "ElementSpec",
     "HierarchicalCopyAllReduce",
     "InputContext",
@@ -109,6 +112,7 @@ __all__ = [
     "callbacks",
     "cluster_resolver",
     "config",
+    "dry_run",
     "errors",
     "experimental",
     "experimental_set_strategy",

@@ -34,6 +34,7 @@ ROOMS = [
     "strategies.base",
     "strategies",
     "training",
+    "dry_run",
     "preemption",
     "callbacks",
     "nn",

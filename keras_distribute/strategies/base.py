@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +66,18 @@ class Strategy:
         """The devices of the replicas."""
         assert self._mesh is not None
         return self._mesh
+
+    @contextlib.contextmanager
+    def planned_on(self, mesh: ReplicaMesh) -> Generator[None]:
+        """Steps made in the `with` block are for `mesh`, whose devices need not be there; no value may be placed.
+
+        Variables and models stay where they are, and know no difference: they ask their strategy for its mesh.
+        """
+        own, self._mesh = self._mesh, mesh
+        try:
+            yield
+        finally:
+            self._mesh = own
 
     @property
     def top_frame(self) -> Frame:

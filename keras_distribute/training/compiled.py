@@ -84,11 +84,29 @@ class CompiledStep:
                 logs, carried = self._one(carried, left.pop(0))
         return logs, self._given(carried, len(state))
 
+    def traced(self, state: State, placed: batches.Placed, size: int = 1) -> tuple[Any, int]:
+        """The program that a call with such arrays runs, traced but not run: the devices need not be there.
+
+        Args:
+            state: The groups of Keras's state, each array as a `jax.ShapeDtypeStruct` with its sharding.
+            placed: A batch, likewise; `planning.placed_form` makes it.
+            size: As for `several`.
+
+        Returns:
+            A `jax.stages.Traced`, and how many steps it is.
+        """
+        carried, group = self._form_taken(state), [placed] * size
+        if size > 1 and self._can_scan(carried, group):
+            return self.fused.trace(carried, [each.data for each in group], placed.rows, placed.spread), size
+        return self._for(placed).trace(carried, *placed), 1
+
     def _one(self, carried: Any, placed: batches.Placed) -> Any:
         liveness.at(_PLACE)
-        divides = all(count == batches.WHOLE for count in placed.rows)
         with timing.of("dispatch"):
-            return (self.program if divides else self.uneven)(carried, *placed)
+            return self._for(placed)(carried, *placed)
+
+    def _for(self, placed: batches.Placed) -> Any:
+        return self.program if all(count == batches.WHOLE for count in placed.rows) else self.uneven
 
     def _can_scan(self, carried: Any, group: list[batches.Placed]) -> bool:
         """Whether a loop on the device is as fast as one here: XLA runs convolutions in a loop slowly on a CPU."""
@@ -100,6 +118,10 @@ class CompiledStep:
 
     def _taken(self, state: State) -> Any:
         return state[0].value if state and isinstance(state[0], Carried) else self._of_groups(state)
+
+    def _form_taken(self, state: State) -> Any:
+        """`_taken` of shapes alone."""
+        return state if self._packing is None else self._packing.form_packed(state)
 
     def _given(self, carried: Any, groups: int) -> State:
         return Carried(carried, self._to_groups), *[()] * (groups - 1)

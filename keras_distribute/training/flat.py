@@ -69,7 +69,8 @@ class FlatStep:
         ]
         if len(small) < packing.MANY or compat.has_own_step(trainer):
             return None
-        order = compat_optimizer.slots_by_element(trainer.optimizer, trainer.trainable_variables)
+        with context.entered(context.default_strategy().top_frame):  # It makes small optimizers, to look at them.
+            order = compat_optimizer.slots_by_element(trainer.optimizer, trainer.trainable_variables)
         if order is None or not _slots_match(order, weights, state[_SLOTS]):
             return None
         large = [(w.shape, w.dtype.name) for i, w in enumerate(weights) if i not in set(small)]

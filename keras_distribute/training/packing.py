@@ -124,6 +124,15 @@ class Packing:
         arrays = [[state[group][index] for group, index in places] for places in self.buffers]
         return Packed(self._join(arrays), self.without_packed(state))
 
+    def form_packed(self, state: State) -> Packed:
+        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding."""
+        buffers = jax.eval_shape(lambda groups: self.pack(groups).buffers, state)
+        placed = [
+            jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=own)
+            for buffer, own in zip(buffers, self._shardings, strict=True)
+        ]
+        return Packed(placed, self.without_packed(state))
+
     def unpack_now(self, packed: Packed) -> State:
         """The reverse."""
         return self._filled(packed.single, self._split(packed.buffers))

@@ -135,26 +135,40 @@ class TrainerSeams:
         check_same_values([variable for group in groups for variable in group])
         if not compat.is_traced(trainer):
             return _eager(strategy, step)
-        indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
         if kind == "train":
+            indices = accumulation.accumulator_indices(trainer)
             object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
-        if indices:
-            return _AccumulatingStep(strategy, trainer, indices, step)
-        form, flat = form_of(groups), None
-        places = sharding.divided_places(groups)
-        if kind == "train":
-            flat = FlatStep.of(trainer, strategy, form, places)
-        if flat is not None:
-            packing, carried_step = flat.packing, flat
-        else:
-            step = local.of(trainer, strategy, step) if kind == "train" else step
-            packing = Packing(form, strategy.replica_mesh, single=places)
-            carried_step = packing.around(step) if packing else step
-        # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
-        shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
-        if shardings is not None and packing:
-            shardings = packing.shardings(shardings)
-        return CompiledStep(strategy, carried_step, packing or None, shardings)
+        return compiled_step(strategy, trainer, kind, step)
+
+
+def compiled_step(strategy: Strategy, trainer: Any, kind: str, step: Step) -> CompiledStep:
+    """The program of a step; making it reads no variable's value.
+
+    Args:
+        strategy: Where it runs.
+        trainer: The model, whose variables belong to `strategy`.
+        kind: `"train"`, `"test"` or `"predict"`.
+        step: Keras's or the user's own, over the global batch.
+    """
+    groups = compat.state_variables(trainer, kind)
+    indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
+    if indices:
+        return _AccumulatingStep(strategy, trainer, indices, step)
+    form, flat = form_of(groups), None
+    places = sharding.divided_places(groups)
+    if kind == "train":
+        flat = FlatStep.of(trainer, strategy, form, places)
+    if flat is not None:
+        packing, carried_step = flat.packing, flat
+    else:
+        step = local.of(trainer, strategy, step) if kind == "train" else step
+        packing = Packing(form, strategy.replica_mesh, single=places)
+        carried_step = packing.around(step) if packing else step
+    # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
+    shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
+    if shardings is not None and packing:
+        shardings = packing.shardings(shardings)
+    return CompiledStep(strategy, carried_step, packing or None, shardings)
 
 
 def is_quiet() -> bool:
@@ -164,11 +178,13 @@ def is_quiet() -> bool:
 
 def _strategy_of(trainer: Any) -> Strategy | None:
     """The strategy that the trainer was created or compiled under, or of the scope around, or of its variables."""
-    own = getattr(trainer, _ATTRIBUTE, None) or _current_strategy()
-    if own is None:
-        variables = [*getattr(trainer, "trainable_variables", []), *getattr(trainer, "non_trainable_variables", [])]
-        own = next((v.distribute_strategy for v in variables if isinstance(v, DistributedVariable)), None)
-    return own
+    return getattr(trainer, _ATTRIBUTE, None) or _current_strategy() or strategy_of_variables(trainer)
+
+
+def strategy_of_variables(trainer: Any) -> Strategy | None:
+    """The strategy under whose scope the variables of a model were created."""
+    variables = [*getattr(trainer, "trainable_variables", []), *getattr(trainer, "non_trainable_variables", [])]
+    return next((v.distribute_strategy for v in variables if isinstance(v, DistributedVariable)), None)
 
 
 def _current_strategy() -> Strategy | None:
@@ -192,6 +208,13 @@ class _AccumulatingStep(CompiledStep):
 
     def _to_groups(self, carried: Any) -> State:
         return accumulation.wrapped(carried, self._indices)
+
+    def _form_taken(self, state: State) -> Any:
+        slots, mesh = list(state[_SLOTS]), self._mesh
+        for i in self._indices:
+            shape = (mesh.num_replicas, *slots[i].shape)
+            slots[i] = jax.ShapeDtypeStruct(shape, slots[i].dtype, sharding=mesh.split)
+        return *state[:_SLOTS], slots, *state[_SLOTS + 1 :]
 
 
 def _eager(strategy: Strategy, step: Callable[..., Any]) -> Callable[..., Any]:

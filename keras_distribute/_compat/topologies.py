@@ -1,0 +1,86 @@
+"""Devices of hardware that is not there, from JAX's ahead-of-time compilation.
+
+`jax.experimental.topologies` is public, but says nothing of what is missing:
+
+- libtpu refuses to be loaded while another process has it (`ALLOW_MULTIPLE_LIBTPU_LOAD`), even for compiling alone, and
+  logs what it does not find on a machine without a TPU;
+- a plugin that is not installed is a `RuntimeError` or a `NotImplementedError`, an unknown topology a
+  `JaxRuntimeError`.
+
+Goes when JAX has errors of its own for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Generator
+from typing import Any
+
+from jax.errors import JaxRuntimeError
+from jax.experimental import topologies
+
+_SETTINGS = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+class NotInstalledError(Exception):
+    """The compiler for a platform is missing."""
+
+
+class UnknownTopologyError(Exception):
+    """The compiler does not know a topology; says why."""
+
+
+def tpu_devices(name: str, chips_per_host: tuple[int, int, int], chip_config: str) -> list[Any]:
+    """The devices of a TPU slice.
+
+    Args:
+        name: `"v5e:4x4"`.
+        chips_per_host: The chips of one host along each axis.
+        chip_config: How the cores of a chip are used, in libtpu's words.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise NotInstalledError("there is no module libtpu")
+    with _set(_SETTINGS):
+        return _devices("tpu", name, chips_per_host_bounds=chips_per_host, chip_config_name=chip_config)
+
+
+def gpu_devices(target_config: str, count: int) -> list[Any]:
+    """GPUs of one host.
+
+    Args:
+        target_config: A `GpuTargetConfigProto` as text.
+        count: How many.
+    """
+    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise NotInstalledError("there is no module jax_cuda12_plugin")
+    return _devices("cuda", "", target_config=target_config, topology=f"1x1x{count}")
+
+
+def _devices(platform: str, name: str, **options: Any) -> list[Any]:
+    try:
+        return list(topologies.get_topology_desc(name, platform, **options).devices)
+    except NotImplementedError as error:
+        raise NotInstalledError(str(error)) from error
+    except JaxRuntimeError as error:
+        raise UnknownTopologyError(str(error).splitlines()[0]) from error
+
+
+@contextlib.contextmanager
+def _set(settings: dict[str, str]) -> Generator[None]:
+    """Environment variables, where the user has not set them, for a `with` block."""
+    new = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]

@@ -1,0 +1,4 @@
+"""The dry run: what a training step would take on hardware that need not be there."""
+
+from keras_distribute.dry_run.api import dry_run as dry_run
+from keras_distribute.dry_run.report import DryRunReport as DryRunReport

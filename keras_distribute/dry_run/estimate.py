@@ -1,0 +1,174 @@
+"""A roofline estimate of a step's time, from public peak rates. It is no measurement, and real steps take longer.
+
+    compute        operations of matrix products and convolutions / peak operations a second
+    memory         bytes moved / bytes a second of the device's memory
+    communication  sum over the collectives of bytes / bandwidth + hops * 1 microsecond
+    at least       max(compute, memory, communication): everything overlaps perfectly
+    in turn        max(compute, memory) + communication: the collectives overlap with nothing
+
+Sources: the roofline model (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785); the times of collectives on
+a torus, the halved bandwidth of an axis that is no ring, and a microsecond a hop, from "How to Scale Your Model"
+(https://jax-ml.github.io/scaling-book/sharding/, https://jax-ml.github.io/scaling-book/tpus/); rates: `hardware.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from keras_distribute.dry_run.collectives import Collective
+from keras_distribute.dry_run.hardware import Hardware
+from keras_distribute.dry_run.targets import Target
+
+FORMULA = (
+    "at least = max(FLOPs / peak, bytes / memory bandwidth, collectives); in turn = max(FLOPs / peak, "
+    "bytes / memory bandwidth) + collectives; a collective = bytes * (n - 1) / n / link bandwidth (twice for an "
+    "all-reduce) + 1 us a hop"
+)
+_HOP = 1e-6
+_AXIS_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step, ESTIMATED, never measured. See the formulas of `kd.dry_run`.
+
+    Args:
+        compute: Of the matrix products and convolutions at the peak rate.
+        memory: Of the bytes moved at the memory's bandwidth.
+        communication: Of the collectives.
+        source: Of the rates.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+    source: str
+
+    @property
+    def at_least(self) -> float:
+        """With everything overlapping."""
+        return max(self.compute, self.memory, self.communication)
+
+    @property
+    def in_turn(self) -> float:
+        """With collectives that overlap with nothing."""
+        return max(self.compute, self.memory) + self.communication
+
+    @property
+    def bound_by(self) -> str:
+        """What takes longest: `"compute"`, `"memory"` or `"communication"`."""
+        parts = {"compute": self.compute, "memory": self.memory, "communication": self.communication}
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingPoint:
+    """The estimate for another number of devices, each with as many rows as here.
+
+    Args:
+        topology: Its name.
+        num_devices: There.
+        batch: Global rows there.
+        in_turn: Seconds of a step, estimated.
+        efficiency: The share of the rows a second and device of a single device.
+    """
+
+    topology: str
+    num_devices: int
+    batch: int
+    in_turn: float
+    efficiency: float
+
+
+def of_step(
+    target: Target, flops: Mapping[str, float], bytes_moved: float, collectives: Sequence[Collective], num_steps: int
+) -> Estimate | None:
+    """The estimate of one step; `None` for CPUs.
+
+    Args:
+        target: The hardware.
+        flops: Of one step on one device, by dtype.
+        bytes_moved: Likewise.
+        collectives: Of one call of the program.
+        num_steps: How many steps a call is.
+    """
+    hardware = target.hardware
+    if hardware is None:
+        return None
+    compute = sum(count / _rate(hardware, dtype) for dtype, count in flops.items())
+    times = (seconds(target, each.kind, each.num_bytes, each.group_size) * each.times for each in collectives)
+    return Estimate(compute, bytes_moved / hardware.memory_bandwidth, sum(times) / num_steps, hardware.source)
+
+
+def _rate(hardware: Hardware, dtype: str) -> float:
+    return hardware.flops.get(dtype, hardware.flops["float32"])
+
+
+def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> float:
+    """The time of one collective, each device putting in `num_bytes`."""
+    hardware = target.hardware
+    assert hardware is not None
+    if group_size < 2:
+        return 0.0
+    whole = num_bytes * group_size if kind == "all-gather" else num_bytes
+    passes = 2 if kind == "all-reduce" else 1
+    share = 1.0 if kind == "collective-permute" else (group_size - 1) / group_size
+    bandwidth, hops = _network(target)
+    if kind == "collective-permute":
+        bandwidth, hops = hardware.link_bandwidth, min(hops, 1)
+    return passes * (whole * share / bandwidth + hops * _HOP)
+
+
+def _network(target: Target) -> tuple[float, int]:
+    """The bandwidth of one device into the network, all axes together, and the hops to its far end."""
+    hardware = target.hardware
+    assert hardware is not None
+    if not hardware.torus_axes:
+        return hardware.link_bandwidth, 0
+    bandwidth, hops = 0.0, 0
+    for chips in target.shape:
+        if chips > 1:
+            ring = chips % hardware.wraps_every == 0
+            bandwidth += hardware.link_bandwidth * (2 if ring else 1)
+            hops += chips // 2 if ring else chips - 1
+    return (bandwidth or 2 * hardware.link_bandwidth) / hardware.devices_per_chip, hops
+
+
+def scaling(
+    target: Target, here: Estimate, collectives: Sequence[Collective], gradient_bytes: int, rows: int, num_steps: int
+) -> list[ScalingPoint]:
+    """Estimates for other numbers of the same devices, each with as many rows as here.
+
+    Args:
+        target: What was compiled for.
+        here: Its estimate.
+        collectives: Of the program that was compiled.
+        gradient_bytes: What a step reduces, where a program for one device shows no collective.
+        rows: Of one device.
+        num_steps: Steps a call.
+    """
+    hardware = target.hardware
+    assert hardware is not None
+    points: list[ScalingPoint] = []
+    alone = max(here.compute, here.memory)
+    for shape in _shapes(hardware):
+        there = target.resized(shape)
+        count = there.num_devices
+        if any(each.group_size > 1 for each in collectives):
+            total = sum(seconds(there, each.kind, each.num_bytes, count) * each.times for each in collectives)
+        else:
+            total = seconds(there, "all-reduce", gradient_bytes, count) * num_steps
+        time = alone + total / num_steps
+        points.append(ScalingPoint(there.name, count, rows * count, time, alone / time))
+    return points
+
+
+def _shapes(hardware: Hardware) -> list[tuple[int, ...]]:
+    """From one device on, each with twice as many as the one before."""
+    if not hardware.torus_axes:
+        return [(1,), (2,), (4,), (8,)]
+    squares = [(a, b) for a in _AXIS_SIZES for b in _AXIS_SIZES if b in (a, 2 * a)]
+    flat = [shape for shape in squares if math.prod(shape) <= 256 and shape != (1, 2)]
+    return [(*shape, 1) for shape in flat] if hardware.torus_axes == 3 else flat

@@ -1,0 +1,122 @@
+"""Estimates by hand, the search for the largest batch, and the names of hardware."""
+
+import pytest
+
+from keras_distribute.dry_run import estimate, fitting, gpus, targets
+from keras_distribute.dry_run.collectives import Collective
+from keras_distribute.dry_run.hardware import HARDWARE
+from keras_distribute.errors import DeviceError
+
+
+def all_reduce(num_bytes, size, times=1):
+    return Collective("all-reduce", "r", num_bytes, 1, ("f32",), size, 1, times, (), "")
+
+
+def test_a_step_by_hand():
+    target = targets.parse("v5e:4x4")
+    found = estimate.of_step(target, {"bfloat16": 197e12 * 0.002}, 819e9 * 0.003, [all_reduce(100e6, 16)], 1)
+    # Two lines of 4 chips: 50 GB/s each, and 6 hops.
+    communication = 2 * (100e6 * 15 / 16 / 100e9 + 6e-6)
+    assert found.compute == pytest.approx(0.002)
+    assert found.memory == pytest.approx(0.003)
+    assert found.communication == pytest.approx(communication)
+    assert found.at_least == pytest.approx(0.003)
+    assert found.in_turn == pytest.approx(0.003 + communication)
+    assert found.bound_by == "memory"
+    assert "cloud.google.com" in found.source
+
+
+def test_rings_have_twice_the_bandwidth_of_lines():
+    ring, line = targets.parse("v5e:16x16"), targets.parse("v5e:8x8")
+    assert estimate.seconds(ring, "all-gather", 1e6, 256) == pytest.approx(256e6 * 255 / 256 / 200e9 + 16e-6)
+    assert estimate.seconds(line, "reduce-scatter", 1e6, 64) == pytest.approx(1e6 * 63 / 64 / 100e9 + 14e-6)
+    assert estimate.seconds(targets.parse("h100:8"), "all-reduce", 450e9, 8) == pytest.approx(2 * 7 / 8)
+    assert estimate.seconds(line, "all-reduce", 1e6, 1) == 0
+
+
+def test_nothing_is_known_of_cpus():
+    assert estimate.of_step(targets.parse("cpu:8"), {"float32": 1e9}, 1e9, [], 1) is None
+
+
+def test_scaling_keeps_the_rows_of_a_device():
+    target = targets.parse("v5e:1x1")
+    here = estimate.of_step(target, {"bfloat16": 197e10}, 0, [], 1)
+    points = estimate.scaling(target, here, [], gradient_bytes=10**8, rows=32, num_steps=1)
+    assert [(p.topology, p.num_devices, p.batch) for p in points[:3]] == [
+        ("v5e:1x1", 1, 32),
+        ("v5e:2x2", 4, 128),
+        ("v5e:2x4", 8, 256),
+    ]
+    assert points[0].efficiency == 1
+    assert points[1].in_turn == pytest.approx(0.01 + 2 * (1e8 * 3 / 4 / 100e9 + 2e-6))
+    assert all(0 < point.efficiency < 1 for point in points[1:])
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 40, 1000, 12_345])
+def test_the_largest_batch_is_found_in_few_compilations(capacity):
+    tried = []
+
+    def needed(rows):
+        tried.append(rows)
+        return 1000 + 10 * rows + (rows // 100) ** 2  # Not quite a line.
+
+    limit = needed(8 * capacity)
+    tried.clear()
+    fits, too_large, count = fitting.largest(needed, limit, 8, 64)
+    assert count == len(tried) == len(set(tried)) <= 12
+    assert all(rows % 8 == 0 for rows in tried)
+    assert needed(fits) <= limit < needed(too_large)
+    assert too_large - fits <= max(8, fits // 16)
+
+
+def test_the_search_ends_where_nothing_fits_and_where_memory_does_not_grow():
+    assert fitting.largest(lambda rows: 100, 10, 4, 64)[:2] == (0, 4)
+    fits, too_large, count = fitting.largest(lambda rows: 5, 10, 4, 64)
+    assert fits > 64 and too_large is None and count == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "devices"),
+    [
+        ("v5e:4x4", "tpu", 16),
+        ("V6E:2x2", "tpu", 4),
+        ("v2:2x2", "tpu", 8),
+        ("v4:2x2x1", "tpu", 4),
+        ("tpu7x:2x2x1", "tpu", 8),
+        ("v5litepod:2x4", "tpu", 8),
+        ("h100:8", "cuda", 8),
+        ("a100-80gb:4", "cuda", 4),
+        ("cpu:8", "cpu", 8),
+    ],
+)
+def test_names_of_topologies(name, platform, devices):
+    target = targets.parse(name)
+    assert (target.platform, target.num_devices) == (platform, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("v5e", "not of the form"),
+        ("v9:2x2", "no hardware 'v9'"),
+        ("v5e:4", "has 2 axes"),
+        ("v5e:2x2x2", "has 2 axes"),
+        ("h100:16", "at most 8"),
+        ("h100:2x2", "at most 8"),
+        ("v5e:0x4", "a size of 0"),
+        ("cpu:2x2", "no hardware 'cpu'"),
+        (8, "not of the form"),
+    ],
+)
+def test_what_is_no_topology_is_said(name, why):
+    with pytest.raises(DeviceError, match=why) as caught:
+        targets.parse(name)
+    assert 'Fix: "v5e:4x4" (v2, v3, v4, v5e, v5p, v6e, tpu7x)' in str(caught.value)
+
+
+def test_every_gpu_has_its_properties():
+    for hardware in HARDWARE.values():
+        if not hardware.torus_axes:
+            text = gpus.target_config(hardware)
+            assert f"device_memory_size: {hardware.memory_bytes}" in text
+            assert text.count("{") == text.count("}")
