@@ -39,6 +39,7 @@ NAMES = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "StrategySummary",
     "SyncOnReadVariable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -21,6 +21,7 @@ ROOMS = [
     "collectives",
     "replica_context",
     "variables",
+    "summary",
     "checkpoint",
     "call",
     "replication",
