@@ -11,10 +11,11 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
@@ -23,6 +24,8 @@ FILE_URL = f"{REPOSITORY}/blob/main/"
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for each notebook, and its pictures. Called by mkdocs."""
+    from mkdocs.structure.files import File  # The tests, which read the rest of this file, run without mkdocs.
+
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         pictures: dict[str, bytes] = {}
         text = page(json.loads(path.read_text("utf-8")), path.stem, pictures)
