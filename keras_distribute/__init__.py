@@ -60,6 +60,7 @@ from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStr
 from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: E402
 from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
 from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy  # noqa: E402
+from keras_distribute.summary import StrategySummary as StrategySummary  # noqa: E402
 from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
 from keras_distribute.types import ReduceOp as ReduceOp  # noqa: E402
 from keras_distribute.types import RunOptions as RunOptions  # noqa: E402
@@ -104,6 +105,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "StrategySummary",
     "SyncOnReadVariable",
     "TPUStrategy",
     "VariableAggregation",

@@ -1,5 +1,6 @@
 """The documentation: its code runs, every public name is in the reference, and links lead somewhere."""
 
+import json
 import pathlib
 import re
 import runpy
@@ -12,6 +13,8 @@ import keras_distribute as kd
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+SITE = runpy.run_path(str(ROOT / "scripts" / "site_notebooks.py"), run_name="site_notebooks")
 RUN = runpy.run_path(str(ROOT / "scripts" / "run_docs.py"), run_name="run_docs")
 
 
@@ -42,7 +45,44 @@ def test_the_reference_has_every_public_name():
     assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page):
+    """Where links into a page can lead: its headings as GitHub and MkDocs name them, and names given in HTML."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"\s", "-", heading) for heading in headings} | set(re.findall(r'id="([^"]+)"', text))
+
+
+def markdown_of(page):
+    """A page's text; of a notebook, that of its words, whose links into the repository are made relative."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    words = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return words.replace(f"]({SITE['FILE_URL']}", "](../")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)", markdown_of(page)):
+        # Pages of the site that are made of notebooks.
+        made_of = re.sub(r"^.*tutorials/(\w+)\.md$", rf"{ROOT}/tutorials/\1.ipynb", target)
+        path = page.parent / made_of if target else page
+        assert path.exists(), f"{page.name} links to {target}"
+        # Those of the reference pages are made of docstrings; MkDocs checks them.
+        if anchor and "reference/" not in target:
+            assert anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def test_links_to_the_repository_have_one_address():
+    for page in [*PAGES, *NOTEBOOKS]:
+        for address in re.findall(
+            r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/[\w-]+)", page.read_text()
+        ):
+            assert SITE["REPOSITORY"].endswith(f"/{address}"), f"{page.name} links to {address}"
+
+
+@pytest.mark.parametrize("module", [kd, kd.nn, kd.experimental, kd.callbacks, kd.cluster_resolver, kd.testing])
+def test_a_public_name_without_a_place_in_the_reference_is_noticed(module, monkeypatch):
+    monkeypatch.setattr(module, "__all__", [*module.__all__, "forgotten"])
+    with pytest.raises(AssertionError, match="forgotten"):
+        test_the_reference_has_every_public_name()

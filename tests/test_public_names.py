@@ -40,6 +40,7 @@ NAMES = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "StrategySummary",
     "SyncOnReadVariable",
     "TPUStrategy",
     "VariableAggregation",

@@ -23,6 +23,7 @@ ROOMS = [
     "collectives",
     "replica_context",
     "variables",
+    "summary",
     "checkpoint",
     "call",
     "replication",

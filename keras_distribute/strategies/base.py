@@ -23,6 +23,7 @@ from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.extended import StrategyExtended, is_value
+from keras_distribute.summary import StrategySummary
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable, Layout
@@ -339,6 +340,52 @@ class Strategy:
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
         """How a variable is divided over the logical devices of a replica; for library code. Here never."""
         return Layout()
+
+    def summary(self, *objects: Any, batch_size: int | None = None) -> StrategySummary:
+        """The replicas, and what stands on each: print it, or let a notebook show it.
+
+        Args:
+            *objects: What has variables: models, layers, optimizers, metrics, variables. Of a compiled model, those of
+                its optimizer and metrics are included; an optimizer makes its slots in the first step. For a loop of
+                your own name them all: `strategy.summary(model, optimizer, accuracy)`.
+            batch_size: Of the global batch, to see how many rows each replica gets of it.
+
+        Returns:
+            A `kd.StrategySummary`.
+
+        Raises:
+            StructureTypeError: For anything that has no variables.
+            ValueStructureError: For a batch without rows.
+            ContextError: Where a running `fit` has the values of the variables.
+
+        Example:
+            >>> import keras, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="small")
+            >>> print(strategy.summary(model))
+            MirroredStrategy: 2 replicas on 2 devices (cpu)
+            <BLANKLINE>
+            Replicas
+              replica  device  model
+              ──────────────────────
+                    0  cpu:0   cpu
+                    1  cpu:1   cpu
+            <BLANKLINE>
+            Variables
+                        kind      variables  their values  on each device
+              ───────────────────────────────────────────────────────────
+              weights   mirrored          2          32 B            32 B
+              ───────────────────────────────────────────────────────────
+              together                    2          32 B            32 B
+            <BLANKLINE>
+            Each variable
+              variable      shape   dtype    kind      on each device
+              ───────────────────────────────────────────────────────
+              dense/kernel  (3, 2)  float32  mirrored            24 B
+              dense/bias    (2,)    float32  mirrored             8 B
+        """
+        return StrategySummary(self, objects, batch_size)
 
     def group(self, value: Any, name: str | None = None) -> Any:
         """`value` itself: updates are ordered by the data they use, so there is nothing to group."""

@@ -1,0 +1,143 @@
+"""`StrategySummary`: what `Strategy.summary` returns. How it is drawn is in the files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keras_distribute.errors import ValueStructureError
+from keras_distribute.input.splitting import piece_sizes
+from keras_distribute.summary import facts, formats, picture, tables
+from keras_distribute.summary.facts import FOREIGN, DeviceFacts, VariableFacts
+from keras_distribute.summary.tables import Table
+
+if TYPE_CHECKING:
+    from keras_distribute.strategies.base import Strategy
+
+
+class StrategySummary:
+    """The devices of a strategy, and what stands on each: text when printed, tables and a picture in a notebook.
+
+    Made by `Strategy.summary`. It holds the numbers of the moment it was made.
+
+    Attributes:
+        strategy: The strategy in words, such as `"MirroredStrategy"`.
+        num_replicas: The number of replicas.
+        devices: An entry for each device, in replica order, with its `name`, `model`, `replica`, `process`, and
+            `bytes_in_use` and `bytes_limit` of its memory where JAX knows them, else `None`.
+        batch_size: The rows of the global batch, or `None`.
+        rows: The rows of that batch on each replica; empty without a batch size.
+        variables: An entry for each variable, with its `path`, `group`, `kind`, `shape`, `dtype`, the `num_bytes` of
+            its value, and `bytes_on`, the bytes on each device.
+
+    Example:
+        >>> import keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> summary = strategy.summary(model, batch_size=5)
+        >>> summary.rows, summary.bytes_on_each
+        ((3, 2), (32, 32))
+    """
+
+    def __init__(self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None) -> None:
+        if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+            raise ValueStructureError(
+                "The global batch has at least one row.",
+                received=f"batch_size={batch_size!r}.",
+                fix="strategy.summary(model, batch_size=128), or leave it out.",
+            )
+        mesh = strategy.replica_mesh
+        self.strategy = type(strategy).__name__
+        self.num_replicas = mesh.num_replicas
+        self.devices: tuple[DeviceFacts, ...] = facts.of_devices(mesh)
+        self.batch_size = batch_size
+        self.rows = tuple(piece_sizes(batch_size, mesh.num_replicas)) if batch_size else ()
+        self.variables: tuple[VariableFacts, ...] = facts.of_variables(strategy, objects)
+        self._unbuilt = facts.unbuilt(objects)
+
+    @property
+    def bytes_on_each(self) -> tuple[int, ...]:
+        """The bytes of all variables on each device, in the order of `devices`."""
+        return tables.totals(self.variables) if self.variables else (0,) * len(self.devices)
+
+    @property
+    def heading(self) -> str:
+        """The strategy in one line."""
+        models = sorted({device.model for device in self.devices})
+        line = f"{self.strategy}: {_count(self.num_replicas, 'replica')} on {_count(len(self.devices), 'device')}"
+        line += f" ({', '.join(models)})"
+        processes = len({device.process for device in self.devices})
+        return line if processes == 1 else f"{line} of {processes} processes"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know besides the tables, in sentences."""
+        lines: list[str] = []
+        if self.batch_size is not None:
+            lines.append(f"A global batch of {self.batch_size} rows: {tables.rows_in_words(self.rows)}.")
+        lines += [f"{name} is not built yet: it makes variables when it is used first." for name in self._unbuilt]
+        foreign = [variable.path for variable in self.variables if variable.kind == FOREIGN]
+        if foreign:
+            named = ", ".join(foreign[:5]) + (" and others" if len(foreign) > 5 else "")
+            lines.append(
+                f"{_count(len(foreign), 'variable')} not of this strategy: {named}. Create what a step uses inside "
+                "`with strategy.scope():`."
+            )
+        return lines
+
+    def tables(self, max_variables: int | None = 30) -> list[Table]:
+        """What it says, as tables of words."""
+        found = [tables.of_devices(self.devices, self.rows)]
+        if self.variables:
+            found += [tables.of_groups(self.variables), tables.of_each(self.variables, max_variables)]
+        return found
+
+    def text(self, max_variables: int | None = 30) -> str:
+        """The whole as plain text.
+
+        Args:
+            max_variables: How many variables to list at most; the largest ones then. `None` for all.
+        """
+        return formats.as_text(self.heading, self.notes, self.tables(max_variables))
+
+    def svg(self) -> str:
+        """The picture, as the text of an SVG file: a column for each replica, a line for each group of variables.
+
+        Words are drawn in the colour of the text around it.
+        """
+        return picture.draw(self.strategy, self.devices, self.rows, self.variables)
+
+    def plot(self, path: str | Path) -> None:
+        """Writes the picture to an SVG file.
+
+        Args:
+            path: Of the file, ending in `.svg`.
+
+        Raises:
+            ValueStructureError: For another ending.
+        """
+        if Path(path).suffix != ".svg":
+            raise ValueStructureError(
+                "The picture of a summary is an SVG file.",
+                received=f"plot({str(path)!r}).",
+                fix='summary.plot("summary.svg")',
+            )
+        Path(path).write_text(picture.on_paper(self.svg()), "utf-8")
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def __rich__(self) -> Any:
+        return formats.as_rich(self.heading, self.notes, self.tables())
+
+    def _repr_html_(self) -> str:
+        return formats.as_html(self.heading, self.notes, self.tables(None), self.svg())
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
