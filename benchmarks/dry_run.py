@@ -232,7 +232,7 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, "--child", *key.split("@"), path], check=True, timeout=LARGEST)
             known[key] = json.loads(Path(path).read_text(encoding="utf-8"))
         cases = {key: known[key] for key in keys if key in known}
-        report.write("dry_run", {"cases": cases}, markdown(cases), quiet=True)
+        report.write("dry_run", {"cases": cases}, markdown(cases), quiet=True, how="Compiled")
     draw(cases)
 
 

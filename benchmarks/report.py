@@ -36,14 +36,17 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write(name: str, facts: dict[str, Any], markdown: str, quiet: bool = False) -> None:
-    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter unless `quiet`."""
+def write(name: str, facts: dict[str, Any], markdown: str, quiet: bool = False, how: str = "Measured") -> None:
+    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter unless `quiet`.
+
+    `how` says at the end what was done: `"Measured"`, or `"Compiled"`.
+    """
     RESULTS.mkdir(exist_ok=True)
     about = machine()
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8")
     versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
     where = f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {versions}"
-    text = f"{markdown}\n\nMeasured by `benchmarks/{name}.py` on: {where}.\n"
+    text = f"{markdown}\n\n{how} by `benchmarks/{name}.py` on: {where}.\n"
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     if not quiet:
         print(text)

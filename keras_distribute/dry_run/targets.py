@@ -107,7 +107,7 @@ def parse(name: str) -> Target:
         if not 2 <= len(shape) <= hardware.torus_axes:
             raise _unknown(name, f"a slice of {kind} has {'2 or 3' if hardware.torus_axes == 3 else '2'} axes")
         return Target(name, "tpu", shape, hardware)
-    if len(shape) != 1 or shape[0] > _MOST_GPUS:
+    if len(shape) > 1 or math.prod(shape) > _MOST_GPUS:
         raise _unknown(name, f"GPUs of one host, at most {_MOST_GPUS}")
     return Target(name, "cuda", shape, hardware)
 
