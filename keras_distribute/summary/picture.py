@@ -73,11 +73,12 @@ def _group(group: str, kind: str, variables: Sequence[VariableFacts], shown: int
     family = kind.partition(" (")[0]
     count = f"{len(variables)} variable{'' if len(variables) == 1 else 's'}, {kind}"
     parts = [_label(y, GROUP_WORDS[group], count)]
-    on_each = totals(variables)
+    on_each, whole = totals(variables), sum(variable.num_bytes for variable in variables)
     for i in range(shown):
         if not on_each[i]:
             continue
-        share = (i / len(on_each), 1 / len(on_each)) if family == "divided" else (0, 1)
+        pieces = max(1, round(whole / on_each[i])) if family == "divided" else 1
+        share = (i % pieces / pieces, 1 / pieces)
         words = bytes_in_words(on_each[i])
         # Every replica's own component is drawn in a shade of its own.
         shade = 1 - 0.5 * i / max(shown - 1, 1) if family == "sync-on-read" else 1.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_distribute import context
+from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import forward
@@ -27,8 +28,12 @@ def is_possible(trainer: Any, strategy: Strategy) -> bool:
 
 
 def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
-    """Keras's training step on local gradients; `global_step`, which may be the user's own, where that cannot be."""
-    if compat.has_own_step(trainer) or not is_possible(trainer, strategy):
+    """Keras's training step on local gradients; `global_step`, which may be the user's own, where that cannot be.
+
+    A scaled loss needs the optimizer's variables, which only Keras's own step has at hand.
+    """
+    scales = trainer.optimizer is None or compat_optimizer.is_loss_scaling(trainer.optimizer)
+    if scales or compat.has_own_step(trainer) or not is_possible(trainer, strategy):
         return global_step
 
     def step(state: Any, data: Any) -> Any:

@@ -79,6 +79,17 @@ def test_which_models_allow_it(inside: str, is_local: bool) -> None:
     assert (local.of(model, strategy, step) is step) is not is_local
 
 
+def test_a_scaled_loss_takes_keras_step() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(3)])
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0), "mse")
+    step = object()
+    assert local.is_possible(model, strategy)
+    assert local.of(model, strategy, step) is step
+    model.fit(X, X[:, :3], batch_size=8, verbose=0)
+
+
 @pytest.mark.parametrize("rows", [24, 21])
 def test_the_numbers_of_one_replica(rows: int) -> None:
     """With rows that divide, and with a last batch that does not."""
