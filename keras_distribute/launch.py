@@ -25,11 +25,13 @@ from types import FrameType
 from typing import Any, TextIO
 
 from keras_distribute.cluster.job import Job, Worker
+from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.slurm import gpus
 from keras_distribute.errors import ClusterError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_LINES = 30
+_CULPRIT_SECONDS = 6.0  # Longer than process 0 waits for the others.
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -168,10 +170,18 @@ def _run(job: Job, grace: float, received: list[int]) -> Worker | None:
             _say(f"passes on {signal.Signals(received[0]).name}; whoever has not ended in {grace:.0f} s is killed.")
             job.send(received[0])
             job.wait(grace, until_failure=False, until=lambda: len(received) > 1)  # A second signal is impatient.
-        failed = job.first_failure()
+        elif _followed(job):  # Process 0 lets all others end first; a frozen process does not end by itself.
+            job.wait(_CULPRIT_SECONDS, until_failure=False, until=lambda: not _followed(job))
+        failed = job.first_failure(FOLLOWING_CODE)
     finally:
         job.stop(min(grace, 5.0) if not received else 0.0)
     return failed
+
+
+def _followed(job: Job) -> bool:
+    """Whether all processes that have failed did so because of another one."""
+    failed = job.first_failure(FOLLOWING_CODE)
+    return failed is not None and failed.exit_code == FOLLOWING_CODE
 
 
 def _pass_on(received: list[int]) -> dict[int, Any]:

@@ -68,7 +68,7 @@ OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(k
 
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
-    assert kd.callbacks.__all__ == ["BackupAndRestore", "StepTimeReport"]
+    assert kd.callbacks.__all__ == ["BackupAndRestore", "RaiseOnNaN", "StepTimeReport"]
     assert kd.cluster_resolver.__all__ == [
         "ClusterResolver",
         "ClusterSpec",

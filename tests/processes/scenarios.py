@@ -225,6 +225,25 @@ def single_batches():
     return losses, expected, np.asarray(predictions), plain.predict_on_batch(X[:5]), error
 
 
+def a_nan():
+    """A value that is no number, in a row of process 1: what each process is told, and when Keras's callback ends."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = linear()
+    x = X[:32].copy()
+    x[27] = np.nan  # In the third quarter of the second batch.
+    try:
+        model.fit(x, Y[:32], batch_size=16, shuffle=False, verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        error = "none"
+    except FloatingPointError as caught:
+        error = str(caught)
+    with strategy.scope():
+        model = linear()
+    stops = keras.callbacks.TerminateOnNaN()
+    history = model.fit(x, Y[:32], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[stops]).history
+    return error, int(model.optimizer.iterations), len(history["loss"])
+
+
 def different_programs():
     """What is said where the processes do not do the same."""
     strategy = kd.MultiWorkerMirroredStrategy()
