@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import NonFiniteError
+from keras_distribute.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.training import compiled
 from keras_distribute.training.batches import Placed
 
@@ -84,8 +85,7 @@ def _found_in(placed: Placed) -> list[str]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(placed.data)[0]:
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
             continue
-        assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
-        replicas = list(leaf.sharding.mesh.devices.flat)
+        replicas = ReplicaMesh(mesh_of_array(leaf)).devices
         for shard in leaf.addressable_shards:
             if not np.isfinite(np.asarray(shard.data, np.float64)).all():
                 replica = replicas.index(shard.device)
