@@ -38,8 +38,8 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     Args:
         topology: Of this process.
         how: Where that is from, for the line that the chief prints.
-        timeout_seconds: How long another process may be silent; 30 seconds for one that has died, half an hour for one
-            that is slow, where it is `None`.
+        timeout_seconds: How long another process may give no sign of life; 30 seconds where it is `None`. For one that
+            lives, but does not come to where this one waits for it, half an hour, or longer if this is.
 
     Raises:
         ClusterError: Where JAX has started already as something else.
