@@ -100,11 +100,23 @@ def table(cells: dict[str, dict[str, float | str]]) -> str:
     return report.table(header, rows, "l" * len(header))
 
 
+def write(cells: dict[str, dict[str, float | str]], seconds: float) -> None:
+    """Keeps the results, and the table."""
+    text = (
+        "# A process that is killed, frozen or terminated\n\n"
+        "What became of a job of two processes under the launcher with one restart: it finished with the weights of an "
+        f"uninterrupted job, bit for bit, or not; and after how many seconds. Uninterrupted it takes {seconds:.0f}.\n\n"
+        + table(cells)
+    )
+    report.write("kill_matrix", {"uninterrupted seconds": round(seconds), "cells": cells}, text, quiet=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", default=",".join(MOMENTS))
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--signals", default=",".join(SIGNALS))
+    parser.add_argument("--missing", action="store_true", help="only cells without a good result so far")
     parser.add_argument("--show", action="store_true", help="print the output of cells that fail")
     chosen = parser.parse_args()
     known = report.RESULTS / "kill_matrix.json"
@@ -114,18 +126,14 @@ def main() -> int:
         wanted = itertools.product(*(getattr(chosen, name).split(",") for name in ("moments", "victims", "signals")))
         for moment, victim, name in wanted:
             key = f"{moment} {victim} {name}"
+            if chosen.missing and cells.get(key, {}).get("result") == GOOD:
+                continue
             result, took, out = cell(Path(directory) / key.replace(" ", "-"), moment, victim, name, expected)
             cells[key] = {"result": result, "seconds": round(took)}
             print(f"{key:24} {result} ({took:.0f} s)", flush=True)
             if chosen.show and result != GOOD:
                 print(out)
-    text = (
-        "# A process that is killed, frozen or terminated\n\n"
-        "What became of a job of two processes under the launcher with one restart: it finished with the weights of an "
-        f"uninterrupted job, bit for bit, or not; and after how many seconds. Uninterrupted it takes {seconds:.0f}.\n\n"
-        + table(cells)
-    )
-    report.write("kill_matrix", {"uninterrupted seconds": round(seconds), "cells": cells}, text)
+            write(cells, seconds)  # At once: the whole takes long.
     return sum(one["result"] != GOOD for one in cells.values())
 
 
