@@ -86,7 +86,16 @@ def test_the_public_names_are_these():
         "UnionResolver",
         "automatic_resolver",
     ]
-    assert kd.testing.__all__ == ["MultiProcessRunner", "ProcessResult", "run_in_processes"]
+    assert kd.testing.__all__ == [
+        "Fault",
+        "MultiProcessRunner",
+        "NamedStrategy",
+        "ProcessResult",
+        "combinations",
+        "combine",
+        "cpu_devices",
+        "run_in_processes",
+    ]
     assert kd.experimental.__all__ == [
         "CommunicationImplementation",
         "CommunicationOptions",

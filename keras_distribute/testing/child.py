@@ -20,7 +20,7 @@ def main(folder: Path) -> int:
     caught: BaseException | None = None
     error: str | None = None
     try:
-        function: Any = _module(call["module"], call["file"])
+        function: Any = module_of(call["module"], call["file"])
         for name in call["name"].split("."):
             function = getattr(function, name)
         args, kwargs = pickle.loads(call["arguments"])
@@ -37,7 +37,8 @@ def main(folder: Path) -> int:
     return 1
 
 
-def _module(name: str, file: str | None) -> Any:
+def module_of(name: str, file: str | None) -> Any:
+    """The module of this name, or for that of a program the one of its file."""
     if name != "__main__":
         return importlib.import_module(name)
     assert file is not None
