@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from keras_distribute.cluster.job import Job, Worker
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
-from keras_distribute.cluster.slurm import gpus
+from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import ClusterError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -161,16 +161,13 @@ def _job(
 ) -> Job:
     """A job with a process for each of the places on this host that are left."""
     own = [] if options.cpu_devices is not None or options.nproc == 1 else gpus()
-    each = len(own) // options.nproc
 
     def environment(index: int) -> Mapping[str, str]:
         place = places[index]
         variables = {"KERAS_DISTRIBUTE_RESTARTS": str(attempt)}
         if options.cpu_devices is not None:
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.cpu_devices)}
-        elif each:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(own[place * each : (place + 1) * each])
-        return variables
+        return variables | share_of_gpus(own, place, options.nproc)
 
     return Job(
         command,

@@ -56,6 +56,7 @@ NAMES = [
     "in_cross_replica_context",
     "is_chief",
     "nn",
+    "notebook_launcher",
     "print_on_chief",
     "process_count",
     "process_index",

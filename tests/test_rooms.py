@@ -36,6 +36,7 @@ ROOMS = [
     "callbacks",
     "nn",
     "testing",
+    "notebook",
     "launch",
     "cluster_resolver",
     "experimental",

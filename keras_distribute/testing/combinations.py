@@ -20,7 +20,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_distribute.strategies.one_device import OneDeviceStrategy
-from keras_distribute.testing import child
+from keras_distribute.testing.modules import module_of
 from keras_distribute.testing.processes import run_in_processes
 
 _TEST_SECONDS = 240.0
@@ -173,7 +173,7 @@ def run_one(place: tuple[str, str, str], strategies: dict[str, Callable[[], Stra
     """
     created = {name: create() for name, create in strategies.items()}
     module, file, name = place
-    test: Any = child.module_of(module, file)
+    test: Any = module_of(module, file)
     for part in name.split("."):
         test = getattr(test, part)
     test.__wrapped__(**created, **rest)
