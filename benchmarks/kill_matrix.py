@@ -1,10 +1,11 @@
 """Kills, freezes and terminates one process of a training job at every stage of it, and says what became of the job.
 
-    python benchmarks/kill_matrix.py                         # All cells, as a table.
+    python -m benchmarks kill_matrix                         # All 36 cells, as a table: about 15 minutes.
     python benchmarks/kill_matrix.py --victims worker --signals KILL --moments epoch,save
 
 Each cell trains `tests/processes/staged.py` in two processes under the launcher with one restart. It must end with the
-weights of an uninterrupted run, bit for bit. The exit status is the number of cells that do not.
+weights of an uninterrupted run, bit for bit. The results of cells that were not run stay as they were. The exit status
+is the number of cells that are not as they must be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -21,16 +23,26 @@ import threading
 import time
 from pathlib import Path
 
+import report
+
 from keras_distribute.launch import LaunchOptions, launch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "processes" / "staged.py"
-MOMENTS = ("start", "compile", "epoch", "save", "evaluate", "end")
+MOMENTS = {
+    "start": "before anything is imported",
+    "compile": "before the first step",
+    "epoch": "in the middle of an epoch",
+    "save": "while a checkpoint is saved",
+    "evaluate": "in the validation",
+    "end": "after the last step",
+}
 VICTIMS = {"worker": 1, "chief": 0}
 SIGNALS = ("KILL", "STOP", "TERM")
 CELL_SECONDS = 120.0
+GOOD = "the same weights"
 
 
-def run(folder: Path, moment: str, victim: int, name: str) -> tuple[int | None, float, str]:
+def job(folder: Path, moment: str, victim: int, name: str) -> tuple[int | None, float, str]:
     """One job: its exit code (`None`: it hung), how long it took, and its output."""
     command = [sys.executable, str(SCRIPT), str(folder), moment, str(victim), name]
     out = io.StringIO()
@@ -47,9 +59,56 @@ def run(folder: Path, moment: str, victim: int, name: str) -> tuple[int | None, 
     return (None if seconds >= CELL_SECONDS else code), seconds, out.getvalue()
 
 
-def results(folder: Path) -> list[str]:
+def weights(folder: Path) -> list[str]:
     """What the processes found at their ends."""
     return [path.read_text() if path.exists() else "" for path in (folder / f"{i}.json" for i in (0, 1))]
+
+
+def uninterrupted(folder: Path) -> tuple[list[str], float]:
+    """The weights of a job that nobody disturbs, and how long it takes."""
+    folder.mkdir()
+    code, seconds, out = job(folder, "never", 0, "KILL")
+    expected = weights(folder)
+    if code != 0 or expected[0] != expected[1] or not json.loads(expected[0])["weights"]:
+        raise RuntimeError(f"the uninterrupted job ended with {code}:\n{out}")
+    return expected, seconds
+
+
+def cell(folder: Path, moment: str, victim: str, name: str, expected: list[str]) -> tuple[str, float, str]:
+    """What became of a job that one of its processes was taken from: in words, its seconds, and its output."""
+    folder.mkdir()
+    code, seconds, out = job(folder, moment, VICTIMS[victim], name)
+    if code is None:
+        result = "HUNG"
+    elif not (folder / "fault").exists():
+        result = "NO FAULT CAME"
+    elif code != 0:
+        result = f"FAILED with exit code {code}"
+    else:
+        result = GOOD if weights(folder) == expected else "OTHER WEIGHTS"
+    return result, seconds, out
+
+
+def table(cells: dict[str, dict[str, float | str]]) -> str:
+    """One row for each moment, one column for each victim and signal."""
+    columns = list(itertools.product(VICTIMS, SIGNALS))
+    rows: list[list[str]] = []
+    for moment, words in MOMENTS.items():
+        found = [cells.get(f"{moment} {victim} {name}") for victim, name in columns]
+        rows.append([words, *("not run" if one is None else f"{one['result']}, {one['seconds']} s" for one in found)])
+    header = ["killed, frozen or terminated", *(f"{victim}, SIG{name}" for victim, name in columns)]
+    return report.table(header, rows, "l" * len(header))
+
+
+def write(cells: dict[str, dict[str, float | str]], seconds: float) -> None:
+    """Keeps the results, and the table."""
+    text = (
+        "# A process that is killed, frozen or terminated\n\n"
+        "What became of a job of two processes under the launcher with one restart: it finished with the weights of an "
+        f"uninterrupted job, bit for bit, or not; and after how many seconds. Uninterrupted it takes {seconds:.0f}.\n\n"
+        + table(cells)
+    )
+    report.write("kill_matrix", {"uninterrupted seconds": round(seconds), "cells": cells}, text, quiet=True)
 
 
 def main() -> int:
@@ -57,41 +116,25 @@ def main() -> int:
     parser.add_argument("--moments", default=",".join(MOMENTS))
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--signals", default=",".join(SIGNALS))
+    parser.add_argument("--missing", action="store_true", help="only cells without a good result so far")
     parser.add_argument("--show", action="store_true", help="print the output of cells that fail")
     chosen = parser.parse_args()
-    bad = 0
+    known = report.RESULTS / "kill_matrix.json"
+    cells = json.loads(known.read_text())["cells"] if known.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
-        (plain := Path(directory) / "plain").mkdir()
-        code, seconds, out = run(plain, "never", 0, "KILL")
-        expected = results(plain)
-        if code != 0 or expected[0] != expected[1] or not json.loads(expected[0])["weights"]:
-            print(out)
-            return 1
-        print(f"uninterrupted: {seconds:.0f} s\n")
-        print(f"| {'moment':8} | {'victim':6} | {'signal':6} | {'result':36} | seconds |")
-        print(f"| {'-' * 8} | {'-' * 6} | {'-' * 6} | {'-' * 36} | ------- |")
-        for moment in chosen.moments.split(","):
-            for victim in chosen.victims.split(","):
-                for name in chosen.signals.split(","):
-                    folder = Path(directory) / f"{moment}-{victim}-{name}"
-                    folder.mkdir()
-                    code, seconds, out = run(folder, moment, VICTIMS[victim], name)
-                    came = (folder / "fault").exists()
-                    same = results(folder) == expected
-                    if code is None:
-                        result = "HUNG"
-                    elif not came:
-                        result = "NO FAULT CAME"
-                    elif code == 0:
-                        result = "finished, the same weights" if same else "finished, OTHER WEIGHTS"
-                    else:
-                        result = f"FAILED with exit code {code}"
-                    good = result == "finished, the same weights"
-                    bad += not good
-                    print(f"| {moment:8} | {victim:6} | {name:6} | {result:36} | {seconds:7.0f} |", flush=True)
-                    if chosen.show and not good:
-                        print(out)
-    return bad
+        expected, seconds = uninterrupted(Path(directory) / "plain")
+        wanted = itertools.product(*(getattr(chosen, name).split(",") for name in ("moments", "victims", "signals")))
+        for moment, victim, name in wanted:
+            key = f"{moment} {victim} {name}"
+            if chosen.missing and cells.get(key, {}).get("result") == GOOD:
+                continue
+            result, took, out = cell(Path(directory) / key.replace(" ", "-"), moment, victim, name, expected)
+            cells[key] = {"result": result, "seconds": round(took)}
+            print(f"{key:24} {result} ({took:.0f} s)", flush=True)
+            if chosen.show and result != GOOD:
+                print(out)
+            write(cells, seconds)  # At once: the whole takes long.
+    return sum(one["result"] != GOOD for one in cells.values())
 
 
 if __name__ == "__main__":

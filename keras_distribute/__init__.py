@@ -52,6 +52,7 @@ from keras_distribute.input.options import ElementSpec as ElementSpec  # noqa: E
 from keras_distribute.input.options import InputContext as InputContext  # noqa: E402
 from keras_distribute.input.options import InputOptions as InputOptions  # noqa: E402
 from keras_distribute.input.options import InputReplicationMode as InputReplicationMode  # noqa: E402
+from keras_distribute.notebook import notebook_launcher as notebook_launcher  # noqa: E402
 from keras_distribute.replica_context import ReplicaContext as ReplicaContext  # noqa: E402
 from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
@@ -125,6 +126,7 @@ __all__ = [
     "in_cross_replica_context",
     "is_chief",
     "nn",
+    "notebook_launcher",
     "print_on_chief",
     "process_count",
     "process_index",

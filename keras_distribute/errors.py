@@ -13,6 +13,7 @@
     ├── ClusterError                    a cluster that makes no sense, or processes that cannot train together: a
     │   │                               ValueError, and a RuntimeError
     │   └── DuplicateTaskError(KeyError) two resolvers name the same task
+    ├── NonFiniteError(FloatingPointError) a loss that is no number
     └── CheckpointError(ValueError)     a checkpoint is missing, does not fit, or cannot be written
         └── DamagedCheckpointError      its files are incomplete, or do not hold what was saved
 
@@ -86,6 +87,10 @@ class DuplicateTaskError(ClusterError, KeyError):
     """Two resolvers of a union name the same task."""
 
     __str__ = Exception.__str__  # `KeyError` would show the text's escapes.
+
+
+class NonFiniteError(DistributeError, FloatingPointError):
+    """The loss of a training step is infinite, or no number."""
 
 
 class CheckpointError(DistributeError, ValueError):

@@ -6,9 +6,10 @@
 
 In each process `kd.MultiWorkerMirroredStrategy()` spans all of them. Output is shown with the number of the process in
 front. When one process fails, the others are stopped, and the job is started again as often as `--max-restarts` says; a
-script that saves with `kd.callbacks.BackupAndRestore` then goes on from its checkpoint. Signals are passed on to all
-processes; one that does not end within `--grace` seconds is killed. The exit code is that of the process that failed
-first, whose traceback is shown last.
+script that saves with `kd.callbacks.BackupAndRestore` then goes on from its checkpoint. With `--min-nproc` it starts
+again without the process that failed or froze, as long as so many are left; its global batches stay as they were.
+Signals are passed on to all processes; one that does not end within `--grace` seconds is killed. The exit code is that
+of the process that failed first, whose traceback is shown last.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from types import FrameType
 from typing import Any, TextIO
 
 from keras_distribute.cluster.job import Job, Worker
-from keras_distribute.cluster.slurm import gpus
+from keras_distribute.cluster.liveness import FOLLOWING_CODE
+from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import ClusterError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_LINES = 30
+_CULPRIT_SECONDS = 6.0  # Longer than process 0 waits for the others.
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -43,12 +46,14 @@ class LaunchOptions:
         node_rank: The number of this one.
         coordinator: The address of process 0, `host:port`; needed for several hosts.
         max_restarts: How often the job is started again after a failure.
+        min_nproc: Where it is given, a job is started again without the process that failed, and its share of the GPUs,
+            unless fewer than so many were left; `None` starts all of them again. For one host.
         cpu_devices: The virtual CPU devices of each process, which then uses no accelerator.
         grace: Seconds from a signal, or from the failure of a process, until all are killed.
         log_dir: A folder for the output of each process.
 
     Raises:
-        ClusterError: For numbers that make no sense, and for several hosts without an address.
+        ClusterError: For numbers that make no sense, and for several hosts without an address, or with `min_nproc`.
     """
 
     nproc: int = 1
@@ -56,6 +61,7 @@ class LaunchOptions:
     node_rank: int = 0
     coordinator: str | None = None
     max_restarts: int = 0
+    min_nproc: int | None = None
     cpu_devices: int | None = None
     grace: float = 30.0
     log_dir: Path | None = None
@@ -66,6 +72,12 @@ class LaunchOptions:
                 raise ClusterError(f"{name} is at least {least}.", received=f"{getattr(self, name)}.", fix="--nproc 2")
         if self.cpu_devices is not None and self.cpu_devices < 1:
             raise ClusterError("cpu_devices is at least 1.", received=f"{self.cpu_devices}.", fix="--cpu-devices 1")
+        if self.min_nproc is not None and (self.nnodes > 1 or not 1 <= self.min_nproc <= self.nproc):
+            raise ClusterError(
+                "A job on one host may be started again with fewer processes, at least one.",
+                received=f"min_nproc={self.min_nproc}, nproc={self.nproc}, nnodes={self.nnodes}.",
+                fix="--nproc 4 --min-nproc 2 --max-restarts 2",
+            )
         if not 0 <= self.node_rank < self.nnodes:
             raise ClusterError(
                 f"The number of this host is from 0 to {self.nnodes - 1}.",
@@ -118,16 +130,20 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     output = _Output(options.log_dir, len(str(last)))
     received: list[int] = []
     previous = _pass_on(received)
+    places = list(range(options.nproc))
     try:
         for attempt in itertools.count():
-            job = _job(command, options, attempt, output)
-            failed = _run(job, options.grace, received)
+            job = _job(command, options, attempt, output, places)
+            failed, lost = _run(job, options.grace, received)
             if failed is None:
                 return 0
             if not received:
                 _report(failed, job)
             if received or attempt == options.max_restarts:
                 return failed.exit_code or 1
+            if options.min_nproc is not None and len(places) - len(lost) >= options.min_nproc:
+                places = [place for i, place in enumerate(places) if i not in lost]
+                _say(f"goes on with {len(places)} of {options.nproc} processes.")
             _say(f"starts the job again, for the {_ordinal(attempt + 1)} time of {options.max_restarts}.")
         raise AssertionError("the loop has no end")
     finally:
@@ -136,31 +152,41 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         output.close()
 
 
-def _job(command: Sequence[str], options: LaunchOptions, attempt: int, output: Callable[[int, str], None]) -> Job:
+def _job(
+    command: Sequence[str],
+    options: LaunchOptions,
+    attempt: int,
+    output: Callable[[int, str], None],
+    places: Sequence[int],
+) -> Job:
+    """A job with a process for each of the places on this host that are left."""
     own = [] if options.cpu_devices is not None or options.nproc == 1 else gpus()
-    each = len(own) // options.nproc
 
-    def environment(place: int) -> Mapping[str, str]:
+    def environment(index: int) -> Mapping[str, str]:
+        place = places[index]
         variables = {"KERAS_DISTRIBUTE_RESTARTS": str(attempt)}
         if options.cpu_devices is not None:
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.cpu_devices)}
-        elif each:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(own[place * each : (place + 1) * each])
-        return variables
+        return variables | share_of_gpus(own, place, options.nproc)
 
     return Job(
         command,
-        options.nproc,
+        len(places),
         first=options.nproc * options.node_rank,
-        num_processes=options.nproc * options.nnodes,
+        num_processes=len(places) if options.nnodes == 1 else options.nproc * options.nnodes,
         coordinator=options.coordinator,
         environment=environment,
         on_line=output,
     )
 
 
-def _run(job: Job, grace: float, received: list[int]) -> Worker | None:
-    """Runs a job until it ends, fails, or a signal comes; returns the process that failed first."""
+def _run(job: Job, grace: float, received: list[int]) -> tuple[Worker | None, list[int]]:
+    """Runs a job until it ends, fails, or a signal comes.
+
+    Returns:
+        The process that failed first, and the places of those that were the reason: itself, or those that froze.
+    """
+    lost: list[int] = []
     job.start()
     try:
         job.wait(until=lambda: bool(received))
@@ -168,10 +194,21 @@ def _run(job: Job, grace: float, received: list[int]) -> Worker | None:
             _say(f"passes on {signal.Signals(received[0]).name}; whoever has not ended in {grace:.0f} s is killed.")
             job.send(received[0])
             job.wait(grace, until_failure=False, until=lambda: len(received) > 1)  # A second signal is impatient.
-        failed = job.first_failure()
+        elif _followed(job):  # Process 0 lets all others end first; a frozen process does not end by itself.
+            job.wait(_CULPRIT_SECONDS, until_failure=False, until=lambda: not _followed(job))
+        failed = job.first_failure(FOLLOWING_CODE)
+        if failed is not None:
+            frozen = job.running() if failed.exit_code == FOLLOWING_CODE else []
+            lost = [job.workers.index(worker) for worker in frozen or [failed]]
     finally:
         job.stop(min(grace, 5.0) if not received else 0.0)
-    return failed
+    return failed, lost
+
+
+def _followed(job: Job) -> bool:
+    """Whether all processes that have failed did so because of another one."""
+    failed = job.first_failure(FOLLOWING_CODE)
+    return failed is not None and failed.exit_code == FOLLOWING_CODE
 
 
 def _pass_on(received: list[int]) -> dict[int, Any]:
@@ -218,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node-rank", type=int, default=0, help="the number of this host, from 0")
     parser.add_argument("--coordinator", help="address of the first host, host:port; needed for several hosts")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again after a failure")
+    parser.add_argument("--min-nproc", type=int, help="start again without those that failed, with at least so many")
     parser.add_argument(
         "--cpu-devices", type=int, default=1 if debug else None, help="virtual CPU devices of each process"
     )

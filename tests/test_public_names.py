@@ -60,6 +60,7 @@ NAMES = [
     "in_cross_replica_context",
     "is_chief",
     "nn",
+    "notebook_launcher",
     "print_on_chief",
     "process_count",
     "process_index",
@@ -73,7 +74,7 @@ OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(k
 
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
-    assert kd.callbacks.__all__ == ["BackupAndRestore", "StepTimeReport"]
+    assert kd.callbacks.__all__ == ["BackupAndRestore", "RaiseOnNaN", "StepTimeReport"]
     assert kd.cluster_resolver.__all__ == [
         "ClusterResolver",
         "ClusterSpec",
@@ -91,7 +92,16 @@ def test_the_public_names_are_these():
         "UnionResolver",
         "automatic_resolver",
     ]
-    assert kd.testing.__all__ == ["MultiProcessRunner", "ProcessResult", "run_in_processes"]
+    assert kd.testing.__all__ == [
+        "Fault",
+        "MultiProcessRunner",
+        "NamedStrategy",
+        "ProcessResult",
+        "combinations",
+        "combine",
+        "cpu_devices",
+        "run_in_processes",
+    ]
     assert kd.experimental.__all__ == [
         "CommunicationImplementation",
         "CommunicationOptions",

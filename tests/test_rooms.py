@@ -40,6 +40,7 @@ ROOMS = [
     "callbacks",
     "nn",
     "testing",
+    "notebook",
     "launch",
     "cluster_resolver",
     "experimental",

@@ -39,6 +39,8 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.random import seed_generator
 
+from keras_distribute.errors import CheckpointError
+
 Undo = Callable[[], None]
 JOINS, FIRST = "_keras_distribute_joins", "_keras_distribute_first"
 _SEE_STEPS = "_keras_distribute_see_steps"
@@ -69,6 +71,7 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
 
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
+        _refuse_orbax(self.callbacks)
         first = [callback for callback in self.callbacks if hasattr(callback, FIRST)]
         if first:
             self.callbacks = first + [callback for callback in self.callbacks if callback not in first]
@@ -132,6 +135,16 @@ def _has_own(callback: Any, *names: str) -> bool:
         getattr(type(callback), name, None) is not getattr(keras.callbacks.Callback, name) or name in vars(callback)
         for name in names
     )
+
+
+def _refuse_orbax(callbacks: list[Any]) -> None:
+    several = jax.process_count() > 1 and keras.distribution.distribution() is None
+    if several and any(isinstance(callback, keras.callbacks.OrbaxCheckpoint) for callback in callbacks):
+        raise CheckpointError(
+            "keras.callbacks.OrbaxCheckpoint cannot save what several processes share.",
+            received=f"a fit in {jax.process_count()} processes.",
+            fix="kd.callbacks.BackupAndRestore(folder) to go on, keras.callbacks.ModelCheckpoint(path) for models.",
+        )
 
 
 def _on_one_device(value: Any) -> Any:

@@ -135,12 +135,17 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
     last: Pass = getattr(epochs, _LAST)
     open_ = within or _is_open(epochs, last)
     return {
-        "adapter": type(epochs.data_adapter).__name__,
+        "adapter": kind_of_data(epochs),
         "steps_seen": epochs._steps_seen,
         "num_batches": epochs._num_batches,
         "open": open_,
         "at": last.feed.position(ended=not open_),
     }
+
+
+def kind_of_data(epochs: Any) -> str:
+    """What the data of an epoch iterator are called: the same in one process and in several, if they are the same."""
+    return getattr(epochs.data_adapter, "stands_for", type(epochs.data_adapter).__name__)
 
 
 def _is_open(epochs: Any, last: Pass) -> bool:

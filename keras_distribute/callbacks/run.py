@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 from keras_distribute.checkpoint.checkpoint import Reading
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.structures import Arrays
-from keras_distribute.cluster import agreement
+from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import CheckpointError, InputError
 from keras_distribute.preemption import Reaction, TerminationConfig, Watch
 
@@ -98,6 +99,20 @@ class Run:
         """Called whenever the checkpoint that was read is assigned."""
         self._state = state
 
+    def _keras_distribute_state_of_all(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state for this process, from those of another number of processes.
+
+        Raises:
+            CheckpointError: Where each of them read data of its own.
+        """
+        if len({pickle.dumps(state["data"]) for state in states}) > 1:
+            raise CheckpointError(
+                f"Each of {len(states)} processes had read other data, of its own, when the training was interrupted.",
+                received=f"{processes.process_count()} process(es) now.",
+                fix=f"go on in {len(states)} processes, or let all read the same data.",
+            )
+        return states[min(processes.process_index(), len(states) - 1)]
+
     # What the callback asks. ------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -110,7 +125,8 @@ class Run:
             )
         if self._manager._agreed_steps():
             self._reading = self._manager._read(fallback=True)
-            states.before_training(self._others, self._reading.state_of("training")["callbacks"])
+            training = self._reading.state_of("training", self._keras_distribute_state_of_all)
+            states.before_training(self._others, training["callbacks"])
 
     def begin(self) -> None:
         """Gives the other callbacks their state, and lets `fit` begin at the right epoch."""
@@ -291,7 +307,7 @@ class Run:
         self._checked = True
 
     def _check_data(self, data: dict[str, Any] | None, steps: int) -> None:
-        here, group = type(self._epochs.data_adapter).__name__, self._epochs.steps_per_execution
+        here, group = compat_epochs.kind_of_data(self._epochs), self._epochs.steps_per_execution
         if data is not None and data["adapter"] != here:
             raise InputError(
                 "The training was interrupted with another kind of data.",

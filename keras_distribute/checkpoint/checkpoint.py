@@ -23,6 +23,8 @@ from keras_distribute.variables import DistributedVariable
 
 _EACH = "state of each process"
 Path = str | os.PathLike[str]
+OfAll = Callable[[list[Any]], Any]
+_OF_ALL = "_keras_distribute_state_of_all"  # A method of objects whose state may go to another number of processes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Reading:
     arrays: Arrays
     assign: Callable[[], None]
 
-    def state_of(self, name: str) -> Any:
+    def state_of(self, name: str, of_all: OfAll | None = None) -> Any:
         """The state of an object that is no variable, as a new structure."""
-        return state_of(name, self.manifest, self.arrays)
+        return state_of(name, self.manifest, self.arrays, of_all)
 
 
 class Checkpoint:
@@ -241,7 +243,8 @@ class Checkpoint:
         tracking.synchronize(self._objects)
         # Objects first: these may refuse, and then no variable has changed.
         for name in found.objects:
-            state, value = state_of(name, manifest, arrays), tracked.stateful[name]
+            value = tracked.stateful[name]
+            state = state_of(name, manifest, arrays, getattr(value, _OF_ALL, None))
             if isinstance(value, dict):
                 value.clear()
                 value.update(state)
@@ -257,8 +260,14 @@ class Checkpoint:
                 tracking.refresh(value)
 
 
-def state_of(name: str, manifest: Manifest, arrays: Arrays) -> Any:
+def state_of(name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None = None) -> Any:
     """The state of an object that was saved, or what this process saved of it.
+
+    Args:
+        name: Of the object.
+        manifest: Of the checkpoint.
+        arrays: Likewise.
+        of_all: Makes the state of this process from those of another number of processes, where that is possible.
 
     Raises:
         CheckpointError: Where each process saved a state of its own, and now there is another number of processes.
@@ -267,6 +276,8 @@ def state_of(name: str, manifest: Manifest, arrays: Arrays) -> Any:
     if not isinstance(state, dict) or state.keys() != {_EACH}:
         return state
     states, count = state[_EACH], processes.process_count()
+    if len(states) != count and of_all is not None:
+        return of_all(states)
     if len(states) != count:
         raise CheckpointError(
             f"{name!r} was saved with a state of its own in each of {len(states)} processes.",

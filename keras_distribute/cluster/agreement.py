@@ -104,9 +104,9 @@ class Channel:
 
 
 def set_wait(seconds: float | None) -> None:
-    """How long to wait for another process; `None` for half an hour."""
+    """How long to wait for another process that lives (`liveness` looks after others): half an hour, or longer."""
     global _wait_seconds
-    _wait_seconds = seconds or _DEFAULT_SECONDS
+    _wait_seconds = max(seconds or 0.0, _DEFAULT_SECONDS)
 
 
 def exchange(topic: str, said: Any, num_processes: int) -> list[Any]:

@@ -111,10 +111,15 @@ class Job:
             worker.lines.append(line)
             self._on_line(worker.index, line)
 
-    def first_failure(self) -> Worker | None:
-        """The process that ended first with an error, of those that have."""
+    def first_failure(self, following: int | None = None) -> Worker | None:
+        """The process that ended first with an error, of those that have.
+
+        Args:
+            following: The exit code of those that ended because of another one; one of them only if there is no other.
+        """
         self.running()
-        return next((worker for worker in self._ended if worker.exit_code), None)
+        failed = [worker for worker in self._ended if worker.exit_code]
+        return next((worker for worker in failed if worker.exit_code != following), failed[0] if failed else None)
 
     def running(self) -> list[Worker]:
         """Those that have not ended."""

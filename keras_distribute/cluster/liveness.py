@@ -1,8 +1,12 @@
 """Whether the other processes live, and where they stand: signs of life through JAX's key-value service.
 
 JAX ends a process when another one has died, but does not say which. Here each process tells the others about once a
-second where it is; one that is silent for too long is named, with its last place, and this process ends. Where nobody
-gets on, all places are shown once, and nothing else happens: a step may be slow.
+second where it is. The first one to know why the job cannot go on - an exception of its own, or another process that
+has been silent for too long - says so in one place, the verdict; all others hear it at once, repeat it, and end. So
+every process names the same culprit, and not one that has ended because of it. Where nobody gets on, all places are
+shown once, and nothing else happens: a step may be slow.
+
+Process 0 serves the keys and values, and JAX ends all others at the moment that it ends: it leaves last.
 """
 
 from __future__ import annotations
@@ -18,12 +22,18 @@ from typing import Any
 from keras_distribute._compat import jax_internals
 
 SLOW_SECONDS = 120.0
+FOLLOWING_CODE = 43  # The exit code of a process that ends because of another one.
 _MOST_SECONDS = 1.0
-_FOLDER = "keras_distribute/alive"
+_LISTEN_SECONDS = 0.5  # A wait is cut into such slices, so that the program can end in between.
+_JOIN_SECONDS = 5.0
+_FOLDER, _VERDICT = "keras_distribute/alive", "keras_distribute/verdict"
+_ENDED = "ended"
 
 _steps = 0
 _place = "at the start"
 _watch: _Watch | None = None
+
+Verdict = tuple[int, str]  # The process that is the reason, and what to say of it.
 
 
 def at(place: str) -> None:
@@ -45,17 +55,41 @@ def watch(process: int, num_processes: int, timeout: float) -> None:
     _watch.start()
 
 
-def whoever_is_silent(wait: float) -> str | None:
-    """Which process has just fallen silent, in words; looks for it for some seconds."""
+def claim_the_end() -> None:
+    """Makes the calling thread the one that ends this process; returns only where no other one does already."""
+    if _watch is not None:
+        _watch.claim()
+
+
+def reason(own: str, wait: float) -> str | None:
+    """Why the job ends, in the words that all processes hear: those of the first one to know.
+
+    Args:
+        own: What this process says of itself, where nobody else has said anything.
+        wait: Seconds to look for another process before that.
+
+    Returns:
+        `None` where the reason is this process.
+    """
     if _watch is None:
         return None
-    end = time.monotonic() + wait
-    while time.monotonic() < end:
-        silent = _watch.silent(3 * _watch.interval)
-        if silent is not None:
-            return silent
+    found, end = None, time.monotonic() + wait
+    while time.monotonic() < end and found is None and _watch.verdict() is None:
+        found = _watch.silent(3 * _watch.interval)
         time.sleep(_watch.interval / 4)
-    return None
+    culprit, text = _watch.pass_verdict(found or (_watch.process, own))
+    return None if culprit == _watch.process else text
+
+
+def leave() -> None:
+    """Says that this process ends because of an error; in process 0, waits until all others end."""
+    if _watch is not None:
+        _watch.leave()
+
+
+def here() -> str:
+    """Where this process is, in words."""
+    return _where(f"0|{_steps}|{_place}")
 
 
 class _Watch:
@@ -69,30 +103,49 @@ class _Watch:
     """
 
     def __init__(self, process: int, num_processes: int, timeout: float, end: Callable[[int], Any] = os._exit) -> None:
-        self._process, self._num_processes, self._timeout, self._end = process, num_processes, timeout, end
+        self.process, self._num_processes, self._timeout, self._end = process, num_processes, timeout, end
         self.interval = min(_MOST_SECONDS, timeout / 8)
-        self._stopped = threading.Event()
+        self._stopped, self._leaves = threading.Event(), False
+        self._ends = threading.Lock()  # Held, for ever, by the thread that ends this process.
         self._turn = 0
-        self._heard: dict[int, tuple[str, float]] = {}
-        self._answered = time.monotonic()
-        self._moved, self._shown = (time.monotonic(), -1), False
+        now = time.monotonic()
+        self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(num_processes), ("0|0|at the start", now))
+        self._answered = now
+        self._moved, self._shown = (now, -1), False
+        self._verdict: Verdict | None = None
+        loops = (self._tell_and_hear, self._judge, self._listen)
+        self._threads = [threading.Thread(target=loop, name=f"keras_distribute {loop.__name__}") for loop in loops]
 
     def start(self) -> None:
-        for loop in (self._tell_and_hear, self._judge):
-            threading.Thread(target=loop, name=f"keras_distribute {loop.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
 
     def stop(self) -> None:
         """At the end of the program, when silence means nothing."""
         self._stopped.set()
+        for thread in self._threads:  # One in a call of JAX's runtime would abort an interpreter that is gone.
+            thread.join(_JOIN_SECONDS)
+
+    def claim(self) -> None:
+        """Returns in the first thread that calls it, and never in another one."""
+        self._ends.acquire()
 
     def _tell_and_hear(self) -> None:
-        client = jax_internals.coordination_client()
         while not self._stopped.wait(self.interval):
-            self._turn += 1
-            with contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
-                told = f"{self._turn}|{_steps}|{_place}"
-                client.key_value_set(f"{_FOLDER}/{self._process}", told, allow_overwrite=True)
-                self.hear(dict(client.key_value_dir_get(_FOLDER)))
+            self._tell()
+            self._ask()
+
+    def _tell(self) -> None:
+        client = jax_internals.coordination_client()
+        self._turn += 1
+        told = f"{self._turn}|{_steps}|{_ENDED if self._leaves else _place}"
+        with contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
+            client.key_value_set(f"{_FOLDER}/{self.process}", told, allow_overwrite=True)
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Exception):
+            self.hear(dict(jax_internals.coordination_client().key_value_dir_get(_FOLDER)))
 
     def hear(self, said: dict[str, str]) -> None:
         """Notes what all have said, by the key of each."""
@@ -100,27 +153,116 @@ class _Watch:
         self._answered = now
         for key, told in said.items():
             process = int(key.rsplit("/", 1)[1])
-            if self._heard.get(process, ("", 0.0))[0] != told:
+            if self._heard[process][0] != told:
                 self._heard[process] = (told, now)
 
-    def silent(self, seconds: float) -> str | None:
-        """Which process has been silent for so long, in words."""
+    def pass_over(self, seconds: float) -> None:
+        """Time in which this process itself stood still does not count: it could have heard nobody."""
+        if seconds > 0:
+            self._answered += seconds
+            self._heard = {process: (told, when + seconds) for process, (told, when) in self._heard.items()}
+
+    def silent(self, seconds: float) -> Verdict | None:
+        """Which process has been silent for so long, the longest of all; and what to say of it."""
         now = time.monotonic()
         if now - self._answered > seconds:
-            return f"process 0, by which all find each other, has not answered for {now - self._answered:.0f} seconds"
-        for process, (told, when) in sorted(self._heard.items()):
-            if process != self._process and now - when > seconds and not told.endswith("|ended"):
-                return f"process {process} gave its last sign of life {now - when:.0f} seconds ago, {_where(told)}"
-        return None
+            return (
+                0,
+                f"process 0, by which all find each other, has not answered for {now - self._answered:.0f} seconds",
+            )
+        others = [
+            (when, process, told)
+            for process, (told, when) in self._heard.items()
+            if process != self.process and now - when > seconds and not told.endswith(f"|{_ENDED}")
+        ]
+        if not others:
+            return None
+        when, process, told = min(others)
+        return process, f"process {process} gave its last sign of life {now - when:.0f} seconds ago, {_where(told)}"
+
+    def verdict(self) -> Verdict | None:
+        """The reason for the end of the job, where one has been given."""
+
+        def read() -> None:
+            self._verdict = _read(jax_internals.coordination_client().key_value_try_get(_VERDICT))
+
+        if self._verdict is None:
+            self._briefly(read)
+        return self._verdict
+
+    def pass_verdict(self, verdict: Verdict) -> Verdict:
+        """Says why the job ends, unless somebody has said so before; returns what holds."""
+
+        def write() -> None:
+            jax_internals.coordination_client().key_value_set(_VERDICT, f"{verdict[0]}|{verdict[1]}")
+            self._verdict = verdict
+
+        self._briefly(write)
+        return self.verdict() or verdict
+
+    def _briefly(self, ask: Callable[[], None]) -> None:
+        """Asks process 0, and goes on without an answer where it is frozen, or an error is the answer."""
+
+        def asking() -> None:
+            with contextlib.suppress(Exception):
+                ask()
+
+        thread = threading.Thread(target=asking, daemon=True)
+        thread.start()
+        thread.join(2 * self.interval)
 
     def _judge(self) -> None:
+        before = time.monotonic()
         while not self._stopped.wait(self.interval / 2):
+            self.pass_over(time.monotonic() - before - self.interval)
+            before = time.monotonic()
             silent = self.silent(self._timeout)
             if silent is not None:
-                self._write(f"{silent}. Process {self._process}, {_where(f'0|{_steps}|{_place}')}, ends.")
-                self._end(1)
+                self._end_because(self.pass_verdict(silent)[1])
                 return
             self.show_if_slow()
+
+    def _listen(self) -> None:
+        """Waits for the verdict; and for process 0 to end, of which JAX would tell without a name."""
+        client = jax_internals.coordination_client()
+        while not self._stopped.is_set():
+            try:
+                verdict = _read(client.blocking_key_value_get(_VERDICT, round(1000 * _LISTEN_SECONDS)))
+            except Exception as error:
+                if "UNAVAILABLE" in str(error) and not self._stopped.is_set():
+                    text = f"process 0, by which all find each other, is gone; it was last {_where(self._heard[0][0])}"
+                    self._write(f"{text}. Process {self.process}, {here()}, ends.")
+                    self._end(FOLLOWING_CODE)  # At once: JAX is about to abort.
+                    return
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    self._stopped.wait(self.interval)
+                continue
+            self._verdict = verdict
+            self._stopped.wait(self.interval)  # For the error that this process may be about to raise.
+            if not self._stopped.is_set():
+                self._end_because(verdict[1])
+            return
+
+    def _end_because(self, text: str) -> None:
+        self.claim()
+        self._write(f"{text}. Process {self.process}, {here()}, ends.")
+        self.leave()
+        self._end(FOLLOWING_CODE)
+
+    def say_that_it_ends(self) -> None:
+        """From now on its silence means nothing."""
+        self._leaves = True
+        self._briefly(self._tell)
+
+    def leave(self) -> None:
+        """Says that this process ends; process 0 waits until the others have said so, too, but for the culprit."""
+        self.say_that_it_ends()
+        present = set(self._heard) - {self.process, self._verdict[0] if self._verdict else self.process}
+        end = time.monotonic() + 4 * self.interval
+        while self.process == 0 and present and time.monotonic() < end:
+            time.sleep(self.interval / 4)  # The last time for those that have said so, and are about to end.
+            present = {other for other in present if not self._heard[other][0].endswith(f"|{_ENDED}")}
+            self._ask()
 
     def show_if_slow(self) -> None:
         """Shows where all stand, once, when this process has not begun a step for long."""
@@ -130,11 +272,16 @@ class _Watch:
         elif _steps and not self._shown and time.monotonic() - moved > SLOW_SECONDS:
             self._shown = True
             places = "; ".join(f"process {p} {_where(told)}" for p, (told, _) in sorted(self._heard.items()))
-            self._write(f"no step for {SLOW_SECONDS:.0f} seconds in process {self._process}. {places}.")
+            self._write(f"no step for {SLOW_SECONDS:.0f} seconds in process {self.process}. {places}.")
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"keras_distribute: {text}\n")
         sys.stderr.flush()
+
+
+def _read(verdict: str) -> Verdict:
+    process, text = verdict.split("|", 1)
+    return int(process), text
 
 
 def _where(told: str) -> str:
@@ -144,10 +291,6 @@ def _where(told: str) -> str:
 
 def say_that_it_ends() -> None:
     """Tells the others that this process ends because its program does."""
-    if _watch is None:
-        return
-    _watch.stop()
-    client = jax_internals.coordination_client()
-    if client is not None:
-        with contextlib.suppress(Exception):
-            client.key_value_set(f"{_FOLDER}/{_watch._process}", f"{_watch._turn}|{_steps}|ended", allow_overwrite=True)
+    if _watch is not None:
+        _watch.stop()
+        _watch.say_that_it_ends()

@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ from keras_distribute.errors import ClusterError
 SILENCE_SECONDS = 30.0
 _STARTS = 10  # How many times as long a process may take to start: it may still be fetched.
 _LOOK_SECONDS = 4.0
-_FOLLOWS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)  # What collectives raise when another process dies.
+_STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # What JAX's runtime puts in front.
 _T = TypeVar("_T")
 
 
@@ -37,8 +38,8 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     Args:
         topology: Of this process.
         how: Where that is from, for the line that the chief prints.
-        timeout_seconds: How long another process may be silent; 30 seconds for one that has died, half an hour for one
-            that is slow, where it is `None`.
+        timeout_seconds: How long another process may give no sign of life; 30 seconds where it is `None`. For one that
+            lives, but does not come to where this one waits for it, half an hour, or longer if this is.
 
     Raises:
         ClusterError: Where JAX has started already as something else.
@@ -194,15 +195,31 @@ def _fail_at_once() -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
+        liveness.claim_the_end()
         sys.stderr.write(f"keras_distribute: process {process_index()} of {process_count()} ends with this error.\n")
-        silent = liveness.whoever_is_silent(_LOOK_SECONDS) if isinstance(error, _FOLLOWS) else None
-        if silent is not None:
-            sys.stderr.write(f"keras_distribute: it may follow from another one: {silent}.\n")
+        sys.stderr.flush()
+        may_follow = _may_follow(error)
+        said = f"process {process_index()} has raised {_in_short(error)}, {liveness.here()}"
+        reason = liveness.reason(said, _LOOK_SECONDS if may_follow else 0.0)
+        if may_follow and reason is not None:
+            sys.stderr.write(f"keras_distribute: it may follow from another one: {reason}.\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        liveness.leave()
+        code = liveness.FOLLOWING_CODE if may_follow and reason is not None else 1
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = report
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether it is an error that a collective raises when another process has died."""
+    by_status = isinstance(error, ValueError | RuntimeError) and _STATUS.match(str(error)) is not None
+    return by_status or isinstance(error, jax.errors.JaxRuntimeError | ClusterError)
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}".removesuffix(": ")
 
 
 def _agree_on_seeds() -> None:

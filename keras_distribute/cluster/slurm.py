@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_distribute.cluster.resolver import ClusterResolver
@@ -193,6 +193,20 @@ def gpus() -> list[str]:
             fix="SlurmClusterResolver(gpus_per_node=8)",
         ) from error
     return [str(i) for i in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+
+
+def share_of_gpus(own: Sequence[str], place: int, num_places: int) -> dict[str, str]:
+    """The variables that give a process its share of the GPUs of this host; none where there is nothing to share.
+
+    Args:
+        own: The GPUs.
+        place: Of the process, from 0.
+        num_places: How many processes share them.
+    """
+    each = len(own) // num_places
+    if num_places == 1 or not each:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own[place * each : (place + 1) * each])}
 
 
 def _malformed(what: str, text: str) -> ClusterError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import pickle
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from keras_distribute.testing.modules import module_of
 
 
 def main(folder: Path) -> int:
@@ -20,9 +20,13 @@ def main(folder: Path) -> int:
     caught: BaseException | None = None
     error: str | None = None
     try:
-        function: Any = _module(call["module"], call["file"])
-        for name in call["name"].split("."):
-            function = getattr(function, name)
+        function: Any
+        if call["function"] is not None:
+            function = pickle.loads(call["function"])
+        else:
+            function = module_of(call["module"], call["file"])
+            for name in call["name"].split("."):
+                function = getattr(function, name)
         args, kwargs = pickle.loads(call["arguments"])
         value = function(*args, **kwargs)
     except BaseException as failure:
@@ -35,17 +39,6 @@ def main(folder: Path) -> int:
         return 0
     sys.excepthook(type(caught), caught, caught.__traceback__)  # As for a script.
     return 1
-
-
-def _module(name: str, file: str | None) -> Any:
-    if name != "__main__":
-        return importlib.import_module(name)
-    assert file is not None
-    spec = importlib.util.spec_from_file_location("keras_distribute_main", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -16,9 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from keras_distribute.cluster.job import Job
-from keras_distribute.errors import ClusterError, StructureTypeError
+from keras_distribute.cluster.liveness import FOLLOWING_CODE
+from keras_distribute.cluster.slurm import gpus, share_of_gpus
+from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
 
 _STOP_SECONDS = 2.0
+_FOLLOWING_SECONDS = 10.0  # Until the others have heard of a failure, and ended.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +54,15 @@ class MultiProcessRunner:
         num_processes: How many.
         args: For the function; they can be pickled, as its result can.
         kwargs: Likewise.
-        cpu_devices: The virtual CPU devices of each.
+        cpu_devices: The virtual CPU devices of each; `None` for the accelerators of this host, shared by all.
         timeout: Seconds until all are killed.
         environment: Further variables.
         echo: Whether to print what they write, with the number of the process in front.
+        by_value: Whether to send the function itself, by `cloudpickle`, and not its name: for one that is no part of a
+            file, such as a cell of a notebook.
 
     Raises:
+        BackendError: For `by_value` without `cloudpickle`.
         StructureTypeError: For a function that cannot be found by its name.
 
     Example:
@@ -73,13 +79,14 @@ class MultiProcessRunner:
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        cpu_devices: int = 1,
+        cpu_devices: int | None = 1,
         timeout: float = 120.0,
         environment: Mapping[str, str] | None = None,
         echo: bool = False,
+        by_value: bool = False,
     ) -> None:
         name = getattr(function, "__qualname__", "")
-        if not name or "<" in name:
+        if not by_value and (not name or "<" in name):
             raise StructureTypeError(
                 "The processes find a function by its module and its name.",
                 received=f"{function!r}.",
@@ -94,19 +101,24 @@ class MultiProcessRunner:
             "file": getattr(module, "__file__", None),
             "name": name,
             "arguments": pickle.dumps((tuple(args), dict(kwargs or {}))),
+            "function": _pickled(function) if by_value else None,
         }
         (self._folder / "call").write_bytes(pickle.dumps(call))
-        cpus = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(cpu_devices),
-            "XLA_FLAGS": "",
-            "NPROC": "",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        cpus = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices), "XLA_FLAGS": "", "NPROC": ""}
+        own = gpus() if cpu_devices is None else []
+
+        def variables(place: int) -> Mapping[str, str]:
+            return {
+                **paths,
+                **(share_of_gpus(own, place, num_processes) if cpu_devices is None else cpus),
+                **(environment or {}),
+            }
+
         self._job = Job(
             [sys.executable, "-m", "keras_distribute.testing.child", str(self._folder)],
             num_processes,
-            environment={**cpus, **(environment or {})},
+            environment=variables,
             on_line=_echo if echo else None,
         )
 
@@ -144,11 +156,12 @@ class MultiProcessRunner:
         """What a process has written so far, the last lines of it."""
         return "".join(self._job.workers[index].lines)
 
-    def join(self, timeout: float | None = None) -> list[ProcessResult]:
+    def join(self, timeout: float | None = None, *, until_failure: bool = False) -> list[ProcessResult]:
         """Waits until all have ended, and kills those that have not when the time is up.
 
         Args:
             timeout: Seconds; by default that of the runner.
+            until_failure: Whether those that have not ended some seconds after another one has failed are killed, too.
 
         Returns:
             One result for each process.
@@ -156,7 +169,9 @@ class MultiProcessRunner:
         Raises:
             ClusterError: When the time was up; with the logs of all.
         """
-        in_time = self._job.wait(self._timeout if timeout is None else timeout, until_failure=False)
+        in_time = self._job.wait(self._timeout if timeout is None else timeout, until_failure=until_failure)
+        if until_failure and self._job.first_failure():
+            self._job.wait(_FOLLOWING_SECONDS, until_failure=False)
         running = [worker.index for worker in self._job.running()]
         self._job.stop(0.0)
         results = [self._result(index) for index in range(self._num_processes)]
@@ -219,16 +234,38 @@ def run_in_processes(
     )
     with runner:
         results = runner.join()
+    return values_of(results)
+
+
+def values_of(results: Sequence[ProcessResult]) -> list[Any]:
+    """What each process returned.
+
+    Raises:
+        ClusterError: Where one failed; with its error, and the logs of all that did.
+    """
     failed = [result for result in results if result.exit_code]
     if failed:
-        first = next((result for result in failed if result.error), failed[0])
+        own = [result for result in failed if result.exit_code != FOLLOWING_CODE] or failed
+        first = next((result for result in own if result.error), own[0])
         raise ClusterError(
-            f"{len(failed)} of {num_processes} processes failed; process {first.index} with exit code "
+            f"{len(failed)} of {len(results)} processes failed; process {first.index} with exit code "
             f"{first.exit_code}.",
             received=(first.error or "no exception.") + _logs(failed),
             fix="look at the first exception; the others often follow from it.",
         )
     return [result.value for result in results]
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise BackendError(
+            "A function that is no part of a file is sent to other processes by cloudpickle.",
+            received=f"{error}.",
+            fix="pip install cloudpickle",
+        ) from error
+    return cloudpickle.dumps(function)
 
 
 def _logs(results: Sequence[ProcessResult]) -> str:

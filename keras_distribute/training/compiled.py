@@ -21,6 +21,18 @@ from keras_distribute.training.packing import Carried, Packing, State
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
+_kept: list[batches.Placed] | None = None  # The batches of the last call, while somebody wants to look at them.
+
+
+def keep_batches(keep: bool) -> None:
+    """Whether to keep the batches of the last step, or group of steps, of which `kept_batches` tells."""
+    global _kept
+    _kept = [] if keep else None
+
+
+def kept_batches() -> list[batches.Placed]:
+    """The batches of the last step, or group of steps."""
+    return _kept or []
 
 
 class CompiledStep:
@@ -62,7 +74,10 @@ class CompiledStep:
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step."""
-        logs, carried = self._one(self._taken(state), batches.place_whole(data, self._mesh))
+        placed = batches.place_whole(data, self._mesh)
+        if _kept is not None:
+            _kept[:] = [placed]
+        logs, carried = self._one(self._taken(state), placed)
         return logs, self._given(carried, len(state))
 
     def several(self, state: State, data: Sequence[Any], size: int) -> tuple[Any, State]:
@@ -73,6 +88,8 @@ class CompiledStep:
         """
         carried, logs = self._taken(state), None
         left = [batches.place_whole(batch, self._mesh) for batch in data]
+        if _kept is not None:
+            _kept[:] = left
         while left:
             group = left[:size]
             if len(group) == size and _alike(group) and self._can_scan(carried, group):

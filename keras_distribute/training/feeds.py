@@ -30,8 +30,9 @@ _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
 class DatasetAdapter(compat.DataAdapter):
     """A distributed dataset as the `x` of `fit`: the rows of all replicas are one batch."""
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset: DistributedDataset, stands_for: str | None = None) -> None:
         self.dataset = dataset
+        self.stands_for = stands_for or type(self).__name__  # What it is called where positions are compared.
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Host batches, for a model without a strategy."""
@@ -83,7 +84,8 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
     if place.num_input_pipelines == 1:
         return adapter
     options = InputOptions(experimental_per_replica_buffer_size=config.prefetch_steps())
-    return DatasetAdapter(distribute_source(source_of_adapter(adapter, stream), strategy.replica_mesh, place, options))
+    source = source_of_adapter(adapter, stream)
+    return DatasetAdapter(distribute_source(source, strategy.replica_mesh, place, options), type(adapter).__name__)
 
 
 def look(adapter: Any) -> Iterator[Any]:

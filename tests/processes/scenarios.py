@@ -225,6 +225,25 @@ def single_batches():
     return losses, expected, np.asarray(predictions), plain.predict_on_batch(X[:5]), error
 
 
+def a_nan():
+    """A value that is no number, in a row of process 1: what each process is told, and when Keras's callback ends."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = linear()
+    x = X[:32].copy()
+    x[27] = np.nan  # In the third quarter of the second batch.
+    try:
+        model.fit(x, Y[:32], batch_size=16, shuffle=False, verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        error = "none"
+    except FloatingPointError as caught:
+        error = str(caught)
+    with strategy.scope():
+        model = linear()
+    stops = keras.callbacks.TerminateOnNaN()
+    history = model.fit(x, Y[:32], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[stops]).history
+    return error, int(model.optimizer.iterations), len(history["loss"])
+
+
 def different_programs():
     """What is said where the processes do not do the same."""
     strategy = kd.MultiWorkerMirroredStrategy()
@@ -244,6 +263,7 @@ def different_programs():
     data = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
     dataset = strategy.experimental_distribute_dataset(((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data)
     tried("other rows", lambda: list(dataset))
+    tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
     tried("chief raises", lambda: kd.run_on_chief(int, "x"))
     with strategy.scope():
@@ -253,6 +273,12 @@ def different_programs():
     kd.barrier("same place")
     tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
     return errors, on_chief, os.getpid()
+
+
+def fit_with_orbax(strategy):
+    with strategy.scope():
+        model = linear()
+    model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint("never_written", save_freq="epoch")])
 
 
 def eager_fit(strategy):
@@ -268,6 +294,16 @@ def different_seeds(seed):
         keras.utils.set_random_seed(seed + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]))
     kd.MultiWorkerMirroredStrategy()
     return np.random.rand(2).tolist(), float(keras.random.normal(()))
+
+
+def different_devices():
+    """One device in process 0, two in process 1: what each is told."""
+    kd.config.set_cpu_devices(1 + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]))
+    try:
+        kd.MultiWorkerMirroredStrategy()
+    except ValueError as error:
+        return str(error)
+    return "none"
 
 
 def several(calls):

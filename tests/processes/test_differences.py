@@ -28,6 +28,7 @@ def errors():
             "other rows",
             "InputError: The processes read data of their own.*0: a batch of 4 rows; process 1: a batch of 5",
         ),
+        ("orbax", "CheckpointError: keras.callbacks.OrbaxCheckpoint cannot save what several.*a fit in 2 processes"),
         ("eager", "ContextError: Steps over several processes are compiled"),
         ("chief raises", "ValueError: invalid literal for int"),
         ("other places", "ClusterError: The processes do different things.*is at barrier 'place [01]'"),
@@ -46,6 +47,11 @@ def test_seeds_are_agreed(seed):
     """Without a seed, and with different ones."""
     first, second = kd.testing.run_in_processes(scenarios.different_seeds, 2, seed, timeout=60)
     assert first == second
+
+
+def test_processes_have_as_many_devices():
+    for error in kd.testing.run_in_processes(scenarios.different_devices, 2, timeout=60):
+        assert error.startswith("The processes have different numbers of devices.\n  Received: 1, 2 devices.")
 
 
 def sleeping():

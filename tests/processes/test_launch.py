@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from keras_distribute import launch as launching
+from keras_distribute.callbacks.run import Run
 from keras_distribute.launch import LaunchOptions, launch, main
 
 pytestmark = pytest.mark.timeout(150)
@@ -149,9 +150,52 @@ def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(what, code, unin
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_job_shrinks_to_the_processes_that_are_left(uninterrupted, tmp_path, capsys):
+    """The chief is killed; the other one goes on alone, with the same global batches."""
+    command = [sys.executable, str(TRAINING), "kill", str(tmp_path)]
+    options = LaunchOptions(nproc=2, cpu_devices=1, max_restarts=1, min_nproc=1)
+    assert launch(command, options) == 0
+    assert "goes on with 1 of 2 processes" in capsys.readouterr().out
+    assert not (tmp_path / "1.json").exists()
+    result = json.loads((tmp_path / "0.json").read_text())
+    np.testing.assert_allclose(result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5)
+    for ours, theirs in zip(result["weights"], uninterrupted[0]["weights"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_with_data_of_their_own_do_not_shrink():
+    states = [{"data": {"at": 1}, "callbacks": {}}, {"data": {"at": 2}, "callbacks": {}}]
+    with pytest.raises(ValueError, match="Each of 2 processes had read other data, of its own"):
+        Run._keras_distribute_state_of_all(None, states)
+    states[1]["data"] = {"at": 1}
+    assert Run._keras_distribute_state_of_all(None, states) is states[0]
+
+
+def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_one(tmp_path, capsys, monkeypatch):
+    """Process 1 freezes, so the others end with the code of those that follow; then there are too few to lose one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(launching, "_CULPRIT_SECONDS", 1.0)
+    path = script(
+        tmp_path,
+        "import signal\nif os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '0':\n"
+        "    index == 1 and os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(0.5)\n    sys.exit(43)\n"
+        "print(index, os.environ['KERAS_DISTRIBUTION_NUM_PROCESSES'], os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "sys.exit(os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '1' and index == 0)\n",
+    )
+    code, out = run(["--nproc", "3", "--min-nproc", "2", "--max-restarts", "2", "--grace", "1", path], capsys)
+    assert code == 0
+    second = out[out.rindex("starts the job again, for the 2nd") :]
+    assert sorted(line for line in second.splitlines() if line.startswith(("[0]", "[1]"))) == [
+        "[0] 0 2 4",
+        "[1] 1 2 6",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--nproc", "2", "--min-nproc", "3"], "may be started again with fewer processes, at least one"),
+        (["--nnodes", "2", "--coordinator", "h:1", "--min-nproc", "1"], "min_nproc=1, nproc=1, nnodes=2"),
         (["--nproc", "0"], "nproc is at least 1"),
         (["--nnodes", "2"], "Several hosts need the address of the first one"),
         (["--node-rank", "1"], "The number of this host is from 0 to 0"),

@@ -25,6 +25,7 @@ def job(tmp_path_factory):
         "own_data": (True,),
         "values": (),
         "single_batches": (),
+        "a_nan": (),
         "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
         "files": (str(tmp_path_factory.mktemp("files")),),
     }
@@ -111,6 +112,17 @@ def test_a_single_batch_is_the_global_one(job):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         np.testing.assert_allclose(predictions, plain, rtol=1e-5, atol=1e-6)
         assert error.startswith("The processes were given different batches")
+
+
+def test_a_nan_of_one_process_is_an_error_of_all(job):
+    for result in job[1]:
+        error, iterations, epochs = result["a_nan"]
+        assert error == (
+            "The loss is nan since step 2 of epoch 1.\n"
+            "  Received: values that are not finite in x of replica 2 (process 1).\n"
+            "  Fix: look at those rows, and leave them out of the data."
+        )
+        assert (iterations, epochs) == (4, 1)
 
 
 def test_a_checkpoint_goes_on_in_any_number_of_processes(job):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -12,7 +13,8 @@ import numpy as np
 import keras_distribute as kd
 
 what, folder = sys.argv[1], Path(sys.argv[2])
-strategy = kd.MultiWorkerMirroredStrategy()
+options = kd.experimental.CommunicationOptions(timeout_seconds=6.0 if what == "cut" else None)
+strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
 first_time = os.environ["KERAS_DISTRIBUTE_RESTARTS"] == "0"
 
 
@@ -22,6 +24,10 @@ class Fault(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not first_time or int(self.model.optimizer.iterations) != 6:
             return
+        if what == "cut":  # Goes on when somebody has cut the link between the processes.
+            (folder / f"at-the-cut-{kd.process_index()}").touch()
+            while not (folder / "is-cut").exists():
+                time.sleep(0.02)
         if what == "raise" and kd.process_index() == 1:
             raise KeyError("a bug of the user's")
         if what == "kill" and kd.is_chief():

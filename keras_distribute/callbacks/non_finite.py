@@ -1,0 +1,100 @@
+"""`RaiseOnNaN`: ends a `fit` whose loss is no number, and says where that came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_distribute.cluster import agreement, processes
+from keras_distribute.errors import NonFiniteError
+from keras_distribute.mesh import ReplicaMesh, mesh_of_array
+from keras_distribute.training import compiled
+from keras_distribute.training.batches import Placed
+
+_ARGUMENTS = ("x", "y", "sample_weight")  # Of a batch that is a tuple.
+
+
+class RaiseOnNaN(keras.callbacks.Callback):
+    """Raises an error, in every process, when the loss of a step is not finite; the state of before is not saved over.
+
+    The loss is that of all replicas, so all processes see it at the same step. The error names the step, and the
+    replicas and processes whose rows of the batch hold values that are not finite themselves. Where there are none, the
+    loss, the gradients or the learning rate are the reason, or a device that computes wrongly. Under the launcher,
+    `--max-restarts` then goes on from the last checkpoint.
+
+    Differs from `keras.callbacks.TerminateOnNaN`, which ends the training without an error, and without a reason.
+    Like that one it waits for each step. With `steps_per_execution`, a group of steps is looked at as a whole.
+
+    Raises:
+        NonFiniteError: From `fit`.
+
+    Example:
+        >>> import numpy as np, keras, keras_distribute as kd
+        >>> with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> x, y = np.ones((8, 3)), np.ones((8, 1))
+        >>> x[7] = np.nan
+        >>> try:
+        ...     model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        ... except kd.errors.NonFiniteError as error:
+        ...     print(str(error).splitlines()[1])
+          Received: values that are not finite in x of replica 1 (process 0).
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to keep the batch of each step."""
+        self._epoch = 0
+        compiled.keep_batches(True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the loss."""
+        loss = (logs or {}).get("loss")
+        if loss is None or np.isfinite(loss):
+            return
+        own = [text for placed in compiled.kept_batches() for text in _found_in(placed)]
+        compiled.keep_batches(False)
+        num_processes = processes.process_count()
+        found = [text for said in agreement.exchange("a loss that is not finite", own, num_processes) for text in said]
+        raise NonFiniteError(
+            f"The loss is {float(loss)} since step {batch + 1} of epoch {self._epoch + 1}.",
+            received="values that are not finite in " + ", ".join(found) + "."
+            if found
+            else f"a batch whose values are all finite, in every one of {num_processes} process(es).",
+            fix="look at those rows, and leave them out of the data."
+            if found
+            else "a smaller learning rate, clipnorm=1.0 in the optimizer, or a loss without 0 / 0 and log(0).",
+        )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets the last batch."""
+        compiled.keep_batches(False)
+
+
+def _found_in(placed: Placed) -> list[str]:
+    """Which arrays hold values that are not finite, in words, for the replicas of this process."""
+    found: list[str] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(placed.data)[0]:
+        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        replicas = ReplicaMesh(mesh_of_array(leaf)).devices
+        for shard in leaf.addressable_shards:
+            if not np.isfinite(np.asarray(shard.data, np.float64)).all():
+                replica = replicas.index(shard.device)
+                found.append(f"{_name_of(path)} of replica {replica} (process {shard.device.process_index})")
+    return found
+
+
+def _name_of(path: Any) -> str:
+    first = getattr(path[0], "idx", None) if path else None
+    if first is None or first >= len(_ARGUMENTS):
+        return "the batch" + jax.tree_util.keystr(path)
+    return _ARGUMENTS[first] + jax.tree_util.keystr(path[1:])

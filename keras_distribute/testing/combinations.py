@@ -1,0 +1,183 @@
+"""Tests that run under many strategies: named strategies, and a decorator for pytest that combines them with the rest.
+
+Source: TensorFlow's `tf.__internal__.distribute.combinations` and `strategy_combinations`, whose names these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from keras_distribute import context
+from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.mirrored import MirroredStrategy
+from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_distribute.strategies.one_device import OneDeviceStrategy
+from keras_distribute.testing.modules import module_of
+from keras_distribute.testing.processes import run_in_processes
+
+_TEST_SECONDS = 240.0
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedStrategy:
+    """A strategy that a test may run under, created when the test begins.
+
+    Args:
+        name: Of the strategy; pytest shows it.
+        create: Makes the strategy; can be pickled, for several processes.
+        num_devices: The CPU devices that it needs, in each process.
+        num_processes: How many processes the test runs in.
+    """
+
+    name: str
+    create: Callable[[], Strategy] = dataclasses.field(repr=False)
+    num_devices: int = 1
+    num_processes: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _cpus(*numbers: int) -> list[str]:
+    return [f"cpu:{number}" for number in numbers]
+
+
+def _named(name: str, *devices: int) -> NamedStrategy:
+    return NamedStrategy(name, lambda: MirroredStrategy(_cpus(*devices)), max(devices) + 1)
+
+
+def _over_processes(num_processes: int, num_devices: int) -> NamedStrategy:
+    name = f"multi_worker_mirrored_{num_processes}x{num_devices}_cpu"
+    return NamedStrategy(name, MultiWorkerMirroredStrategy, num_devices, num_processes)
+
+
+default_strategy = NamedStrategy("default_strategy", context.default_strategy)
+one_device_strategy = NamedStrategy("one_device_strategy", lambda: OneDeviceStrategy("cpu:0"))
+mirrored_strategy_with_one_cpu = _named("mirrored_strategy_with_one_cpu", 0)
+mirrored_strategy_with_two_cpus = _named("mirrored_strategy_with_two_cpus", 0, 1)
+mirrored_strategy_with_cpu_1_and_2 = _named("mirrored_strategy_with_cpu_1_and_2", 1, 2)
+mirrored_strategy_with_eight_cpus = _named("mirrored_strategy_with_eight_cpus", *range(8))
+multi_worker_mirrored_2x1_cpu = _over_processes(2, 1)
+multi_worker_mirrored_2x2_cpu = _over_processes(2, 2)
+multi_worker_mirrored_4x1_cpu = _over_processes(4, 1)
+
+strategies_minus_multi_worker = (
+    default_strategy,
+    one_device_strategy,
+    mirrored_strategy_with_one_cpu,
+    mirrored_strategy_with_two_cpus,
+    mirrored_strategy_with_cpu_1_and_2,
+)
+multi_worker_strategies = (multi_worker_mirrored_2x1_cpu, multi_worker_mirrored_2x2_cpu)
+all_strategies = strategies_minus_multi_worker + multi_worker_strategies
+
+
+def cpu_devices(num_devices: int) -> list[str]:
+    """The names of so many virtual CPU devices, for a test that needs them.
+
+    Args:
+        num_devices: How many.
+
+    Raises:
+        DeviceError: Where JAX has started with fewer. Call `kd.config.set_cpu_devices` in `conftest.py`.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.testing.cpu_devices(2)
+        ['cpu:0', 'cpu:1']
+    """
+    available = jax.local_device_count("cpu")
+    if available < num_devices:
+        raise DeviceError(
+            f"The test needs {num_devices} CPU devices.",
+            received=f"{available}.",
+            fix=f"kd.config.set_cpu_devices({num_devices}) in conftest.py, before JAX is used.",
+        )
+    return _cpus(*range(num_devices))
+
+
+def combine(**choices: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: pytest runs the test once for each combination of what its arguments may be.
+
+    A `NamedStrategy` is created, and given to the test as a strategy. Under one of several processes the test function
+    runs in each of them, without pytest: what it raises in one of them fails the test. Fixtures then have to be values
+    that can be pickled, such as `tmp_path`. Needs `pip install pytest`.
+
+    Args:
+        **choices: For each argument, what it may be.
+
+    Returns:
+        The decorator, for a function at the top of a module.
+
+    Raises:
+        StructureTypeError: For an argument that the function has not.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> from keras_distribute.testing import combinations
+        >>> @combinations.combine(strategy=combinations.strategies_minus_multi_worker, value=[1.0, 2.0])
+        ... def test_sum(strategy, value):
+        ...     total = strategy.reduce("SUM", strategy.run(lambda: np.float32(value)), axis=None)
+        ...     assert total == value * strategy.num_replicas_in_sync
+        >>> test_sum(combinations.mirrored_strategy_with_two_cpus, 1.0)
+    """
+    import pytest
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(test).parameters)
+        unknown = [name for name in choices if name not in names]
+        if unknown:
+            raise StructureTypeError(
+                f"{test.__qualname__} has no argument {unknown[0]!r}.",
+                received=f"combine({', '.join(choices)}).",
+                fix=f"its arguments are {', '.join(names) or 'none'}.",
+            )
+
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            processes = {v.num_processes for v in given.values() if isinstance(v, NamedStrategy)}
+            several = max(processes, default=1)
+            if several == 1:
+                test(**_created(given))
+                return
+            devices = max(v.num_devices for v in given.values() if isinstance(v, NamedStrategy))
+            strategies = {k: v.create for k, v in given.items() if isinstance(v, NamedStrategy)}
+            place = (test.__module__, inspect.getsourcefile(test), test.__qualname__)
+            rest = {k: v for k, v in given.items() if k not in strategies}
+            run_in_processes(run_one, several, place, strategies, rest, cpu_devices=devices, timeout=_TEST_SECONDS)
+
+        values = list(itertools.product(*choices.values()))
+        ids = ["-".join(str(value) for value in each) for each in values]
+        cases = [each[0] if len(choices) == 1 else each for each in values]
+        return pytest.mark.parametrize(",".join(choices), cases, ids=ids)(run)
+
+    return decorate
+
+
+def run_one(place: tuple[str, str, str], strategies: dict[str, Callable[[], Strategy]], rest: dict[str, Any]) -> None:
+    """In a process of its own: calls a test with new strategies.
+
+    Args:
+        place: The module, the file and the name of the test.
+        strategies: What makes them, by argument.
+        rest: The other arguments.
+    """
+    created = {name: create() for name, create in strategies.items()}
+    module, file, name = place
+    test: Any = module_of(module, file)
+    for part in name.split("."):
+        test = getattr(test, part)
+    test.__wrapped__(**created, **rest)
+
+
+def _created(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.create() if isinstance(value, NamedStrategy) else value for name, value in given.items()}

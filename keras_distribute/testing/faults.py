@@ -1,0 +1,96 @@
+"""Faults at a place of one's choice: one process raises, dies, freezes or dawdles there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import keras
+
+from keras_distribute.cluster.processes import process_index
+from keras_distribute.errors import ValueStructureError
+
+MOMENTS = (
+    "train_begin",
+    "epoch_begin",
+    "train_batch_begin",
+    "train_batch_end",
+    "test_begin",
+    "test_batch_end",
+    "test_end",
+    "epoch_end",
+    "train_end",
+)
+ACTIONS = ("raise", "kill", "terminate", "freeze", "delay")
+
+
+class Fault(keras.callbacks.Callback):
+    """Something that goes wrong in one process, once, at a moment of a `fit`, or where `now` is called in a loop.
+
+    Under the launcher only the first start of the job has the fault; what is started again has not.
+
+    Args:
+        action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it (`SIGTERM`), `"freeze"` it
+            (`SIGSTOP`: nobody will wake it), or `"delay"` it.
+        process: The number of the process; `None` for all.
+        moment: When, in a `fit`: the name of a callback's method without `on_`.
+        step: How many steps the optimizer has taken by then, at least; for a loop, what `now` is given.
+        error: What to raise.
+        seconds: How long to delay.
+
+    Raises:
+        ValueStructureError: For an action or a moment that there is not.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> fault = kd.testing.Fault("raise", step=3, error=OSError("no network"))
+        >>> for step in range(5):
+        ...     fault.now(step)
+        Traceback (most recent call last):
+        OSError: no network
+    """
+
+    def __init__(
+        self,
+        action: str,
+        process: int | None = None,
+        *,
+        moment: str = "train_batch_end",
+        step: int = 0,
+        error: Exception | None = None,
+        seconds: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, value, known in (("action", action, ACTIONS), ("moment", moment, MOMENTS)):
+            if value not in known:
+                raise ValueStructureError(
+                    f"There is no {name} {value!r}.", received=f"{name}={value!r}.", fix=f"one of {', '.join(known)}."
+                )
+        self._action, self._process, self._moment, self._step = action, process, moment, step
+        self._error, self._seconds = error or RuntimeError("a fault that was injected"), seconds
+        self.came = False
+        setattr(self, f"on_{moment}", self._at_the_moment)
+
+    def _at_the_moment(self, *place: Any, **logs: Any) -> None:
+        model: Any = self.model
+        self.now(int(model.optimizer.iterations))
+
+    def now(self, step: int) -> None:
+        """The fault, if this is its process, and `step` is reached for the first time.
+
+        Args:
+            step: How many steps have been taken.
+        """
+        first = os.environ.get("KERAS_DISTRIBUTE_RESTARTS", "0") == "0"
+        if self.came or not first or step < self._step or self._process not in (None, process_index()):
+            return
+        self.came = True
+        if self._action == "raise":
+            raise self._error
+        if self._action == "delay":
+            time.sleep(self._seconds)
+            return
+        number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[self._action]
+        os.kill(os.getpid(), number)

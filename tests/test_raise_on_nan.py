@@ -1,0 +1,46 @@
+"""`kd.callbacks.RaiseOnNaN` in one process: what it names, and what it leaves alone."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+
+def model_of(strategy, loss="mse"):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def fit(x, y, **options):
+    model = model_of(kd.MirroredStrategy(["cpu:0", "cpu:1"]), **options)
+    guard = kd.callbacks.RaiseOnNaN()
+    return model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
+
+
+def test_finite_losses_are_left_alone():
+    assert len(fit(np.ones((10, 3)), np.ones((10, 1))).history["loss"]) == 2
+
+
+@pytest.mark.parametrize(("row", "where"), [(0, "y of replica 0 (process 0)"), (6, "y of replica 1 (process 0)")])
+def test_the_array_and_the_replica_are_named(row, where):
+    y = np.ones((8, 1))
+    y[row] = np.inf
+    with pytest.raises(kd.errors.NonFiniteError, match=f"since step {1 + row // 4} of epoch 1") as caught:
+        fit(np.ones((8, 3)), y)
+    assert f"values that are not finite in {where}." in str(caught.value)
+
+
+def test_a_loss_that_diverges_is_told_apart():
+    with pytest.raises(FloatingPointError, match="a batch whose values are all finite, in every one of 1 process") as e:
+        fit(np.ones((8, 3)), np.ones((8, 1)), loss=lambda y, p: 0.0 * p / 0.0)
+    assert "a smaller learning rate" in str(e.value)
+
+
+def test_without_a_strategy_the_step_is_named():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(kd.errors.NonFiniteError, match="since step 1 of epoch 1"):
+        model.fit(np.full((8, 3), np.nan), np.ones((8, 1)), verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])

@@ -1,0 +1,94 @@
+"""`kd.testing`: strategies by name, tests over their combinations, faults at a moment, functions by value."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.testing import combinations
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@combinations.combine(
+    strategy=[*combinations.strategies_minus_multi_worker, combinations.multi_worker_mirrored_2x1_cpu],
+    scale=[2.0],
+)
+def test_a_test_runs_under_each_strategy(strategy, scale, tmp_path):
+    total = strategy.reduce("SUM", strategy.run(lambda: np.float32(scale)), axis=None)
+    assert total == scale * strategy.num_replicas_in_sync
+    assert tmp_path.exists()
+    assert strategy.num_replicas_in_sync == (2 if kd.process_count() == 2 else strategy.num_replicas_in_sync)
+
+
+@combinations.combine(strategy=[combinations.multi_worker_mirrored_2x1_cpu])
+def raises_in_one_process(strategy):
+    kd.barrier("both are here")
+    assert kd.process_index() != 1, "wrong in process 1"
+
+
+def test_what_one_process_raises_fails_the_test():
+    with pytest.raises(kd.errors.ClusterError, match="wrong in process 1"):
+        raises_in_one_process(combinations.multi_worker_mirrored_2x1_cpu)
+
+
+def test_the_names_and_the_marks():
+    mark = next(m for m in test_a_test_runs_under_each_strategy.pytestmark if m.name == "parametrize")
+    assert mark.kwargs["ids"][0] == "default_strategy-2.0" and mark.args[0] == "strategy,scale"
+    assert str(combinations.all_strategies[-1]) == "multi_worker_mirrored_2x2_cpu"
+    assert combinations.mirrored_strategy_with_cpu_1_and_2.num_devices == 3
+    with pytest.raises(TypeError, match="has no argument 'scales'"):
+        combinations.combine(scales=[1])(lambda strategy, scale: None)
+
+
+def test_devices_that_are_missing_are_named():
+    assert kd.testing.cpu_devices(3) == ["cpu:0", "cpu:1", "cpu:2"]
+    with pytest.raises(kd.errors.DeviceError, match="The test needs 99 CPU devices"):
+        kd.testing.cpu_devices(99)
+
+
+def fit(fault):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[fault])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "at"), [("train_batch_end", 7, 7), ("epoch_end", 1, 5), ("train_begin", 0, 0)]
+)
+def test_a_fault_comes_at_its_moment(moment, step, at):
+    fault = kd.testing.Fault("raise", moment=moment, step=step, error=KeyError("here"))
+    seen = []
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    with pytest.raises(KeyError, match="here"):
+        model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[note, fault])
+    assert len(seen) == at and fault.came
+
+
+def test_a_fault_of_another_process_or_start_does_not_come(monkeypatch):
+    fit(other := kd.testing.Fault("kill", 1))
+    monkeypatch.setenv("KERAS_DISTRIBUTE_RESTARTS", "1")
+    fit(later := kd.testing.Fault("kill"))
+    assert not other.came and not later.came
+
+
+def test_a_delay_comes_once():
+    begin = time.monotonic()
+    fit(fault := kd.testing.Fault("delay", seconds=0.3))
+    assert fault.came and time.monotonic() - begin >= 0.3
+    begin = time.monotonic()
+    fault.now(99)
+    assert time.monotonic() - begin < 0.3
+
+
+@pytest.mark.parametrize(
+    ("named", "text"), [({"action": "explode"}, "no action 'explode'"), ({"moment": "x"}, "no moment")]
+)
+def test_faults_that_there_are_not(named, text):
+    with pytest.raises(ValueError, match=text):
+        kd.testing.Fault(**{"action": "raise"} | named)
