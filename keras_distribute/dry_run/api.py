@@ -25,7 +25,7 @@ from keras_distribute.dry_run import (
 )
 from keras_distribute.dry_run.report import DryRunReport, LargestBatch
 from keras_distribute.dry_run.targets import Target
-from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.errors import DeviceError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import planning
@@ -99,7 +99,7 @@ def dry_run(
     model, strategy = models.of(model_or_builder, shard_optimizer_state)
     example = examples.batch_of(model, batch)
     planning.build(model, strategy, example)
-    compile_for = _Compiler(model, strategy, target, ReplicaMesh.of(devices), limit)
+    compile_for = _Compiler(model, strategy, target, _mesh_like(strategy.replica_mesh, devices, topology), limit)
     report = compile_for(example)
     if not largest_batch:
         return report
@@ -115,6 +115,18 @@ def dry_run(
     found, too_large, tried = fitting.largest(needed, limit, target.num_devices, rows)
     compilations = tried + (1 if rows % target.num_devices else 0)
     return dataclasses.replace(report, largest_batch=LargestBatch(found, too_large, compilations))
+
+
+def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMesh:
+    """A mesh over other devices whose replicas have as many logical devices as those of `own`."""
+    size = own.num_logical
+    if len(devices) % size:
+        raise DeviceError(
+            f"{topology} has no whole number of replicas of {size} logical devices.",
+            received=f"{len(devices)} devices.",
+            fix=f"a topology with a multiple of {size} devices.",
+        )
+    return ReplicaMesh.of_groups([devices[i : i + size] for i in range(0, len(devices), size)])
 
 
 def _limit(target: Target, given: int | None) -> int | None:
@@ -162,8 +174,8 @@ class _Compiler:
         seconds: float,
     ) -> DryRunReport:
         rows, num_steps, devices = examples.rows_of(batch), plan.num_steps, self.target.num_devices
-        # The part of the device with the most rows.
-        share = -(-rows // devices) / rows / num_steps
+        # The part of the replica with the most rows, which its logical devices are taken to share evenly.
+        share = -(-rows // self.mesh.num_replicas) / rows / self.mesh.num_logical / num_steps
         counts = {dtype: count * share for dtype, count in counted.items()}
         report = DryRunReport(
             target=self.target,

@@ -12,6 +12,7 @@ import keras_distribute as kd
 from keras_distribute.dry_run import __main__ as command
 from keras_distribute.dry_run import api, targets
 from keras_distribute.errors import BackendError, DeviceError, InputError, StructureTypeError, ValueStructureError
+from tests import logical
 from tests.dry_run import models
 
 
@@ -278,3 +279,28 @@ def test_the_command_line(tmp_path, capsys):
 
 def made_batch():
     return np.zeros((8, 16), "float32"), np.zeros(8, "int32")
+
+
+def divided_model():
+    """A replica of two logical devices, which share a kernel by its columns."""
+    strategy = logical.tpu_strategy(2, layout_map={".*wide/kernel": (None, "logical")})
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((16,)), keras.layers.Dense(64, use_bias=False, name="wide"), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    return model
+
+
+def test_logical_devices_share_what_is_divided():
+    report = kd.dry_run(divided_model(), 32, topology="cpu:8")
+    assert report.memory.parameters == 4 * (16 * 64 // 2 + 64 + 1)
+    operations = 32 * (2 * 16 * 64 + 2 * 64)  # Of the forward pass alone, all devices together.
+    assert sum(report.flops.values()) * 8 > 2 * operations
+    assert sum(report.flops.values()) * 8 < 4 * operations
+
+
+def test_a_topology_holds_whole_replicas(monkeypatch):
+    model = divided_model()
+    with pytest.raises(DeviceError, match=r"(?s)cpu:3 has no whole number of replicas of 2.*3 devices.*multiple of 2"):
+        kd.dry_run(model, 32, topology="cpu:3")
