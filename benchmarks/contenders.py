@@ -1,7 +1,8 @@
 """Who takes part: each contender is a process that stays alive, and runs a round when it is told to.
 
 Contenders are measured in turn, round after round, so that whatever else the machine does meets all of them. A round
-is one call of `fit`, `evaluate` or `predict` over arrays in memory, or the same number of steps of a loop.
+is one call of `fit`, `evaluate` or `predict` over arrays in memory, or the same number of steps of a loop; of the kind
+"call", one call of `fit` over a single batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TITLES = {
     "ours": "keras_distribute",
     "ours_fused": f"keras_distribute, steps_per_execution={FUSED}",
 }
-KINDS = ("fit", "evaluate", "predict", "run")
+KINDS = ("fit", "call", "evaluate", "predict", "run")
 
 
 class Task(NamedTuple):
@@ -43,6 +44,11 @@ class Task(NamedTuple):
     devices: int
     kind: str = "fit"
 
+    @property
+    def steps(self) -> int:
+        """Of a round."""
+        return 1 if self.kind == "call" else WORKLOADS[self.workload].steps
+
 
 # In the process of a contender. --------------------------------------------------------------------------------------
 
@@ -51,7 +57,7 @@ def prepared(task: Task) -> tuple[Callable[[], None], int]:
     """A function that runs one round, and how many steps that is."""
     name, workload = task.contender, WORKLOADS[task.workload]
     if name.startswith("tf_"):
-        return _tensorflow(task, workload), workload.steps
+        return _tensorflow(task, workload), task.steps
     if name.startswith("ours"):
         import keras_distribute as kd
 
@@ -74,12 +80,12 @@ def prepared(task: Task) -> tuple[Callable[[], None], int]:
         with strategy.scope():
             model = _compiled(workload, fused)
         if task.kind == "run":
-            return _run_loop(strategy, model, workload), workload.steps
+            return _run_loop(strategy, model, workload), task.steps
     else:
         model = _compiled(workload, fused)
     if name.startswith("by_hand"):
-        return _by_hand(name, task.kind, model, workload), workload.steps
-    return _keras(task.kind, model, workload), workload.steps
+        return _by_hand(name, task.kind, model, workload), task.steps
+    return _keras(task.kind, model, workload), task.steps
 
 
 def _compiled(workload: Workload, fused: int) -> Any:
@@ -93,6 +99,8 @@ def _compiled(workload: Workload, fused: int) -> Any:
 
 def _keras(kind: str, model: Any, workload: Workload) -> Callable[[], None]:
     x, y = workload.data()
+    if kind == "call":
+        x, y = x[: workload.batch], y[: workload.batch]
     if kind == "evaluate":
         return lambda: model.evaluate(x, y, batch_size=workload.batch, verbose=0)
     if kind == "predict":
@@ -313,8 +321,7 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
     """All contenders of one comparison, in turn, by name."""
     contenders = {task.contender: Contender(task) for task in tasks}
     try:
-        steps = WORKLOADS[tasks[0].workload].steps
-        first = {name: contender.round() * steps for name, contender in contenders.items()}
+        first = {name: contender.round() * tasks[0].steps for name, contender in contenders.items()}
         for contender in contenders.values():
             contender.round()
         times: dict[str, list[float]] = {name: [] for name in contenders}
