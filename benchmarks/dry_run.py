@@ -169,8 +169,8 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
 PUBLISHED = {
     "resnet50@v2:2x2": (
         1024 / 3186 * 1e3,
-        "ResNet-50 on a Cloud TPU v2-8, 3,186 images a second, here for 1,024 of them (RiseML, 2018, "
-        "https://blog.riseml.com/comparing-google-tpuv2-against-nvidia-v100-on-resnet-50-c2bbb6a51e5e, reported at "
+        "ResNet-50 on a Cloud TPU v2-8, 3,186 images a second, here for 1,024 of them (quoted in a discussion of a "
+        "comparison by RiseML, 2018, which does not say whose measurement it was: "
         "https://news.ycombinator.com/item?id=16931394)",
     ),
     "bert@a100:1": (
