@@ -165,10 +165,10 @@ class Watch:
 
 
 def on_all_replicas(state: Any) -> bool:
-    """Whether all arrays of `state` are on all replicas."""
-    return all(
-        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == NUM_REPLICAS for leaf in jax.tree.leaves(state)
-    )
+    """Whether all arrays of `state`, of Keras's groups or as the package carries it, are on all replicas."""
+    first = state[0] if isinstance(state, tuple) and state else None
+    leaves = jax.tree.leaves(first.value if type(first).__name__ == "Carried" else state)
+    return all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == NUM_REPLICAS for leaf in leaves)
 
 
 def leaves_of(structure: Any) -> list[Any]:

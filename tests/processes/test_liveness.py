@@ -114,7 +114,7 @@ def test_silence_is_judged_by_what_was_last_heard(clock):
     watch.hear({"x/0": "2|0|at the start", "x/1": "1|7|in run", "x/2": "2|8|ended"})
     assert watch.silent(10.0) is None
     clock.now = 12.0
-    assert watch.silent(3.0)[0] == 1  # The longest of all.
+    assert watch.silent(5.0)[0] == 1  # The longest of all.
     assert (
         watch.silent(10.0)[1] == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
     )

@@ -180,6 +180,7 @@ def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None
         return original(*args, **options)
 
     monkeypatch.setattr(batches, "place", place)
+    monkeypatch.setattr(kd.config, "_prefetch_steps", None)
     model = built(2)
 
     def readers(shuffle: bool) -> set[str]:
