@@ -17,11 +17,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import forward
+from keras_distribute.training import forward, local
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import SyncOnReadVariable
 
@@ -62,10 +61,9 @@ def accumulating(trainer: Any, strategy: Strategy, indices: list[int], global_st
     """A training step whose state holds the accumulators per replica."""
 
     def step(state: Any, data: Any) -> Any:
-        if context.frame().groups == strategy.num_replicas_in_sync:
-            result = _local_step(trainer, strategy, indices, state, data)
-            if result is not None:
-                return result
+        result = _local_step(trainer, strategy, indices, state, data)
+        if result is not None:
+            return result
         trained, others, slots, metrics = state
         slots = list(slots)
         for i in indices:
@@ -80,14 +78,10 @@ def accumulating(trainer: Any, strategy: Strategy, indices: list[int], global_st
 
 def _local_step(trainer: Any, strategy: Strategy, indices: list[int], state: Any, data: Any) -> Any:
     trained, others, slots, metrics = state
-    x = compat.unpack_x_y_sample_weight(data)[0]
-    own = forward.per_replica(trainer, strategy, list, trained, others, x)
-    if own is None:
+    result = local.of_each_replica(trainer, strategy, list, trained, others, metrics, data)
+    if result is None:
         return None
-    weights = forward.copies(trained, strategy)
-    logs, grads, others, metrics = forward.loss_and_gradients(
-        trainer, own, list, trained, weights, others, metrics, data
-    )
+    logs, grads, others, metrics = result
     trained, slots = _apply(trainer.optimizer, strategy, indices, trained, slots, grads)
     return logs, (trained, others, slots, metrics)
 

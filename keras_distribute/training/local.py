@@ -51,7 +51,18 @@ def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
 def gradients(
     trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: Any, metrics: Any, data: Any
 ) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
-    """What `forward.loss_and_gradients` returns, the gradients being sums of the replicas' own.
+    """`of_each_replica`, with the sums of the gradients in their place."""
+    result = of_each_replica(trainer, strategy, restore, weights, others, metrics, data)
+    if result is None:
+        return None
+    logs, grads, others, metrics = result
+    return logs, forward.summed(grads, strategy), others, metrics
+
+
+def of_each_replica(
+    trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: Any, metrics: Any, data: Any
+) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
+    """What `forward.loss_and_gradients` returns, each gradient with an axis for the replicas' own.
 
     Args:
         trainer: The model.
@@ -72,7 +83,4 @@ def gradients(
     if own is None:
         return None
     copies = forward.copies(weights, strategy)
-    logs, grads, others, metrics = forward.loss_and_gradients(
-        trainer, own, restore, weights, copies, others, metrics, data
-    )
-    return logs, forward.summed(grads, strategy), others, metrics
+    return forward.loss_and_gradients(trainer, own, restore, weights, copies, others, metrics, data)
