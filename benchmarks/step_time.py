@@ -2,7 +2,8 @@
 
     python benchmarks/step_time.py                 # writes results/step_time.md, .json and .svg
     python benchmarks/step_time.py --rounds 3      # quicker and rougher
-    python benchmarks/step_time.py --only mlp_fit  # one comparison; writes nothing
+    python benchmarks/step_time.py --only mlp_fit  # one comparison, which takes its place among the others' results
+    python benchmarks/step_time.py --only mlp_fit --dry  # writes nothing
 
 The devices are virtual CPU devices that share the machine's cores: this measures what distribution costs, not what
 more hardware would gain. Read the ratios.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+import json
 
 import report
 from contenders import TITLES, Measured, Task, measure
@@ -29,6 +30,7 @@ class Comparison:
         kind: What is measured.
         contenders: Their names.
         limits: What ours must reach: our contender, the other one, and the ratio.
+        scaling: Ours must also lose no more to plain Keras on one device than `tf.distribute` does to its own.
     """
 
     workload: str
@@ -36,6 +38,7 @@ class Comparison:
     kind: str
     contenders: tuple[str, ...]
     limits: tuple[tuple[str, str, float], ...] = ()
+    scaling: bool = False
 
 
 ALL = ("plain", "data_parallel", "tf_mirrored", "by_hand", "by_hand_scan", "ours", "ours_fused")
@@ -58,6 +61,7 @@ COMPARISONS = {
         "fit",
         ("plain", "data_parallel", "tf_one", "tf_mirrored", "by_hand", "ours", "ours_fused"),
         (("ours", "by_hand", 1.03), ("ours", "data_parallel", 0.92), ("ours_fused", "ours", 1.02)),
+        scaling=True,
     ),
     "deep_fit": Comparison(
         "deep",
@@ -99,7 +103,7 @@ COMPARISONS = {
 
 PEAK_LIMIT = 1.05  # Of the memory of a `fit`, beside the loop by hand.
 NOTE = (
-    "Milliseconds a step: the median of {rounds} rounds (fastest–slowest); the ratio is to the first row. The "
+    "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is to the first row. The "
     "contenders of a table are processes of the same run and take turns. The first round compiles. The devices are "
     "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole batch, "
     "keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
@@ -131,6 +135,10 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     for ours, other, limit in comparison.limits:
         ratio = found[ours].median / found[other].median
         lines.append(f"- {TITLES[ours]} / {TITLES[other]}: {_judged(ratio, limit)}")
+    if comparison.scaling:
+        theirs = found["tf_mirrored"].median / found["tf_one"].median
+        ratio = found["ours"].median / found["plain"].median
+        lines.append(f"- {TITLES['ours']} / {TITLES['plain']}, beside TensorFlow's ratio: {_judged(ratio, theirs)}")
     if comparison.kind == "fit" and {"ours", "by_hand"} <= found.keys():
         ratio = found["ours"].peak_mib / found["by_hand"].peak_mib
         lines.append(f"- peak memory, {TITLES['ours']} / {TITLES['by_hand']}: {_judged(ratio, PEAK_LIMIT)}")
@@ -162,24 +170,40 @@ def draw(found: dict[str, dict[str, Measured]]) -> None:
     figure.savefig(report.RESULTS / "step_time.svg", metadata={"Date": None})
 
 
+def stored() -> dict[str, dict[str, Measured]]:
+    """The comparisons in results/step_time.json."""
+    path = report.RESULTS / "step_time.json"
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        name: {contender: Measured(**each) for contender, each in facts[name].items()}
+        for name in COMPARISONS
+        if name in facts
+    }
+
+
+def write(every: dict[str, dict[str, Measured]]) -> None:
+    """All comparisons, in their order, as text, numbers and picture."""
+    draw(every)
+    facts = {name: {each: found._asdict() for each, found in every[name].items()} for name in every}
+    texts = [described(name, COMPARISONS[name], every[name]) for name in every]
+    report.write("step_time", facts, "\n\n".join([*texts, NOTE]), quiet=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=[])
+    parser.add_argument("--dry", action="store_true")
     arguments = parser.parse_args()
-    texts: list[str] = []
-    every: dict[str, dict[str, Measured]] = {}
-    facts: dict[str, Any] = {"rounds": arguments.rounds}
+    every = stored() if arguments.only else {}
     for name in arguments.only or COMPARISONS:
         comparison = COMPARISONS[name]
         tasks = [Task(each, comparison.workload, comparison.devices, comparison.kind) for each in comparison.contenders]
-        found = every[name] = measure(tasks, arguments.rounds)
-        facts[name] = {each: found[each]._asdict() for each in found}
-        texts.append(described(name, comparison, found))
-        print(texts[-1], end="\n\n", flush=True)
-        if not arguments.only:  # What has been measured is kept, should the rest fail.
-            draw(every)
-            report.write("step_time", facts, "\n\n".join([*texts, NOTE.format(rounds=arguments.rounds)]), quiet=True)
+        found = measure(tasks, arguments.rounds)
+        print(described(name, comparison, found), end="\n\n", flush=True)
+        every = {each: found if each == name else every[each] for each in COMPARISONS if each == name or each in every}
+        if not arguments.dry:  # What has been measured is kept, should the rest fail.
+            write(every)
 
 
 if __name__ == "__main__":
