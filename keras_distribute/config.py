@@ -27,6 +27,8 @@ _prefetch_steps: int | None = None
 def set_prefetch_steps(num_steps: int) -> None:
     """How many batches `fit`, `evaluate` and `predict` have ready on the devices ahead of the step that runs.
 
+    And loops over distributed datasets whose `InputOptions` do not say it.
+
     Args:
         num_steps: At least 0; 0 reads each batch when its step is due, in the thread that called `fit`. By default 2,
             and 0 for arrays in memory that are not shuffled where the devices are CPUs: there is nothing to wait for.

@@ -114,9 +114,10 @@ class DistributedDataset:
         return self._layout
 
     @property
-    def options(self) -> InputOptions:
-        """The options it was made with."""
-        return self._options
+    def steps_ahead(self) -> int:
+        """How many steps are made ready ahead of the one that is asked for."""
+        size = self._options.experimental_per_replica_buffer_size
+        return self._layout.source.steps_ahead(self._mesh.devices[0].platform) if size is None else size
 
     def __repr__(self) -> str:
         return f"DistributedDataset({self._layout.source.kind}: {self._how})"
@@ -131,9 +132,7 @@ class DistributedIterator(Iterator[Any]):
     def __init__(self, dataset: DistributedDataset) -> None:
         _require_cross_replica()
         self._dataset = dataset
-        self._feed = Feed(
-            dataset._layout.open, _Prepare(dataset), dataset._options.experimental_per_replica_buffer_size
-        )
+        self._feed = Feed(dataset._layout.open, _Prepare(dataset), dataset.steps_ahead)
 
     def __iter__(self) -> DistributedIterator:
         return self

@@ -76,15 +76,16 @@ class InputContext:
 class InputOptions:
     """Options of distributed datasets. Source: `tf.distribute.InputOptions`.
 
-    Differs from TF: `auto_shard_policy` is new, since only `tf.data` can carry the policy itself; the buffer holds two
-    steps by default, not one.
+    Differs from TF: `auto_shard_policy` is new, since only `tf.data` can carry the policy itself; the size of the
+    buffer is chosen by default, not one.
 
     Args:
         experimental_fetch_to_device: Whether elements are put on the devices; `False` leaves NumPy arrays.
         experimental_replication_mode: How often `distribute_datasets_from_function` calls its function.
         experimental_place_dataset_on_device: Must be `False`: pipelines run on the host.
         experimental_per_replica_buffer_size: How many steps are made ready ahead of the one that is asked for; 0
-            reads each batch when it is asked for, in the caller's thread.
+            reads each batch when it is asked for, in the caller's thread. By default what `config.set_prefetch_steps`
+            says, or 2; but 0 for arrays in memory that go to CPUs, where a thread takes more time than it saves.
         auto_shard_policy: How processes share the data; by default the policy in the options of a `tf.data` pipeline,
             and `AUTO` for everything else.
 
@@ -96,12 +97,12 @@ class InputOptions:
     experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
-    experimental_per_replica_buffer_size: int = 2
+    experimental_per_replica_buffer_size: int | None = None
     auto_shard_policy: AutoShardPolicy | None = None
 
     def __post_init__(self) -> None:
         size = self.experimental_per_replica_buffer_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
             raise ValueStructureError(
                 "The buffer is a number of steps.",
                 received=f"experimental_per_replica_buffer_size={size!r}.",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from keras_distribute import config
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 
@@ -105,6 +106,11 @@ class Source:
     def is_at_hand(self) -> bool:
         """Whether a batch is there at once, as a slice of what is in memory."""
         return False
+
+    def steps_ahead(self, platform: str) -> int:
+        """How many batches to have ready for devices of a platform, where the user does not say."""
+        # A thread that slices arrays and hands them over takes more of the steps' cores than it saves.
+        return config.prefetch_steps(0) if platform == "cpu" and self.is_at_hand else config.prefetch_steps()
 
     @property
     def num_batches(self) -> int | None:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute import config
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.agreed import sizes_of
@@ -83,9 +82,9 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
     place = strategy.input_context
     if place.num_input_pipelines == 1:
         return adapter
-    options = InputOptions(experimental_per_replica_buffer_size=config.prefetch_steps())
     source = source_of_adapter(adapter, stream)
-    return DatasetAdapter(distribute_source(source, strategy.replica_mesh, place, options), type(adapter).__name__)
+    dataset = distribute_source(source, strategy.replica_mesh, place, InputOptions())
+    return DatasetAdapter(dataset, type(adapter).__name__)
 
 
 def look(adapter: Any) -> Iterator[Any]:
@@ -107,7 +106,7 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, f
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
     """
-    open_reader, whole, ahead = _reading(adapter, mesh.devices[0].platform == "cpu")
+    open_reader, whole, ahead = _reading(adapter, mesh.devices[0].platform)
     several = mesh.num_processes > 1
 
     def placed(batch: Batch) -> batches.Placed:
@@ -135,15 +134,13 @@ def claim(adapter: Any) -> None:
     _reading(adapter)
 
 
-def _reading(adapter: Any, on_cpu: bool = True) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
+def _reading(adapter: Any, platform: str = "cpu") -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
     """What opens a pass, what makes of a batch what the step takes, and how many to have ready."""
     if isinstance(adapter, DatasetAdapter):
         layout = adapter.dataset.layout
-        return layout.open, layout.whole, adapter.dataset.options.experimental_per_replica_buffer_size
+        return layout.open, layout.whole, adapter.dataset.steps_ahead
     source = _source(adapter)
-    # A thread that slices arrays and hands them over takes more of the steps' cores than it saves.
-    ahead = config.prefetch_steps(0) if on_cpu and source.is_at_hand else config.prefetch_steps()
-    return source.open, _data, ahead
+    return source.open, _data, source.steps_ahead(platform)
 
 
 def _with_rows(data: Any) -> Any:

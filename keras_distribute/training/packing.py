@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.training import parts
 
 SMALL_BYTES = 64 * 1024
-MANY = 64  # Fewer small arrays are carried one by one: to take a buffer apart costs compile time for each.
+MANY = 64  # Fewer small arrays are carried one by one: to take a buffer apart costs time, too.
 
 Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
@@ -67,6 +66,7 @@ class Packing:
         single: Collection[Place] = (),
     ) -> None:
         self.form, self._multiple = form_of(state), mesh.num_replicas
+        self._on_cpu = mesh.devices[0].platform == "cpu"
         self.buffers = [list(places) for places in buffers]
         taken = {place for places in self.buffers for place in places} | set(single)
         small: defaultdict[Any, list[Place]] = defaultdict(list)
@@ -92,9 +92,9 @@ class Packing:
         """The state as it was."""
         return self._filled(packed.single, [self.parts(i, value) for i, value in enumerate(packed.buffers)])
 
-    def _filled(self, single: State, parts: list[list[Any]]) -> State:
+    def _filled(self, single: State, arrays: list[list[Any]]) -> State:
         state: State = tuple(list(group) for group in single)
-        for places, values in zip(self.buffers, parts, strict=True):
+        for places, values in zip(self.buffers, arrays, strict=True):
             for (group, index), value in zip(places, values, strict=True):
                 state[group][index] = value
         return state
@@ -146,15 +146,13 @@ class Packing:
         return self._joined([state[group][index] for group, index in self.buffers[buffer]])
 
     def _joined(self, arrays: Sequence[Any]) -> Any:
-        extra = -sum(array.size for array in arrays) % self._multiple  # So that it can be divided.
-        return jnp.concatenate([*map(jnp.ravel, arrays), jnp.zeros(extra, arrays[0].dtype)])
+        size = sum(array.size for array in arrays)
+        return parts.joined(arrays, size + -size % self._multiple)  # So that it can be divided.
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
         shapes = [self._shape(place).shape for place in self.buffers[buffer]]
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = lax.split(value, [*sizes, value.size - sum(sizes)])
-        return [part.reshape(shape) for part, shape in zip(parts[:-1], shapes, strict=True)]
+        return parts.taken_apart(value, shapes, by_calls=self._on_cpu)
 
     def without_packed(self, state: State) -> State:
         """The groups, with `None` in the places of packed arrays."""
