@@ -152,20 +152,25 @@ class ReplicaMesh:
         if self.num_processes == 1 and isinstance(rows, jax.Array):
             return jax.device_put(rows, self.split)
         host = np.asarray(rows)
-        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype.newbyteorder("=")), copy=False)
         count = len(self.local_replicas)
         each = host.shape[0] // count
-        parts = [host[i * each : (i + 1) * each] for i in range(count)]
-        pieces = [part for part in parts for _ in range(self.num_logical)]
-        shape = (each * self.num_replicas, *host.shape[1:])
-        return jax_internals.array_of_pieces(shape, self.split, pieces, self.local_devices)
+        return self._of_host([host[i * each : (i + 1) * each] for i in range(count)])
 
     def joined(self, parts: Sequence[Any]) -> jax.Array:
         """The parts of this process's replicas, of one shape, as its part of those of all, joined along axis 0."""
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return self._of_host(parts)
         devices, each = self.local_devices, self.num_logical
         shards = [jax.device_put(part, d) for i, part in enumerate(parts) for d in devices[i * each : (i + 1) * each]]
         shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+
+    def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
+        """`joined` of NumPy arrays, in one transfer."""
+        dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
+        pieces = [part.astype(dtype, copy=False) for part in parts for _ in range(self.num_logical)]
+        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        return jax_internals.array_of_pieces(shape, self.split, pieces, self.local_devices)
 
     @property
     def inside(self) -> AbstractMesh | Mesh:
