@@ -136,9 +136,15 @@ def row(name: str, facts: dict[str, Any]) -> list[str]:
         f"{kinds.count('all-reduce')}" + (f" + {others} other" if others else ""),
         f"{flops:.3g}",
         f"{facts['bytes_moved'] / 2**20:,.1f}",
-        f"{estimate['at_least'] * 1e3:.3g}–{estimate['in_turn'] * 1e3:.3g} ({estimate['bound_by']})",
+        f"{between(estimate['at_least'], estimate['in_turn'], '.3g')} ({estimate['bound_by']})",
         f"{facts['compile_seconds']:.0f}",
     ]
+
+
+def between(low: float, high: float, form: str) -> str:
+    """Seconds as milliseconds, from and to."""
+    numbers = dict.fromkeys(f"{seconds * 1e3:{form}}" for seconds in (low, high))
+    return "–".join(numbers)
 
 
 def markdown(cases: dict[str, dict[str, Any]]) -> str:
@@ -159,8 +165,9 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
     notes = (
         "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without TPU and GPU; no step was run. "
         "Memory and collectives are the compiler's. The times are ESTIMATES from published peak rates, from everything "
-        "overlapping to collectives that overlap with nothing; real steps take longer. The seconds of compiling are of "
-        "a machine that did other work, too."
+        "overlapping to collectives that overlap with nothing; real steps take longer, those of the small models far "
+        "longer, since starting a program is not counted. The seconds of compiling are of a machine that did other "
+        "work, too."
     )
     return f"{report.table(header, rows, 'lrrrrrrrrr')}\n\n{notes}\n\n{check(cases)}"
 
@@ -187,9 +194,9 @@ def check(cases: dict[str, dict[str, Any]]) -> str:
     for key, (measured, what) in PUBLISHED.items():
         estimate = cases[key]["estimate"] if key in cases else None
         if estimate is not None:
-            low, high = estimate["at_least"] * 1e3, estimate["in_turn"] * 1e3
-            share = f"{low / measured:.2f}–{high / measured:.2f}"
-            lines.append([what, f"{measured:.0f}", f"{low:.0f}–{high:.0f} ({estimate['bound_by']})", share])
+            low, high = estimate["at_least"], estimate["in_turn"]
+            estimated = f"{between(low, high, '.0f')} ({estimate['bound_by']})"
+            lines.append([what, f"{measured:.0f}", estimated, between(low / measured, high / measured, ".2f")])
     header = ["published measurement", "measured, ms", "ESTIMATED here, ms", "estimate / measurement"]
     return report.table(header, lines, "lrrr") if lines else ""
 

@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from keras_distribute._compat import jax_internals
+from keras_distribute._compat import jax_internals, libtpu
 from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
@@ -90,6 +90,7 @@ def set_cpu_devices(num_devices: int) -> None:
     if _FLAG.search(flags):  # JAX refuses to start when the flag and its own option are both set.
         os.environ["XLA_FLAGS"] = _FLAG.sub("", flags).strip()
     jax.config.update("jax_num_cpu_devices", num_devices)
+    libtpu.load_without_profiler()  # Where it is installed, for dry runs, JAX would load it now.
     _size_pool(num_devices)
 
 

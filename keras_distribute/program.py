@@ -102,6 +102,8 @@ def run(
         with strategy.replica_mesh.tracing():
             trace, variables = tracing.traced(strategy, function, call, mode, guess)
         check_same_values(variables)
+        if any(variable.trainable for variable in variables):
+            strategy.check_layouts([variable.path for variable in variables])
         program = programs[key] = _Program(strategy, trace, call, variables, options)
         if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, Static) for leaf in call.leaves):
             warnings.warn(

@@ -106,9 +106,20 @@ def test_values_have_one_component_for_each_replica() -> None:
 
 def test_options_of_run() -> None:
     strategy = tpu_strategy(2)
-    options = kd.RunOptions(experimental_xla_options={"xla_embed_ir_in_executable": False})
-    result = strategy.run(lambda x: 2 * x, args=(np.ones(2),), options=options)
-    assert float(strategy.reduce("SUM", result, axis=0)) == 16.0
+
+    def step(x: Any) -> Any:
+        return 2 * x
+
+    for flag in (False, True):
+        options = kd.RunOptions(
+            experimental_enable_dynamic_batch_size=flag, experimental_xla_options={"xla_embed_ir_in_executable": False}
+        )
+        for rows in (2, 3):
+            result = strategy.run(step, args=(np.ones(rows),), options=options)
+            assert float(strategy.reduce("SUM", result, axis=0)) == 2.0 * rows * 4
+    unknown = kd.RunOptions(experimental_xla_options={"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):  # The compiler is really told.
+        strategy.run(step, args=(np.ones(2),), options=unknown)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +181,34 @@ def test_resolvers_for_this_machine(no_tpu_named: None, monkeypatch: Any) -> Non
     assert CR.automatic_resolver().topology() == CR.Topology()
     monkeypatch.setenv("TPU_NAME", "cpu")
     assert CR.TPUClusterResolver("").on_cpu and CR.TPUClusterResolver().on_cpu
+
+
+# What notebooks and TPU virtual machines of one host have in their environment.
+NOTEBOOKS = {
+    "Colab": {
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_ACCELERATOR_TYPE": "v5e-1",
+        "TPU_SKIP_MDS_QUERY": "1",
+    },
+    "Kaggle": {
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_PROCESS_ADDRESSES": "local",
+        "TPU_ACCELERATOR_TYPE": "v5e-8",
+        "TPU_SKIP_MDS_QUERY": "1",
+    },
+    "Cloud TPU VM": {"TPU_NAME": "local"},
+}
+
+
+@pytest.mark.parametrize("where", NOTEBOOKS)
+@pytest.mark.parametrize("tpu", ["", "local"])
+def test_a_notebook_with_a_tpu_is_one_process(where: str, tpu: str, no_tpu_named: None, monkeypatch: Any) -> None:
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    for name, value in NOTEBOOKS[where].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(google_cloud, "_has_tpu", lambda: True)
+    assert CR.TPUClusterResolver(tpu).topology() == CR.Topology()
 
 
 @pytest.mark.parametrize("entries", ["a,b,c", "unknown:1:a,unknown:2:b,unknown:3:c"])

@@ -21,6 +21,8 @@ from typing import Any
 from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
+from keras_distribute._compat import libtpu
+
 _SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
@@ -50,6 +52,7 @@ def tpu_devices(name: str, chips_per_host: tuple[int, int, int], chip_config: st
     if importlib.util.find_spec("libtpu") is None:
         raise NotInstalledError("there is no module libtpu")
     with _set(_SETTINGS):
+        libtpu.load_without_profiler(for_compiling=True)
         return _devices("tpu", name, chips_per_host_bounds=chips_per_host, chip_config_name=chip_config)
 
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import keras
 
 from keras_distribute import timing
+from keras_distribute._compat import libtpu
 from keras_distribute.cluster.processes import is_chief
-from keras_distribute.errors import BackendError, ValueStructureError
+from keras_distribute.errors import BackendError, DeviceError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable
 
@@ -48,6 +49,7 @@ class StepTimeReport(keras.callbacks.Callback):
 
     Raises:
         ValueStructureError: For numbers of steps that make no sense, and for a model without a strategy.
+        DeviceError: For a profile where libtpu is installed without a TPU: it would end the process.
 
     Example:
         >>> import numpy as np, keras, keras_distribute as kd
@@ -81,6 +83,12 @@ class StepTimeReport(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._done, self._left, self._times, self.milliseconds = 0, self._num_steps, None, {}
         self._reduction = _reduction_of(self.model)
+        if self._trace_dir is not None and libtpu.profiling_ends_the_process():
+            raise DeviceError(
+                "JAX's profiler would end this process: libtpu is installed on a machine without a TPU.",
+                received=f"StepTimeReport(trace_dir={self._trace_dir!r}).",
+                fix="JAX_PLATFORMS=cpu in the environment, or kd.config.set_cpu_devices(1) first thing in the program.",
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first = batch

@@ -51,8 +51,9 @@ def dry_run(
     created, in the host's memory or where the model already has them.
 
     FLOPs are those of matrix products and convolutions in the traced step, with each loop's iterations, divided by the
-    number of devices; bytes moved are the operands and results of the compiled program's instructions. Times are
-    ESTIMATES from published peak rates (https://doi.org/10.1145/1498765.1498785), and real steps take longer.
+    number of devices, as if the logical devices of a replica computed nothing twice; bytes moved are the operands and
+    results of the compiled program's instructions. Times are ESTIMATES from published peak rates
+    (https://doi.org/10.1145/1498765.1498785), and real steps take longer.
 
     Args:
         model_or_builder: A compiled model, or a function without arguments that makes one. A model that belongs to no
@@ -179,6 +180,7 @@ class _Compiler:
         counts = {dtype: count * share for dtype, count in counted.items()}
         report = DryRunReport(
             target=self.target,
+            num_logical=self.mesh.num_logical,
             batch=rows,
             num_processes=self.mesh.num_processes,
             num_steps=num_steps,
@@ -200,7 +202,7 @@ class _Compiler:
             return report
         taken, module = memory.of_program(compiled, plan), hlo.parse(compiled.as_text())
         moved = traffic.bytes_moved(module) / num_steps
-        found = tuple(collectives.of_program(module, devices))
+        found = tuple(collectives.of_program(module, devices, self.mesh.num_logical))
         said = compiled.cost_analysis() or {}
         return dataclasses.replace(
             report,

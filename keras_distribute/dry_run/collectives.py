@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import Any
+
+import numpy as np
 
 from keras_distribute.dry_run.hlo import Instruction, Module
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _STARTS = {name: kind for kind in KINDS for name in (kind, f"{kind}-start")}
 _LISTED = re.compile(r"replica_groups=\{(\{[^=]*?\})\}")
-_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _UNNAMED = {
@@ -45,6 +49,7 @@ class Collective:
         times: How often it runs in one call of the program.
         of: The layers, and other named parts of the step, that its arrays come from.
         waits_for: The last of them to be computed.
+        num_replicas: Of how many replicas the devices of a group are; 1 where they are logical devices of one.
     """
 
     kind: str
@@ -57,25 +62,35 @@ class Collective:
     times: int
     of: tuple[str, ...]
     waits_for: str
+    num_replicas: int
 
 
-def of_program(module: Module, num_devices: int) -> list[Collective]:
-    """The collectives, in the order in which the program's text has them."""
+def of_program(module: Module, num_devices: int, num_logical: int = 1) -> list[Collective]:
+    """The collectives, in the order in which the program's text has them.
+
+    Args:
+        module: The program.
+        num_devices: How many devices run it.
+        num_logical: How many of them, one after the other, are a replica.
+    """
     return [
-        _collective(instruction, times, computation, num_devices)
+        _collective(instruction, times, computation, num_devices, num_logical)
         for instruction, times, computation in module.everywhere()
         if instruction.opcode in _STARTS
     ]
 
 
-def _collective(instruction: Instruction, times: int, computation: list[Instruction], num_devices: int) -> Collective:
+def _collective(
+    instruction: Instruction, times: int, computation: list[Instruction], num_devices: int, num_logical: int
+) -> Collective:
     order = {each.name: place for place, each in enumerate(computation)}
     named = {each.name: each for each in computation}
     inputs = [named[name] for name in instruction.operands if name in named]
     arrays = [array for each in inputs for array in each.arrays]
     makers = [_maker(each, named) for each in inputs]
     last = max(makers, key=lambda each: order[each.name], default=instruction)
-    size, groups = _groups(instruction.text, num_devices)
+    groups = _groups(instruction.text, num_devices)
+    replicas = max(len(set(group // num_logical)) for group in groups)
     sources = [layer for each in makers for layer in layers_of(each.op_name)] or layers_of(instruction.op_name)
     waits_for = ", ".join(layers_of(last.op_name)) or last.op_name.rpartition("/")[2] or last.name
     return Collective(
@@ -84,11 +99,12 @@ def _collective(instruction: Instruction, times: int, computation: list[Instruct
         sum(array.num_bytes for array in arrays),
         len(arrays),
         tuple(sorted({array.dtype for array in arrays})),
-        size,
-        groups,
+        groups.shape[1],
+        len(groups),
         times,
         tuple(dict.fromkeys(sources)),
         waits_for,
+        replicas,
     )
 
 
@@ -133,15 +149,22 @@ def _bare(part: str) -> str:
     return "" if part in _UNNAMED else part
 
 
-def _groups(text: str, num_devices: int) -> tuple[int, int]:
-    """The size and the number of the groups of devices."""
+def _groups(text: str, num_devices: int) -> np.ndarray[Any, Any]:
+    """The numbers of the devices that exchange with each other, a group in each row; pairs of a permutation."""
+    every = np.arange(num_devices)
     if found := _MESH.search(text):
         sizes = {name: int(size) for name, size in _AXIS.findall(found.group(1))}
-        size = math.prod(sizes[name] for name in re.findall(r"'([^']+)'", found.group(2)) if name in sizes)
-        return size, num_devices // size
+        places = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", found.group(2)) if name in sizes]
+        mesh = np.moveaxis(every.reshape(tuple(sizes.values())), places, range(-len(places), 0))
+        return mesh.reshape(-1, math.prod(mesh.shape[-len(places) :]) if places else num_devices)
     if found := _IOTA.search(text):
-        return int(found.group(2)), int(found.group(1))
-    if found := _LISTED.search(text):
-        groups = found.group(1).strip("{}").split("},{")
-        return len(groups[0].split(",")), len(groups)
-    return num_devices, 1
+        rows, columns, shape, order = found.groups()
+        mesh = every.reshape(_numbers(shape))
+        return (mesh.transpose(_numbers(order)) if order else mesh).reshape(int(rows), int(columns))
+    if found := _LISTED.search(text) or _PAIRS.search(text):
+        return np.asarray([_numbers(group) for group in found.group(1).strip("{}").split("},{")])
+    return every[None]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

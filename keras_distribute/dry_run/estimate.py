@@ -72,7 +72,7 @@ class ScalingPoint:
         num_devices: There.
         batch: Global rows there.
         in_turn: Seconds of a step, estimated.
-        efficiency: The share of the rows a second and device of a single device.
+        efficiency: The share of the rows a second and device of a single replica.
     """
 
     topology: str
@@ -107,7 +107,7 @@ def _rate(hardware: Hardware, dtype: str) -> float:
 
 
 def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> float:
-    """The time of one collective, each device putting in `num_bytes`."""
+    """The time of one collective, each device putting in `num_bytes`; a part of the devices has all links to itself."""
     hardware = target.hardware
     assert hardware is not None
     if group_size < 2:
@@ -116,6 +116,7 @@ def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> flo
     passes = 2 if kind == "all-reduce" else 1
     share = 1.0 if kind == "collective-permute" else (group_size - 1) / group_size
     bandwidth, hops = _network(target)
+    hops = min(hops, group_size - 1)
     if kind == "collective-permute":
         bandwidth, hops = hardware.link_bandwidth, min(hops, 1)
     return passes * (whole * share / bandwidth + hops * _HOP)
@@ -137,32 +138,45 @@ def _network(target: Target) -> tuple[float, int]:
 
 
 def scaling(
-    target: Target, here: Estimate, collectives: Sequence[Collective], gradient_bytes: int, rows: int, num_steps: int
+    target: Target,
+    here: Estimate,
+    collectives: Sequence[Collective],
+    gradient_bytes: int,
+    rows: int,
+    num_steps: int,
+    num_logical: int = 1,
 ) -> list[ScalingPoint]:
-    """Estimates for other numbers of the same devices, each with as many rows as here.
+    """Estimates for other numbers of replicas on the same devices, each device with as many rows as here.
 
     Args:
         target: What was compiled for.
         here: Its estimate.
         collectives: Of the program that was compiled.
-        gradient_bytes: What a step reduces, where a program for one device shows no collective.
+        gradient_bytes: What a step reduces, where a program for one replica shows no collective among several.
         rows: Of one device.
         num_steps: Steps a call.
+        num_logical: Devices of a replica; what these exchange with each other stays as it is.
     """
     hardware = target.hardware
     assert hardware is not None
-    points: list[ScalingPoint] = []
     alone = max(here.compute, here.memory)
-    for shape in _shapes(hardware):
-        there = target.resized(shape)
-        count = there.num_devices
-        if any(each.group_size > 1 for each in collectives):
-            total = sum(seconds(there, each.kind, each.num_bytes, count) * each.times for each in collectives)
-        else:
-            total = seconds(there, "all-reduce", gradient_bytes, count) * num_steps
-        time = alone + total / num_steps
-        points.append(ScalingPoint(there.name, count, rows * count, time, alone / time))
-    return points
+    compiled_for_one = all(each.num_replicas == 1 for each in collectives)
+
+    def time(there: Target, replicas: int) -> float:
+        total = seconds(there, "all-reduce", gradient_bytes, replicas) * num_steps if compiled_for_one else 0.0
+        for each in collectives:
+            scale = replicas if each.num_replicas > 1 else 1
+            group = each.group_size // each.num_replicas * scale
+            total += seconds(there, each.kind, each.num_bytes, group) * each.times
+        return alone + total / num_steps
+
+    there = [target.resized(shape) for shape in _shapes(hardware)]
+    there = [each for each in there if each.num_devices % num_logical == 0]
+    times = [(each, time(each, each.num_devices // num_logical)) for each in there]
+    return [
+        ScalingPoint(each.name, each.num_devices, rows * each.num_devices, seconds, time(each, 1) / seconds)
+        for each, seconds in times
+    ]
 
 
 def _shapes(hardware: Hardware) -> list[tuple[int, ...]]:

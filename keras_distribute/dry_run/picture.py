@@ -80,4 +80,4 @@ def _scaling(report: DryRunReport, axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 105)
     axes.set_xlabel(f"devices, {-(-report.batch // report.num_devices)} rows on each")
-    axes.set_ylabel("% of one device's rate, ESTIMATED")
+    axes.set_ylabel("% of one replica's rate, ESTIMATED")

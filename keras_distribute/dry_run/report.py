@@ -39,6 +39,7 @@ class DryRunReport:
 
     Args:
         target: The hardware.
+        num_logical: How many of the devices are a replica.
         batch: Rows of the global batch.
         num_processes: The hosts that the devices belong to.
         num_steps: How many steps one call of the program runs.
@@ -58,6 +59,7 @@ class DryRunReport:
     """
 
     target: Target
+    num_logical: int
     batch: int
     num_processes: int
     num_steps: int
@@ -99,6 +101,8 @@ class DryRunReport:
     def scaling(self) -> list[ScalingPoint]:
         """ESTIMATES for other numbers of the same devices, each with as many rows as here; nothing is compiled.
 
+        Replicas of several logical devices stay as they are; there are more or fewer of them.
+
         Raises:
             ValueStructureError: Where there is no estimate to start from.
         """
@@ -110,7 +114,13 @@ class DryRunReport:
             )
         rows = -(-self.batch // self.num_devices)
         return estimate.scaling(
-            self.target, self.estimate, self.collectives, self.memory.parameters, rows, self.num_steps
+            self.target,
+            self.estimate,
+            self.collectives,
+            self.memory.parameters,
+            rows,
+            self.num_steps,
+            self.num_logical,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -33,8 +33,9 @@ def size(num_bytes: float) -> str:
 def _heading(report: DryRunReport) -> list[str]:
     hosts = f" on {report.num_processes} hosts" if report.num_processes > 1 else ""
     devices = f"{report.num_devices} device{'s' if report.num_devices > 1 else ''}{hosts}"
+    replicas = f", {report.num_logical} to a replica" if report.num_logical > 1 else ""
     steps = f", {report.num_steps} steps a call" if report.num_steps > 1 else ""
-    return [f"Dry run: batch {report.batch} on {report.topology}, {devices}{steps}; compiled, not run"]
+    return [f"Dry run: batch {report.batch} on {report.topology}, {devices}{replicas}{steps}; compiled, not run"]
 
 
 def _memory(report: DryRunReport) -> list[str]:
@@ -91,7 +92,8 @@ def _collectives(report: DryRunReport) -> list[str]:
 def _one(each: Collective) -> str:
     times = f" {each.times} times" if each.times > 1 else ""
     arrays = f"{each.num_arrays} array{'s' if each.num_arrays > 1 else ''} of {'+'.join(each.dtypes)}"
-    groups = f"{each.num_groups} group{'s' if each.num_groups > 1 else ''} of {each.group_size}"
+    kind, of = ("pair", "") if each.kind == "collective-permute" else ("group", f" of {each.group_size}")
+    groups = f"{each.num_groups} {kind}{'s' if each.num_groups > 1 else ''}{of}"
     return f"  {each.kind}{times}: {size(each.num_bytes)}, {arrays}, {groups}; waits for {each.waits_for}"
 
 
@@ -109,7 +111,7 @@ def _estimate(report: DryRunReport) -> list[str]:
         _line("memory", time(own.memory)),
         _line("communication", time(own.communication)),
         _line("at least", f"{time(own.at_least)}, bound by {own.bound_by}"),
-        _line("without overlap", f"{time(own.in_turn)}, {report.batch / own.in_turn:,.0f} rows a second"),
+        _line("without overlap", f"{time(own.in_turn)}, {float(f'{report.batch / own.in_turn:.3g}'):,.0f} rows a second"),
         _line("rates", own.source),
     ]
 

@@ -341,6 +341,9 @@ class Strategy:
         """How a variable is divided over the logical devices of a replica; for library code. Here never."""
         return Layout()
 
+    def check_layouts(self, paths: Sequence[str]) -> None:
+        """Warns of layouts that no variable has, before a model with variables of these paths is trained. Here none."""
+
     def summary(self, *objects: Any, batch_size: int | None = None) -> StrategySummary:
         """The replicas, and what stands on each: print it, or let a notebook show it.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +14,7 @@ from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import LOGICAL_AXIS, ReplicaMesh
 from keras_distribute.variables import Layout
 
+_SHOWN = 6
 LayoutMap = keras.distribution.LayoutMap | Mapping[str, tuple[str | None, ...]]
 
 
@@ -46,7 +49,8 @@ class Layouts:
                 )
             self._names[own.axis_names[1]] = mesh.logical_axes
         for pattern in self._map:
-            self._axes(pattern, self._layout(pattern))
+            self._axes(pattern, self._map[pattern].axes)
+        self._unused = set(self._map)
 
     def of(self, path: str, shape: tuple[int, ...]) -> Layout:
         """The layout of one variable.
@@ -54,9 +58,11 @@ class Layouts:
         Raises:
             ValueStructureError: Where it does not fit the variable's shape.
         """
-        layout = self._layout(path)
-        if layout is None:
+        found = self._map[path]
+        if found is None:
             return Layout()
+        self._unused -= {key for key in self._unused if key == path or re.fullmatch(key, path)}
+        layout = tuple(found.axes)
         axes = self._axes(path, layout)
         if len(axes) != len(shape):
             raise ValueStructureError(
@@ -74,9 +80,21 @@ class Layouts:
                 )
         return Layout(tuple(names[0] if names and len(names) == 1 else names for names in axes))
 
-    def _layout(self, path: str) -> tuple[str | None, ...] | None:
-        layout = self._map[path]
-        return None if layout is None else tuple(layout.axes)
+    def warn_of_unused(self, paths: Sequence[str]) -> None:
+        """Warns, once, of layouts that no variable has so far; a pattern matches the whole path of a variable.
+
+        Args:
+            paths: Of the variables of a model that is about to be trained.
+        """
+        unused, self._unused = sorted(self._unused), set[str]()
+        if not unused:
+            return
+        warnings.warn(
+            f"No variable has the layout of {', '.join(map(repr, unused))} in the strategy's layout_map: what they "
+            f"were meant for is whole on every logical device. A pattern matches the whole path of a variable; the "
+            f"model has {', '.join(paths[:_SHOWN])}{', ...' if len(paths) > _SHOWN else ''}.",
+            stacklevel=2,
+        )
 
     def _axes(self, path: str, layout: Any) -> list[tuple[str, ...] | None]:
         unknown = [name for name in layout if name is not None and name not in self._names]

@@ -113,6 +113,11 @@ class TPUStrategy(Strategy):
         """How a variable is divided over the logical devices of a replica, by `layout_map`."""
         return Layout() if self._layouts is None else self._layouts.of(path, shape)
 
+    def check_layouts(self, paths: Sequence[str]) -> None:
+        """Warns of layouts that no variable has, before a model with variables of these paths is trained."""
+        if self._layouts is not None:
+            self._layouts.warn_of_unused(paths)
+
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """`tensor`, for one logical device to work on; here each of them does, since they share one program.
 

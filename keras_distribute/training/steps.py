@@ -136,6 +136,7 @@ class TrainerSeams:
         if not compat.is_traced(trainer):
             return _eager(strategy, step)
         if kind == "train":
+            strategy.check_layouts([variable.path for variable in groups[0]])
             indices = accumulation.accumulator_indices(trainer)
             object.__setattr__(trainer, _ACCUMULATORS, indices)  # Not Keras's, which would track the list.
         return compiled_step(strategy, trainer, kind, step)

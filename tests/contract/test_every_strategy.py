@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from tests.logical import tpu_strategy
+from tests.logical import HIDDEN, tpu_strategy
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -15,6 +15,7 @@ STRATEGIES = {
     "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
     **{f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4, 8)},
     **{f"tpu, {n} logical": lambda n=n: tpu_strategy(n) for n in (1, 2, 4)},
+    **{f"tpu, divided over {n} logical": lambda n=n: tpu_strategy(n, layout_map=HIDDEN) for n in (2, 4)},
 }
 
 
@@ -28,7 +29,7 @@ def make_model():
     model = keras.Sequential(
         [
             keras.Input((5,)),
-            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(8, activation="relu", name="hidden"),
             keras.layers.BatchNormalization(synchronized=True),
             keras.layers.Dropout(0.2),
             keras.layers.Dense(3, activation="softmax"),

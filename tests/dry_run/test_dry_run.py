@@ -298,6 +298,11 @@ def test_logical_devices_share_what_is_divided():
     operations = 32 * (2 * 16 * 64 + 2 * 64)  # Of the forward pass alone, all devices together.
     assert sum(report.flops.values()) * 8 > 2 * operations
     assert sum(report.flops.values()) * 8 < 4 * operations
+    assert report.num_logical == 2
+    assert str(report).startswith("Dry run: batch 32 on cpu:8, 8 devices, 2 to a replica; compiled, not run")
+    kinds = {(each.group_size, each.num_replicas) for each in report.collectives}
+    assert (4, 4) in kinds  # Each half of the gradient, over the four replicas.
+    assert (2, 1) in kinds  # What two logical devices of a replica have each a part of.
 
 
 def test_a_topology_holds_whole_replicas(monkeypatch):

@@ -8,8 +8,9 @@ from keras_distribute.dry_run.hardware import HARDWARE
 from keras_distribute.errors import DeviceError
 
 
-def all_reduce(num_bytes, size, times=1):
-    return Collective("all-reduce", "r", num_bytes, 1, ("f32",), size, 1, times, (), "")
+def all_reduce(num_bytes, size, times=1, num_replicas=None):
+    replicas = size if num_replicas is None else num_replicas
+    return Collective("all-reduce", "r", num_bytes, 1, ("f32",), size, 1, times, (), "", replicas)
 
 
 def test_a_step_by_hand():
@@ -50,6 +51,33 @@ def test_scaling_keeps_the_rows_of_a_device():
     assert points[0].efficiency == 1
     assert points[1].in_turn == pytest.approx(0.01 + 2 * (1e8 * 3 / 4 / 100e9 + 2e-6))
     assert all(0 < point.efficiency < 1 for point in points[1:])
+
+
+def test_scaling_adds_replicas_not_logical_devices():
+    """Pairs add up activations, the replicas' halves of the gradients, and one collective is over all devices."""
+    target = targets.parse("v5e:2x4")
+    here = estimate.of_step(target, {"bfloat16": 197e10}, 0, [], 1)
+    pair, halves, every = all_reduce(5e7, 2, 3, num_replicas=1), all_reduce(1e8, 4), all_reduce(1e6, 8, num_replicas=4)
+    points = estimate.scaling(target, here, [pair, halves, every], 10**9, rows=4, num_steps=1, num_logical=2)
+    assert [(p.num_devices, p.batch) for p in points[:3]] == [(4, 16), (8, 32), (16, 64)]
+    for point in points:
+        there, count = targets.parse(point.topology), point.num_devices
+        expected = 3 * estimate.seconds(there, "all-reduce", 5e7, 2)
+        expected += estimate.seconds(there, "all-reduce", 1e8, count // 2)
+        expected += estimate.seconds(there, "all-reduce", 1e6, count)
+        assert point.in_turn == pytest.approx(0.01 + expected)
+        assert 0 < point.efficiency < 1
+    # Compiled for a single replica, which has nothing to reduce yet.
+    alone = estimate.scaling(target, here, [pair], 10**9, rows=4, num_steps=1, num_logical=2)
+    assert alone[1].in_turn == pytest.approx(
+        0.01 + 3 * estimate.seconds(target, "all-reduce", 5e7, 2) + estimate.seconds(target, "all-reduce", 1e9, 4)
+    )
+
+
+def test_a_pair_is_one_hop_apart():
+    target = targets.parse("v5e:8x8")
+    assert estimate.seconds(target, "all-reduce", 0, 2) == pytest.approx(2 * 1e-6)
+    assert estimate.seconds(target, "all-reduce", 0, 64) == pytest.approx(2 * 14e-6)
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 40, 1000, 12_345])

@@ -83,6 +83,30 @@ def test_bytes_moved_are_those_outside_of_the_chip_and_of_slices():
 
 
 @pytest.mark.parametrize(
+    ("text", "size", "groups", "replicas"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", 2, 4, 1),
+        ("replica_groups={{0,2,4,6},{1,3,5,7}}", 4, 2, 4),
+        ("replica_groups=[4,2]<=[8]", 2, 4, 1),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", 4, 2, 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", 2, 4, 1),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4, 2, 4),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}", 8, 1, 4),
+        ("replica_groups={}", 8, 1, 4),
+        ("source_target_pairs={{1,0},{3,2},{5,4},{7,6}}", 2, 4, 1),
+        ("source_target_pairs={{0,2},{2,4}}", 2, 2, 2),
+    ],
+)
+def test_who_exchanges_with_whom(text, size, groups, replicas):
+    """Four replicas of two logical devices, one after the other."""
+    kind = "collective-permute" if "pairs" in text else "all-reduce"
+    line = f"  ROOT %r = f32[8]{{0}} {kind}(%a), channel_id=1, {text}, to_apply=%add\n"
+    program = f"HloModule m\n\nENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[8]{{0}} parameter(0)\n{line}}}\n"
+    (found,) = collectives.of_program(hlo.parse(program), 8, num_logical=2)
+    assert (found.group_size, found.num_groups, found.num_replicas) == (size, groups, replicas)
+
+
+@pytest.mark.parametrize(
     ("name", "layers"),
     [
         ("jit(step)/jvp(hidden)/dot_general", ["hidden"]),

@@ -5,9 +5,7 @@ Run from the repository's root, in an environment with `tensorflow-cpu`:
     python -m tests.parity.record_tensorflow_cluster
 """
 
-import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.distribute.cluster_resolver.sagemaker_cluster_resolver import SageMakerClusterResolver
 
 from .clusters import RESOLVERS, SPECS, UNIONS, answers, spec_answers
+from .recording.files import write
 
 RECORD = Path(__file__).with_name("tensorflow_cluster.json")
 RULES: dict[str, Any] = {
@@ -53,14 +52,7 @@ def main() -> None:
         ],
         "unions": [{"parts": parts, "said": answers(lambda parts=parts: union(parts), {}, RULES)} for parts in UNIONS],
     }
-    header = {
-        "command": "python -m tests.parity.record_tensorflow_cluster",
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-    }
-    lines = [f'"header": {json.dumps(header)}']
-    lines += [f'"{topic}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]" for topic, cases in topics.items()]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write(RECORD, "tests.parity.record_tensorflow_cluster", topics)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ It needs no TPU. Run from the repository's root, in an environment with `tensorf
     python -m tests.parity.record_tensorflow_tpu
 """
 
-import json
 import os
-import platform
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -15,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 from .assignments import CASES, MESHES, TOPOLOGIES, build, described, topology
+from .recording.files import write
 
 RECORD = Path(__file__).with_name("tensorflow_tpu.json")
 
@@ -26,14 +25,7 @@ def main() -> None:
         "descriptions": [described(namespace, mesh) for mesh in MESHES if mesh != "one chip"],
         "topologies": [topology(namespace, arguments) for arguments in TOPOLOGIES],
     }
-    header = {
-        "command": "python -m tests.parity.record_tensorflow_tpu",
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-    }
-    lines = [f'"header": {json.dumps(header)}']
-    lines += [f'"{topic}": [\n' + ",\n".join(map(json.dumps, said)) + "\n]" for topic, said in topics.items()]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write(RECORD, "tests.parity.record_tensorflow_tpu", topics)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""Steps compiled for GPUs that are not there. Needs JAX's CUDA plugin, and no GPU:
+`pip install 'keras-distribute[dry-run-cuda]'`, then `python -m pytest tests/dry_run/test_gpu.py`.
+"""
+
+import importlib.util
+
+import jax
+import pytest
+
+import keras_distribute as kd
+from tests.dry_run import models
+from tests.dry_run.test_dry_run import compiled  # noqa: F401 - a fixture.
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="JAX's CUDA plugin is not installed: pip install 'keras-distribute[dry-run-cuda]'",
+)
+
+
+@pytest.mark.parametrize("name", models.EVERY)
+@pytest.mark.parametrize("topology", ["h100:1", "h100:8"])
+def test_the_test_models_compile_for_gpus(name, topology, compiled):  # noqa: F811
+    report = kd.dry_run(getattr(models, name), 256, topology=topology)
+    said = compiled[-1].memory_analysis()
+    memory = report.memory
+    assert memory.arguments == said.argument_size_in_bytes
+    assert memory.temporary == said.temp_size_in_bytes
+    assert report.needed_bytes >= memory.arguments + memory.temporary
+    assert report.fits is True and report.limit_bytes == int(0.75 * 84_942_979_072)
+    assert "NVIDIA" in compiled[-1].as_text() or "sm_90" in compiled[-1].as_text() or memory.code > 0
+    assert report.versions["jax-cuda12-plugin"]
+    assert report.estimate.at_least > 0 and "ESTIMATE" in str(report)
+    expected = 0 if report.num_devices == 1 else 1
+    assert expected <= report.count("all-reduce") <= 4 * expected
+
+
+def test_a_batch_that_does_not_fit_is_reported_with_both_sizes():
+    rows = 2**31 // 16
+    batch = (jax.ShapeDtypeStruct((rows, 16), "float32"), jax.ShapeDtypeStruct((rows,), "int32"))
+    report = kd.dry_run(models.mlp, batch, topology="v100:1")
+    assert report.fits is False
+    assert report.needed_bytes > report.limit_bytes == int(0.75 * 16_935_682_048)
+    assert "does NOT fit" in str(report)
