@@ -111,9 +111,14 @@ def _estimate(report: DryRunReport) -> list[str]:
         _line("memory", time(own.memory)),
         _line("communication", time(own.communication)),
         _line("at least", f"{time(own.at_least)}, bound by {own.bound_by}"),
-        _line("without overlap", f"{time(own.in_turn)}, {float(f'{report.batch / own.in_turn:.3g}'):,.0f} rows a second"),
+        _line("without overlap", f"{time(own.in_turn)}, {_rounded(report.batch / own.in_turn)} rows a second"),
         _line("rates", own.source),
     ]
+
+
+def _rounded(number: float) -> str:
+    """Three digits of a number, which is an estimate."""
+    return f"{float(f'{number:.3g}'):,.0f}"
 
 
 def _line(name: str, value: str) -> str:
