@@ -40,6 +40,7 @@ class Frame:
         per_replica: Whether values here are one replica's own, inside a program over all replicas (`Strategy.run`).
         groups: In a step of `fit`, how many replicas the rows of its batch are spread over evenly; else 1.
         rows: In a step of `fit`, how many rows its batch has.
+        whole: In a step of `fit`, whether each replica has all of them.
         named: Whether the user opened it with `scope()`: these guard against mixed strategies.
         ragged: Whether the replicas of the program that is being traced hold arrays of different shapes.
     """
@@ -50,6 +51,7 @@ class Frame:
     per_replica: bool = False
     groups: int = 1
     rows: int = 0
+    whole: bool = False
     named: bool = False
     ragged: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
+from keras_distribute.dry_run import collectives
 from keras_distribute.training import packing
 from keras_distribute.training.compiled import CompiledStep
 from tests.logical import (
@@ -51,7 +53,7 @@ def texts(monkeypatch: Any) -> list[str]:
     original = CompiledStep._one
 
     def noting(self: Any, carried: Any, placed: Any) -> Any:
-        found.append(self.program.lower(carried, *placed).compile().as_text())
+        found.append(self._for(carried, placed).lower(carried, *placed).compile().as_text())
         return original(self, carried, placed)
 
     monkeypatch.setattr(CompiledStep, "_one", noting)
@@ -71,24 +73,66 @@ def test_a_divided_model_is_trained_like_one_on_as_many_replicas(num_logical: in
     np.testing.assert_allclose(model.predict(x, verbose=0), expected.predict(x, verbose=0), rtol=2e-5, atol=2e-6)
 
 
-def test_what_each_device_computes_in_fit(texts: list[str]) -> None:
-    """4 rows a replica, images of 8 x 8 in two halves; the hidden layer's 16 units, 8 on each logical device."""
-    with tpu_strategy(2, layout_map=HIDDEN).scope():
-        blocks = [Divided(PARTS[2]), keras.layers.Conv2D(4, 3, padding="same"), keras.layers.Flatten()]
+def token_classifier(parts: Any = None, **compiling: Any) -> Any:
+    """The gradient of an embedding adds up rows by their tokens."""
+    keras.utils.set_random_seed(0)
+    blocks = [Divided(parts), keras.layers.Embedding(5, 4, name="tokens"), keras.layers.GlobalAveragePooling1D()]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *blocks, keras.layers.Dense(3)])
+    return compiled(model, **compiling)
+
+
+@pytest.mark.parametrize(
+    ("num_logical", "parts", "size", "steps"),
+    [(2, None, 6, 1), (2, [1, 2], 6, 3), (2, [2, 1], 6, 1), (4, None, 5, 1), (4, [2, 2], 7, 1), (4, [4, 1], 6, 1)],
+)
+def test_rows_that_do_not_divide_are_scattered_once(num_logical: int, parts: Any, size: int, steps: int) -> None:
+    """XLA scatters the padding, too, of rows that are divided unevenly over the replicas alone."""
+    tokens = np.random.RandomState(2).randint(1, 5, (21, 6))
+    plain = token_classifier(steps_per_execution=steps)
+    with tpu_strategy(num_logical).scope():
+        model = token_classifier(parts, steps_per_execution=steps)
+    for each in (plain, model):
+        each.fit(tokens, LABELS[:21], batch_size=size, epochs=2, shuffle=False, verbose=0)
+    assert_close([v.numpy() for v in model.variables], [v.numpy() for v in plain.variables])
+    np.testing.assert_allclose(model.predict(tokens, verbose=0), plain.predict(tokens, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_do_not_divide_stay_divided_where_nothing_is_scattered() -> None:
+    """Each device slices 200 of 798 rows out of what was placed; all of them would need four times as much."""
+    with tpu_strategy(2).scope():
+        model = dense_classifier()
+    taken = kd.dry_run(model, 798, topology="cpu:8").memory.temporary
+    assert taken < 798 * 192 * 4 / 2
+
+
+@pytest.mark.parametrize("num_logical", [1, 2, 4])
+def test_what_each_device_computes_in_fit(num_logical: int, texts: list[str]) -> None:
+    """16 rows of 8 x 8 pixels: each replica's rows, the logical devices' parts of each, and of 16 hidden units."""
+    replicas, units = 8 // num_logical, 16 // num_logical
+    height, width = PARTS[num_logical][1:3]
+    with tpu_strategy(num_logical, layout_map=HIDDEN).scope():
+        blocks = [Divided(PARTS[num_logical]), keras.layers.Conv2D(4, 3, padding="same"), keras.layers.Flatten()]
         hidden = keras.layers.Dense(16, activation="relu", name="hidden")
         model = compiled(keras.Sequential([keras.Input((8, 8, 3)), *blocks, hidden, keras.layers.Dense(3)]))
     model.fit(IMAGES[:16], LABELS[:16], batch_size=16, verbose=0)
     text = texts[0]
     found = re.search(r"entry_computation_layout=\{\((.*?)\)->", text)
     assert found is not None
-    assert "f32[4,8,8,3]" in found.group(1)  # The batch: each replica's rows, the same on its logical devices.
-    assert found.group(1).count("f32[256,8]") == 3  # The weight and its slots, half of each.
-    assert "[256,16]" not in text and "[16,256]" not in text  # In no place whole.
-    assert "f32[4,4,8,4]" in re.findall(r"= (f32\[[\d,]+\])\S* convolution\(", text)
-    assert text.count(" collective-permute(") >= 2  # The borders of the images' halves, from the neighbours.
-    sums = [line for line in text.splitlines() if re.search(r"= .*f32\[(8,256|256,8)\].* all-reduce\(", line)]
-    assert len(sums) == 1  # The gradient of each half, over the four replicas that have it.
-    assert "{'axis_0'}" in sums[0] or "{{0,2,4,6},{1,3,5,7}}" in sums[0], sums[0]
+    # Activations: the batch is each replica's rows, the same on its logical devices; each convolves its part of them.
+    assert f"f32[{16 // replicas},8,8,3]" in found.group(1)
+    convolved = f"f32[{16 // replicas},{8 // height},{8 // width},4]"
+    assert convolved in re.findall(r"= (f32\[[\d,]+\])\S* convolution\(", text)
+    borders = text.count(" collective-permute(")  # Of the images' parts, from the neighbours.
+    assert borders >= 2 if num_logical > 1 else borders == 0
+    # The weight and its slots: a part of each, and in no place of the program the whole.
+    assert found.group(1).count(f"f32[256,{units}]") == 3
+    assert num_logical == 1 or ("[256,16]" not in text and "[16,256]" not in text)
+    # The gradient: each part is summed over the replicas, all of which have it.
+    part = rf"f32\[({units},256|256,{units})\]"
+    sums = [line for line in text.splitlines() if re.search(rf"= .*{part}.* all-reduce(-start)?\(", line)]
+    assert len(sums) == 1
+    groups = [list(range(first, 8, num_logical)) for first in range(num_logical)]
+    assert collectives._groups(sums[0], 8).tolist() == groups
 
 
 def test_what_each_device_computes_in_run() -> None:
@@ -263,6 +307,28 @@ def test_spmd_refuses_assignments_and_strangers_are_refused() -> None:
 def test_layouts_that_do_not_fit(layout_map: Any, message: str) -> None:
     with pytest.raises(kd.errors.DistributeError, match=message), tpu_strategy(4, layout_map=layout_map).scope():
         keras.Variable(np.ones(3), name="k")
+
+
+def test_a_layout_that_no_variable_has_is_said() -> None:
+    strategy = tpu_strategy(2, layout_map={".*hiden/kernel": (None, "logical"), ".*hidden/bias": ("logical",)})
+    with strategy.scope():
+        model = dense_classifier()
+    with pytest.warns(
+        UserWarning, match=r"the layout of '\.\*hiden/kernel' in.*the model has \S*hidden/kernel,"
+    ) as caught:
+        trained(model)
+    assert "hidden/bias'" not in str(caught[0].message)
+    with warnings.catch_warnings():  # Once is enough.
+        warnings.simplefilter("error", UserWarning)
+        trained(model)
+
+
+def test_a_layout_that_no_variable_of_a_custom_loop_has_is_said() -> None:
+    strategy = tpu_strategy(2, layout_map={"nothing": ("logical",)})
+    with strategy.scope():
+        variable: Any = keras.Variable(1.0, name="k")
+    with pytest.warns(UserWarning, match="'nothing'.*the model has k.$"):
+        strategy.run(lambda: variable.value)
 
 
 def test_kerass_layout_map_with_a_mesh_of_its_own() -> None:

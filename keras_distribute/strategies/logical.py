@@ -109,10 +109,17 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
     if current.rows == 0 and not isinstance(value, jax.core.Tracer):
         return mesh.put(value, NamedSharding(mesh.mesh, PartitionSpec(*map(_entry, axes))))
     if _is_batch(value):
-        spec = [_entry((REPLICA_AXIS, *axes[0])), *map(_entry, axes[1:])]
+        spec = [_entry(_axes_of_rows(mesh, value.shape[0], axes[0])), *map(_entry, axes[1:])]
     else:  # It is not known which dimension is divided over the replicas; that stays as it is.
         spec = [_entry(names) if names or not any(axes) else _FREE for names in axes]
     return lax.with_sharding_constraint(value, NamedSharding(mesh.mesh, PartitionSpec(*spec)))
+
+
+def _axes_of_rows(mesh: ReplicaMesh, rows: int, logical: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that divide the rows of a global batch. The logical ones do where the rows are even then."""
+    replicas = () if context.frame().whole else (REPLICA_AXIS,)
+    parts = math.prod(mesh.mesh.shape[name] for name in (*replicas, *logical))
+    return (*replicas, *logical) if rows % parts == 0 else replicas
 
 
 def _entry(names: tuple[str, ...]) -> Any:

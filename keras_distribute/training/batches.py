@@ -2,7 +2,8 @@
 
 The rows of an array are split over the replicas. Where their number does not divide, rows are added for the transfer
 and sliced off inside the compiled step, before anything is computed: each replica holds at most
-`ceil(rows / num_replicas)` of them, none enters a number, and XLA keeps the uneven split throughout the step.
+`ceil(rows / num_replicas)` of them, none enters a number, and XLA keeps the uneven split throughout the step; or each
+replica has them all (`compiled.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import sparse
+from jax.sharding import NamedSharding
 
 from keras_distribute.cluster import agreement
 from keras_distribute.errors import InputError
@@ -150,11 +152,11 @@ def _own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> tup
     return mesh.put_split(array), true
 
 
-def trim(batch: Any, rows: Rows, mesh: ReplicaMesh) -> Any:
-    """Slices the placed `batch` to its true rows, inside a compiled step."""
+def trim(batch: Any, rows: Rows, sharding: NamedSharding) -> Any:
+    """Slices the placed `batch` to its true rows, inside a compiled step, and spreads these as `sharding` says."""
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     trimmed = [
-        leaf if true == WHOLE else lax.with_sharding_constraint(_true_rows(leaf, true), mesh.split)
+        leaf if true == WHOLE else lax.with_sharding_constraint(_true_rows(leaf, true), sharding)
         for leaf, true in zip(leaves, rows, strict=True)
     ]
     return jax.tree.unflatten(structure, trimmed)

@@ -49,10 +49,15 @@ class CompiledStep:
         self._mesh = mesh = strategy.replica_mesh
         self._packing = packing
         self._scans: dict[Any, bool] = {}
+        self._scatters: dict[Any, bool] = {}
 
         def global_step(state: Any, data: Any, rows: batches.Rows, spread: batches.Spread) -> Any:
             with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])):
-                return step(state, batches.trim(data, rows, mesh))
+                return step(state, batches.trim(data, rows, mesh.split))
+
+        def whole_step(state: Any, data: Any, rows: batches.Rows, spread: batches.Spread) -> Any:
+            with context.entered(Frame(strategy, Mode.CROSS, rows=spread[0], whole=True)):
+                return step(state, batches.trim(data, rows, mesh.replicated))
 
         def global_steps(state: Any, data: Sequence[Any], rows: batches.Rows, spread: batches.Spread) -> Any:
             def body(state: Any, data: Any) -> Any:
@@ -70,6 +75,7 @@ class CompiledStep:
         # Of what is split over processes, no one of them could read all.
         self.program = compiled(global_step, None if mesh.num_processes == 1 else mesh.replicated)
         self.uneven = compiled(global_step, mesh.replicated)  # An uneven split cannot leave a program.
+        self.whole = compiled(whole_step, mesh.replicated)
         self.fused = compiled(global_steps, mesh.replicated)
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
@@ -115,22 +121,38 @@ class CompiledStep:
         carried, group = self._form_taken(state), [placed] * size
         if size > 1 and self._can_scan(carried, group):
             return self.fused.trace(carried, [each.data for each in group], placed.rows, placed.spread), size
-        return self._for(placed).trace(carried, *placed), 1
+        return self._for(carried, placed).trace(carried, *placed), 1
 
     def _one(self, carried: Any, placed: batches.Placed) -> Any:
         liveness.at(_PLACE)
         with timing.of("dispatch"):
-            return self._for(placed)(carried, *placed)
+            return self._for(carried, placed)(carried, *placed)
 
-    def _for(self, placed: batches.Placed) -> Any:
-        return self.program if all(count == batches.WHOLE for count in placed.rows) else self.uneven
+    def _for(self, carried: Any, placed: batches.Placed) -> Any:
+        if all(count == batches.WHOLE for count in placed.rows):
+            return self.program
+        return self.whole if self._scatters_wrongly(carried, placed) else self.uneven
+
+    def _scatters_wrongly(self, carried: Any, placed: batches.Placed) -> bool:
+        """Whether the step scatters rows that are divided unevenly over some of the mesh's axes.
+
+        XLA then adds up rows that do not exist (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0), where
+        there are logical devices, too. Of 75 kinds of operation in such a program, those that scatter were wrong alone.
+        """
+        if not self._mesh.logical_axes:
+            return False
+        key = _form(placed)
+        if key not in self._scatters:
+            self._scatters[key] = _has(self.uneven.trace(carried, *placed).jaxpr, "scatter")
+        return self._scatters[key]
 
     def _can_scan(self, carried: Any, group: list[batches.Placed]) -> bool:
         """Whether a loop on the device is as fast as one here: XLA runs convolutions in a loop slowly on a CPU."""
         key = _form(group[0])
         if key not in self._scans:
             on_cpu = self._mesh.devices[0].platform == "cpu"
-            self._scans[key] = not (on_cpu and _has_convolution(self.program.trace(carried, *group[0]).jaxpr))
+            slow = on_cpu and _has(self.program.trace(carried, *group[0]).jaxpr, "conv_general_dilated")
+            self._scans[key] = not slow and self._for(carried, group[0]) is not self.whole
         return self._scans[key]
 
     def _taken(self, state: State) -> Any:
@@ -169,8 +191,10 @@ def _stacked(leaves: Sequence[Any], mesh: Any) -> Any:
     return stacked
 
 
-def _has_convolution(jaxpr: Any) -> bool:
+def _has(jaxpr: Any, primitive: str) -> bool:
+    """Whether a traced program has a primitive whose name starts so."""
     return any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(_has_convolution, core.jaxprs_in_params(eqn.params)))
+        eqn.primitive.name.startswith(primitive)
+        or any(_has(inner, primitive) for inner in core.jaxprs_in_params(eqn.params))
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )

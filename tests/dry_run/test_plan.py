@@ -9,6 +9,7 @@ from keras_distribute.dry_run import examples
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.training import batches, planning
 from keras_distribute.training.compiled import CompiledStep
+from tests import logical
 from tests.dry_run import models
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
@@ -23,7 +24,7 @@ def ran(model, x, y, monkeypatch):
 
         def init(self, *args, **kwargs):
             original(self, *args, **kwargs)
-            for attribute in ("program", "uneven", "fused"):
+            for attribute in ("program", "uneven", "whole", "fused"):
                 setattr(self, attribute, _Noting(getattr(self, attribute), texts))
 
         return init
@@ -78,6 +79,22 @@ def test_the_program_is_that_of_fit(name, rows, divided, monkeypatch):
     assert plan.num_steps == model.steps_per_execution
     assert plan.traced.lower().as_text() == expected
     assert home.num_replicas_in_sync == 1  # As before.
+
+
+@pytest.mark.parametrize("num_logical", [2, 4])
+def test_the_program_of_logical_devices_is_that_of_fit(num_logical, monkeypatch):
+    with logical.tpu_strategy(num_logical, layout_map=logical.HIDDEN).scope():
+        model = models.mlp()
+    x, y = np.zeros((8, 16), "float32"), np.zeros(8, "int32")
+    (expected,) = set(ran(model, x, y, monkeypatch))
+    monkeypatch.undo()
+    home = logical.tpu_strategy(num_logical, layout_map=logical.HIDDEN)
+    with home.scope():
+        again = models.mlp()
+    example = examples.batch_of(again, (x, y))
+    planning.build(again, home, example)
+    plan = planning.training_step(again, home, home.replica_mesh, example)
+    assert plan.traced.lower().as_text() == expected
 
 
 @pytest.mark.parametrize("rows", [8, 10, 3])
