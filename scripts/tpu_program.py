@@ -99,10 +99,10 @@ def described(text: str) -> list[str]:
 def main() -> None:
     kd.config.set_cpu_devices(8)
     pages = pathlib.Path(__file__).parents[1] / "docs" / "guide"
-    for num_logical, name in ((1, "tpu-one-logical-device.txt"), (2, "tpu-two-logical-devices.txt")):
+    for num_logical, name in ((1, "tpu-one-logical-device"), (2, "tpu-two-logical-devices")):
         text = compiled(num_logical)
-        (pages / name).write_text("\n".join(described(text)) + "\n")
-        (pages / name.replace("device", "text-of-device")).write_text("\n".join(as_it_stands(text)) + "\n")
+        (pages / f"{name}.txt").write_text("\n".join(described(text)) + "\n")
+        (pages / f"{name}-text.txt").write_text("\n".join(as_it_stands(text)) + "\n")
 
 
 if __name__ == "__main__":

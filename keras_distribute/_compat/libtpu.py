@@ -14,7 +14,7 @@ import jax
 from jax._src import xla_bridge
 from jax._src.cloud_tpu_init import get_tpu_library_path
 from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 _loaded_by_us = False
 
@@ -26,7 +26,7 @@ def load_without_profiler(for_compiling: bool = False) -> None:
         for_compiling: Whether it is needed even where JAX is told not to load it (`JAX_PLATFORMS`).
     """
     global _loaded_by_us
-    platforms = jax.config.jax_platforms
+    platforms = jax.config.values["jax_platforms"]
     wanted = for_compiling or (not xla_bridge.backends_are_initialized() and (not platforms or "tpu" in platforms))
     if not wanted or xla_client.pjrt_plugin_loaded("tpu"):
         return

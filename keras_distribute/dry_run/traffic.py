@@ -45,7 +45,7 @@ def _of_computation(module: Module, computation: list[Instruction]) -> int:
         for place, name in enumerate(instruction.operands):
             source = results.get(name)
             if source is not None and source.opcode != "constant":
-                total += _read(inside, place, sum(map(_counted, source.arrays)))
+                total += _read(module, inside, place, sum(map(_counted, source.arrays)))
         total += _written(inside, instruction)
     return total
 
@@ -63,7 +63,7 @@ def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
     return [*parameters, own]
 
 
-def _read(inside: list[Instruction], place: int, whole: int) -> int:
+def _read(module: Module, inside: list[Instruction], place: int, whole: int) -> int:
     """The bytes that are read of operand number `place`, which has `whole` in the device's memory."""
     if not whole:
         return 0
@@ -76,6 +76,8 @@ def _read(inside: list[Instruction], place: int, whole: int) -> int:
             total += sum(array.num_bytes for array in user.arrays)
         elif user.opcode in _UPDATES and which == 0:
             continue  # In place.
+        elif user.opcode == "fusion":  # TPUs fuse a slice with a matrix product as one within another.
+            total += _read(module, _inside(module, user), which, whole)
         else:
             return whole
     return min(total, whole)

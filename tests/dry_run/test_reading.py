@@ -82,6 +82,37 @@ def test_bytes_moved_are_those_outside_of_the_chip_and_of_slices():
     assert traffic.bytes_moved(hlo.parse(TEXT)) == 5 * (64 + 4 + 64) + 64 + 64 + 64
 
 
+NESTED = """HloModule jit_step, is_scheduled=true
+
+%slicing (param_0.1: f32[100,8], param_1.2: s32[]) -> f32[1,8] {
+  %param_0.1 = f32[100,8]{1,0} parameter(0)
+  %param_1.2 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %ds = f32[1,8]{1,0} dynamic-slice(%param_0.1, %param_1.2, %zero), dynamic_slice_sizes={1,8}
+}
+
+%multiplying (param_0.3: f32[8,4], param_1.4: f32[100,8], param_2.5: s32[]) -> f32[1,4] {
+  %param_0.3 = f32[8,4]{1,0} parameter(0)
+  %param_1.4 = f32[100,8]{1,0} parameter(1)
+  %param_2.5 = s32[] parameter(2)
+  %row = f32[1,8]{1,0} fusion(%param_1.4, %param_2.5), kind=kLoop, calls=%slicing
+  ROOT %dot = f32[1,4]{1,0} convolution(%row, %param_0.3), dim_labels=bf_io->bf
+}
+
+ENTRY %main (w: f32[8,4], x: f32[100,8], i: s32[]) -> f32[1,4] {
+  %w = f32[8,4]{1,0} parameter(0)
+  %x = f32[100,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %product = f32[1,4]{1,0} fusion(%w, %x, %i), kind=kOutput, calls=%multiplying
+}
+"""
+
+
+def test_a_slice_in_a_fusion_of_a_fusion_is_a_slice():
+    # The weight (128), one row of a hundred (32), its number (4) and the result (16).
+    assert traffic.bytes_moved(hlo.parse(NESTED)) == 128 + 32 + 4 + 16
+
+
 @pytest.mark.parametrize(
     ("text", "size", "groups", "replicas"),
     [

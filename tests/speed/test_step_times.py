@@ -12,6 +12,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from keras_distribute._compat import libtpu
 
 X, Y = np.ones((160, 4), np.float32), np.ones((160, 1), np.float32)
 
@@ -94,6 +95,13 @@ def test_a_profile(tmp_path: Any) -> None:
     report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, trace_dir=str(tmp_path), verbose=0)
     built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_profile_that_would_end_the_process_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(libtpu, "profiling_ends_the_process", lambda: True)
+    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, trace_dir="profile", verbose=0)
+    with pytest.raises(errors.DeviceError, match="(?s)would end this process.*trace_dir='profile'.*JAX_PLATFORMS=cpu"):
+        built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
 
 
 def test_refusals() -> None:
