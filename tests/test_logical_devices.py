@@ -274,6 +274,9 @@ def test_values_outside_of_programs_are_put_on_the_devices() -> None:
         (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [2, 2]), ValueError, "whose product is 4"),
         (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [-1, -2]), ValueError, "The product of"),
         (lambda s: s.experimental_split_to_logical_devices(np.ones((3, 4)), [2, 1]), ValueError, "Dimension 0 of the"),
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), 2), TypeError, "an integer for each dim"),
+        (lambda s: s.experimental_split_to_logical_devices(np.ones((4, 4)), [1.5, 2]), TypeError, "an integer for"),
+        (lambda s: s.experimental_assign_to_logical_device(np.ones(2), "1"), ValueError, "logical_device_id='1'"),
         (lambda s: s.experimental_assign_to_logical_device(np.ones(2), 2), ValueError, "logical devices 0 to 1"),
         (lambda s: s.experimental_assign_to_logical_device(np.ones(2), -1), ValueError, "logical_device_id=-1"),
         (lambda s: s.experimental_replicate_to_logical_devices(keras.Input((2,))), TypeError, "keras.layers.Lambda"),
@@ -302,6 +305,9 @@ def test_spmd_refuses_assignments_and_strangers_are_refused() -> None:
         ({"k": ("logical", None)}, "has 2 dimension"),
         ({"k": ("logical_1",)}, "does not divide over 2 logical devices"),
         (3, "a LayoutMap, or a dictionary"),
+        ({"k": "logical"}, "from regular expressions to a name or None"),
+        ({"[": ("logical",)}, "from regular expressions to a name or None"),
+        ({"k": ("logical", "logical")}, "cannot divide two dimensions"),
     ],
 )
 def test_layouts_that_do_not_fit(layout_map: Any, message: str) -> None:

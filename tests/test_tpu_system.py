@@ -68,6 +68,8 @@ def test_arguments_are_checked() -> None:
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), tpu="cpu")
     with pytest.raises(kd.errors.StructureTypeError, match="named by a ClusterResolver"):
         kd.TPUStrategy("cpu")  # type: ignore[arg-type]
+    with pytest.raises(kd.errors.StructureTypeError, match="(?s)named by a string.*tpu=3"):
+        kd.TPUStrategy(tpu=3)  # type: ignore[arg-type]
     with pytest.raises(kd.errors.StructureTypeError, match="given as a DeviceAssignment"):
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), [0, 1])  # type: ignore[arg-type]
     other = TPU.Topology(mesh_shape=[1, 2, 1, 1], device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]])

@@ -104,7 +104,15 @@ class Layouts:
                 received=f"the layout {tuple(layout)} of {path!r}.",
                 fix=f"one of {', '.join(map(repr, self._names))}, or None for a dimension that is not divided.",
             )
-        return [self._names[name] or None if name is not None else None for name in layout]
+        axes = [self._names[name] or None if name is not None else None for name in layout]
+        used = [name for names in axes for name in names or ()]
+        if len(set(used)) < len(used):
+            raise ValueStructureError(
+                "The same logical devices cannot divide two dimensions of a variable.",
+                received=f"the layout {tuple(layout)} of {path!r}.",
+                fix=f"None for one dimension, or an axis for each: {', '.join(self._mesh.logical_axes)}.",
+            )
+        return axes
 
 
 def _as_layout_map(given: Any) -> Any:
@@ -118,5 +126,19 @@ def _as_layout_map(given: Any) -> Any:
         )
     own: Any = keras.distribution.LayoutMap(None)
     for pattern, axes in given.items():
+        if not isinstance(pattern, str) or not isinstance(axes, tuple | list) or not _is_pattern(pattern):
+            raise StructureTypeError(
+                "A layout_map goes from regular expressions to a name or None for each dimension.",
+                received=f"{{{pattern!r}: {axes!r}}}.",
+                fix='layout_map={".*dense.*kernel": (None, "logical")}',
+            )
         own[pattern] = tuple(axes)
     return own
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True

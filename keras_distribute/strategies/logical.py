@@ -7,13 +7,14 @@ changes where numbers are computed, never which.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,7 +30,7 @@ _FREE = PartitionSpec.UNCONSTRAINED
 def split(mesh: ReplicaMesh, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
     """`tensor`, whose dimensions are divided into so many parts each."""
     value = _as_array(tensor, "experimental_split_to_logical_devices")
-    parts = [int(number) for number in partition_dimensions]
+    parts = _numbers(partition_dimensions)
     if len(parts) != value.ndim:
         raise ValueStructureError(
             "partition_dimensions has a number for each dimension of the tensor.",
@@ -59,6 +60,22 @@ def replicate(mesh: ReplicaMesh, tensor: Any, method: str = "experimental_replic
     """`tensor`, whole on each logical device."""
     value = _as_array(tensor, method)
     return value if compat.is_symbolic() else _constrained(mesh, value, [()] * value.ndim)
+
+
+def _numbers(partition_dimensions: Any) -> list[int]:
+    given = list(partition_dimensions) if isinstance(partition_dimensions, Iterable) else [partition_dimensions]
+    if not isinstance(partition_dimensions, Iterable) or not all(map(is_integer, given)):
+        raise StructureTypeError(
+            "partition_dimensions is an integer for each dimension of the tensor.",
+            received=f"partition_dimensions={partition_dimensions!r}.",
+            fix="[1, 2, 1, 1], which divides the second dimension by two.",
+        )
+    return [int(number) for number in given]
+
+
+def is_integer(number: Any) -> bool:
+    """Whether it is an integer of Python or NumPy."""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _as_array(tensor: Any, method: str) -> Any:

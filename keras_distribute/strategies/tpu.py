@@ -81,6 +81,10 @@ class TPUStrategy(Strategy):
                 received=f"tpu={tpu!r} and {tpu_cluster_resolver!r}.",
                 fix="either of them.",
             )
+        if not isinstance(tpu, str | None):
+            raise StructureTypeError(
+                "A TPU is named by a string.", received=f"tpu={tpu!r}.", fix='tpu="", or tpu="cpu".'
+            )
         if not isinstance(experimental_device_assignment, DeviceAssignment | None):
             raise StructureTypeError(
                 "The devices of the replicas are given as a DeviceAssignment.",
@@ -143,10 +147,10 @@ class TPUStrategy(Strategy):
                 "experimental_replicate_to_logical_devices.",
             )
         count = self.replica_mesh.num_logical
-        if not 0 <= logical_device_id < count:
+        if not logical.is_integer(logical_device_id) or not 0 <= logical_device_id < count:
             raise ValueStructureError(
                 f"A replica has the logical devices 0 to {count - 1}.",
-                received=f"logical_device_id={logical_device_id}.",
+                received=f"logical_device_id={logical_device_id!r}.",
                 fix="one of them.",
             )
         self._check_current("experimental_assign_to_logical_device")
