@@ -13,11 +13,13 @@ Goes when JAX has errors of its own for these.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Generator
 from typing import Any
 
+import jax
 from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
@@ -63,9 +65,17 @@ def gpu_devices(target_config: str, count: int) -> list[Any]:
         target_config: A `GpuTargetConfigProto` as text.
         count: How many.
     """
-    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+    versions = [version for version in (12, 13) if importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None]
+    if not versions:
         raise NotInstalledError("there is no module jax_cuda12_plugin")
-    return _devices("cuda", "", target_config=target_config, topology=f"1x1x{count}")
+    options = {"target_config": target_config, "topology": f"1x1x{count}"}
+    try:
+        return _devices("cuda", "", **options)
+    except NotInstalledError:  # JAX gives the plugin up where it finds no CUDA, which is not needed for compiling.
+        jax.devices("cpu")  # JAX starts without it, and does not look for GPUs.
+        with _set({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+            importlib.import_module(f"jax_plugins.xla_cuda{versions[0]}").initialize()
+        return _devices("cuda", "", **options)
 
 
 def _devices(platform: str, name: str, **options: Any) -> list[Any]:
