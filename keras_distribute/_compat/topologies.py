@@ -5,7 +5,8 @@
 - libtpu refuses to be loaded while another process has it (`ALLOW_MULTIPLE_LIBTPU_LOAD`), even for compiling alone, and
   logs what it does not find on a machine without a TPU;
 - a plugin that is not installed is a `RuntimeError` or a `NotImplementedError`, an unknown topology a
-  `JaxRuntimeError`.
+  `JaxRuntimeError`;
+- JAX gives its CUDA plugin up on a machine without CUDA's libraries, unless `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set.
 
 Goes when JAX has errors of its own for these.
 """
