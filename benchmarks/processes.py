@@ -1,119 +1,116 @@
-"""Time of a step over several processes: `fit`, and a loop written by hand on `jax.distributed`.
+"""What a training step costs over several processes: `fit`, loops by hand on `jax.distributed`, and `tf.distribute`.
 
-    python benchmarks/processes.py [--processes 1,2,4] [--steps 300]
+    python benchmarks/processes.py                            # writes results/processes.md and .json
+    python benchmarks/processes.py --models mlp --processes 2  # the rest of the results stays as it was
 
-Weak scaling: each process has the same number of rows. The loop by hand is a jitted `shard_map` that sums all gradients
-as one buffer, or each by itself; it holds the same model and the same plain SGD, and puts the rows of each step on the
-device, as `fit` does. All run in one job, in turn, and the median of three rounds is shown. A `fit` costs some tens of
-milliseconds beside its steps, in which the processes agree on it and read the metrics: with few steps that is what is
-measured. Trust the ratios, of a machine with a core for each process.
+Weak scaling: each process has the same number of rows. Every contender takes a short and a long round in turn; the
+difference is what the steps cost, and what is left of the short one is the fixed cost of a call.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
-import time
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import keras_distribute as kd  # isort: skip
+import report
+from process_contenders import MODELS, ROWS, TITLES, Contender
 
-ROWS, FEATURES = 64, 64
-
-
-def model_of(depth: int, width: int) -> Any:
-    import keras
-
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(depth)]
-    return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(1)])
-
-
-def by_hand(model: Any, strategy: Any, x: Any, y: Any, *, flat: bool) -> Any:
-    """A function that takes so many steps."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.flatten_util import ravel_pytree
-    from jax.sharding import PartitionSpec
-
-    mesh = strategy.replica_mesh
-    weights = [mesh.put_replicated(w) for w in model.get_weights()]
-
-    def step(weights: Any, x: Any, y: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            hidden = x
-            for i in range(0, len(weights) - 2, 2):
-                hidden = jax.nn.relu(hidden @ weights[i] + weights[i + 1])
-            return jnp.mean((hidden @ weights[-2] + weights[-1] - y) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        if flat:
-            whole, back = ravel_pytree(grads)
-            grads = back(lax.psum(whole, "replica"))
-        else:
-            grads = lax.psum(grads, "replica")
-        n = lax.axis_size("replica")
-        return [w - 0.01 * g / n for w, g in zip(weights, grads, strict=True)], lax.psum(value, "replica") / n
-
-    same, split = PartitionSpec(), PartitionSpec("replica")
-    mapped = jax.shard_map(step, mesh=mesh.mesh, in_specs=(same, split, split), out_specs=(same, same), check_vma=False)
-    program = jax.jit(mapped, donate_argnums=0)
-
-    def run(steps: int) -> None:
-        nonlocal weights
-        for i in range(steps):
-            rows = slice(ROWS * i, ROWS * (i + 1))
-            data = (jax.make_array_from_process_local_data(mesh.split, whole[rows]) for whole in (x, y))
-            weights, value = program(weights, *data)
-        jax.block_until_ready((weights, value))
-
-    return run
+COUNTS = (1, 2, 4)
+SHORT, LONG = 20, 170
+LIMIT = 1.05
+NOTE = (
+    "Milliseconds a step, and of a call beside its steps: medians of {rounds} rounds (fastest–slowest). A round is a "
+    f"call of {SHORT} and one of {LONG} steps; the jobs of a table are alive at the same time and take turns, and the "
+    "slowest process counts. Each process has one CPU device and {rows} rows of the global batch, and plain SGD. The "
+    "machine has {cores} cores: of more processes each has less than one, and shares the memory's bandwidth with the "
+    "others. Read the ratios within a table; how times grow from table to table says nothing of several hosts."
+)
 
 
-def job(depth: int, width: int, steps: int) -> dict[str, float]:
-    """Milliseconds a step, by way."""
-    import numpy as np
+def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a step and of a call beside it, round by round, of each contender."""
+    contenders: list[Contender] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in names:  # One after the other: to start is what takes the most processors.
+                contenders.append(Contender(name, model, count, LONG, Path(folder) / name))
+                contenders[-1].seconds(SHORT)
+            for contender in contenders:
+                contender.seconds(LONG)
+            found: dict[str, dict[str, list[float]]] = {name: {"step": [], "call": []} for name in names}
+            for _ in range(rounds):
+                for contender in contenders:
+                    short, long = 1000 * contender.seconds(SHORT), 1000 * contender.seconds(LONG)
+                    step = (long - short) / (LONG - SHORT)
+                    found[contender.name]["step"].append(step)
+                    found[contender.name]["call"].append(short - SHORT * step)
+            return found
+        except RuntimeError:
+            for log in sorted(Path(folder).iterdir()):
+                print(f"--- {log.name}\n{log.read_text()[-4000:]}", flush=True)
+            raise
+        finally:
+            for contender in contenders:
+                contender.close()
 
-    strategy = kd.MultiWorkerMirroredStrategy()
-    n = strategy.num_replicas_in_sync
-    x = np.random.RandomState(0).randn(ROWS * n, FEATURES).astype("float32")
-    y = x[:, :1]
-    own = slice(ROWS * strategy.replica_mesh.process_index, ROWS * (strategy.replica_mesh.process_index + 1))
-    own_x, own_y = np.tile(x[own], (steps, 1)), np.tile(y[own], (steps, 1))
-    with strategy.scope():
-        model = model_of(depth, width)
-        model.compile("sgd", "mse")
-    whole = kd.ArrayDataset((np.tile(x, (steps, 1)), np.tile(y, (steps, 1))), ROWS * n)
-    dataset = strategy.experimental_distribute_dataset(whole)
-    ways = {
-        "fit": lambda steps: model.fit(dataset, epochs=1, verbose=0),
-        "by hand, one buffer": by_hand(model, strategy, own_x, own_y, flat=True),
-        "by hand, each gradient": by_hand(model, strategy, own_x, own_y, flat=False),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(4):
-        for name, run in ways.items():
-            begin = time.perf_counter()
-            run(steps)
-            if round_:  # The first one compiles.
-                times[name].append(1000 * (time.perf_counter() - begin) / steps)
-    return {name: statistics.median(measured) for name, measured in times.items()}
+
+def contenders_of(model: str) -> list[str]:
+    """By hand, gradients are summed singly only where there are many."""
+    single = ["by_hand_each"] if MODELS[model].num_gradients > 100 else []
+    return ["by_hand", *single, "ours", "tf_fit"]
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def described(model: str, count: int, found: dict[str, dict[str, list[float]]]) -> str:
+    """A table of one comparison, and what of it was to be reached."""
+    steps = {name: statistics.median(each["step"]) for name, each in found.items()}
+    base = steps["by_hand"]
+    rows = [
+        [TITLES[name], spread(each["step"]), f"{steps[name] / base:.2f} ×", spread(each["call"])]
+        for name, each in found.items()
+    ]
+    ratio, theirs = steps["ours"] / base, next(steps[name] for name in found if name.startswith("tf_"))
+    verdict = "reached" if ratio <= LIMIT else "**missed**"
+    title = f"### {MODELS[model].title}: {MODELS[model].num_gradients} gradients, {count} process(es)"
+    judged = (
+        f"keras_distribute to the loop by hand: {ratio:.2f}, to be at most {LIMIT:.2f}: {verdict}. To TensorFlow: "
+        f"{steps['ours'] / theirs:.2f}."
+    )
+    table = report.table(["", "ms a step", "ratio", "ms a call beside"], rows, "lrrr")
+    return f"{title}\n\n{table}\n\n{judged}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", default="1,2,4")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--processes", nargs="+", type=int, choices=COUNTS, default=COUNTS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=TITLES, help="of the contenders; writes nothing")
     chosen = parser.parse_args()
-    print("| model | processes | fit, ms | by hand, one buffer | by hand, each gradient | fit / the better one |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, depth, width in (("4 gradients of up to 256 KB", 1, 1024), ("102 gradients of up to 16 KB", 50, 64)):
-        for count in map(int, chosen.processes.split(",")):
-            measured = kd.testing.run_in_processes(job, count, depth, width, chosen.steps, timeout=280)[0]
-            fit, flat, each = measured.values()
-            ratio = fit / min(flat, each)
-            print(f"| {name} | {count} | {fit:.1f} | {flat:.1f} | {each:.1f} | {ratio:.2f} |", flush=True)
+    path = report.RESULTS / "processes.json"
+    known: dict[str, Any] = json.loads(path.read_text())["found"] if path.exists() else {}
+    for model in chosen.models:
+        for count in chosen.processes:
+            names = chosen.only or contenders_of(model)
+            found = measured(model, count, names, chosen.rounds)
+            if chosen.only:
+                for name, each in found.items():
+                    print(model, count, name, spread(each["step"]), spread(each["call"]), flush=True)
+                continue
+            known[f"{model} {count}"] = found
+            print(described(model, count, found), end="\n\n", flush=True)
+            done = [(m, c) for m in MODELS for c in COUNTS if f"{m} {c}" in known]
+            note = NOTE.format(rounds=chosen.rounds, rows=ROWS, cores=os.cpu_count())
+            text = "\n\n".join([*(described(m, c, known[f"{m} {c}"]) for m, c in done), note])
+            report.write("processes", {"found": known}, text, quiet=True)  # At once: the whole takes long.
 
 
 if __name__ == "__main__":

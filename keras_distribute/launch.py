@@ -7,7 +7,8 @@
 In each process `kd.MultiWorkerMirroredStrategy()` spans all of them. Output is shown with the number of the process in
 front. When one process fails, the others are stopped, and the job is started again as often as `--max-restarts` says; a
 script that saves with `kd.callbacks.BackupAndRestore` then goes on from its checkpoint. With `--min-nproc` it starts
-again without the process that failed or froze, as long as so many are left; its global batches stay as they were.
+again without the process that failed or froze, as long as so many are left; with `--min-nnodes` without hosts that are
+gone. Global batches stay as they were.
 Signals are passed on to all processes; one that does not end within `--grace` seconds is killed. The exit code is that
 of the process that failed first, whose traceback is shown last.
 """
@@ -25,14 +26,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from keras_distribute.cluster import rendezvous
 from keras_distribute.cluster.job import Job, Worker
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
+from keras_distribute.cluster.rendezvous import Meeting
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import ClusterError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_LINES = 30
 _CULPRIT_SECONDS = 6.0  # Longer than process 0 waits for the others.
+_FIRST_SECONDS = 300.0  # Hosts may start at different times.
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -48,6 +52,10 @@ class LaunchOptions:
         max_restarts: How often the job is started again after a failure.
         min_nproc: Where it is given, a job is started again without the process that failed, and its share of the GPUs,
             unless fewer than so many were left; `None` starts all of them again. For one host.
+        min_nnodes: Where it is given, a job of several hosts is started again without those whose launcher does not
+            come back, unless fewer than so many are left; the first host has to be one of them.
+        node_timeout: Seconds to wait for the launchers of the others before the job is started again; before the first
+            start it is five minutes, or longer if this is.
         cpu_devices: The virtual CPU devices of each process, which then uses no accelerator.
         grace: Seconds from a signal, or from the failure of a process, until all are killed.
         log_dir: A folder for the output of each process.
@@ -62,12 +70,14 @@ class LaunchOptions:
     coordinator: str | None = None
     max_restarts: int = 0
     min_nproc: int | None = None
+    min_nnodes: int | None = None
+    node_timeout: float = 60.0
     cpu_devices: int | None = None
     grace: float = 30.0
     log_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("nproc", 1), ("nnodes", 1), ("max_restarts", 0), ("grace", 0)):
+        for name, least in (("nproc", 1), ("nnodes", 1), ("max_restarts", 0), ("node_timeout", 0), ("grace", 0)):
             if getattr(self, name) < least:
                 raise ClusterError(f"{name} is at least {least}.", received=f"{getattr(self, name)}.", fix="--nproc 2")
         if self.cpu_devices is not None and self.cpu_devices < 1:
@@ -77,6 +87,12 @@ class LaunchOptions:
                 "A job on one host may be started again with fewer processes, at least one.",
                 received=f"min_nproc={self.min_nproc}, nproc={self.nproc}, nnodes={self.nnodes}.",
                 fix="--nproc 4 --min-nproc 2 --max-restarts 2",
+            )
+        if self.min_nnodes is not None and not 1 <= self.min_nnodes <= self.nnodes:
+            raise ClusterError(
+                f"Of {self.nnodes} hosts 1 to {self.nnodes} may be needed.",
+                received=f"--min-nnodes {self.min_nnodes}.",
+                fix="--nnodes 4 --min-nnodes 2 --max-restarts 2",
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ClusterError(
@@ -90,6 +106,8 @@ class LaunchOptions:
                 received=f"--nnodes {self.nnodes} without --coordinator.",
                 fix="--coordinator host0:1234, the same on every host; any free port of host0.",
             )
+        if self.nnodes > 1 and self.min_nnodes is not None:
+            rendezvous.address_of(self.coordinator or "")
 
 
 class _Output:
@@ -133,7 +151,11 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     places = list(range(options.nproc))
     try:
         for attempt in itertools.count():
-            job = _job(command, options, attempt, output, places)
+            try:
+                job = _job(command, options, attempt, output, places, _meet(options, attempt, len(places), received))
+            except ClusterError as error:
+                _say(str(error))
+                return 1
             failed, lost = _run(job, options.grace, received)
             if failed is None:
                 return 0
@@ -152,12 +174,34 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         output.close()
 
 
+def _meet(options: LaunchOptions, attempt: int, num_local: int, received: list[int]) -> Meeting:
+    """Which numbers the processes of this host have, and how many there are on all that take part."""
+    if options.min_nnodes is None or options.nnodes == 1:
+        hosts = tuple(range(options.nnodes))
+        count = num_local if options.nnodes == 1 else options.nproc * options.nnodes
+        return Meeting(options.nproc * options.node_rank, count, hosts)
+    assert options.coordinator is not None
+    meeting = rendezvous.meet(
+        rendezvous.address_of(options.coordinator),
+        options.node_rank,
+        num_local,
+        num_hosts=options.nnodes,
+        least=options.min_nnodes,
+        seconds=options.node_timeout if attempt else max(options.node_timeout, _FIRST_SECONDS),
+        given_up=lambda: bool(received),
+    )
+    if len(meeting.hosts) < options.nnodes:
+        _say(f"goes on with the hosts {', '.join(map(str, meeting.hosts))} of {options.nnodes}.")
+    return meeting
+
+
 def _job(
     command: Sequence[str],
     options: LaunchOptions,
     attempt: int,
     output: Callable[[int, str], None],
     places: Sequence[int],
+    meeting: Meeting,
 ) -> Job:
     """A job with a process for each of the places on this host that are left."""
     own = [] if options.cpu_devices is not None or options.nproc == 1 else gpus()
@@ -172,8 +216,8 @@ def _job(
     return Job(
         command,
         len(places),
-        first=options.nproc * options.node_rank,
-        num_processes=len(places) if options.nnodes == 1 else options.nproc * options.nnodes,
+        first=meeting.first,
+        num_processes=meeting.num_processes,
         coordinator=options.coordinator,
         environment=environment,
         on_line=output,
@@ -256,6 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coordinator", help="address of the first host, host:port; needed for several hosts")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start again after a failure")
     parser.add_argument("--min-nproc", type=int, help="start again without those that failed, with at least so many")
+    parser.add_argument("--min-nnodes", type=int, help="start again without hosts that are gone, with at least so many")
+    parser.add_argument("--node-timeout", type=float, default=60.0, help="seconds to wait for the other hosts then")
     parser.add_argument(
         "--cpu-devices", type=int, default=1 if debug else None, help="virtual CPU devices of each process"
     )

@@ -281,7 +281,9 @@ def copies(array: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def on_host(array: jax.Array) -> np.ndarray[Any, Any]:
-    """The whole array, of which this process has every part; a copy, or the array's own memory."""
+    """The whole array; a copy, or the array's own memory. Of one that is divided over processes, all take part."""
+    if is_divided_over_processes(array):
+        array = on_every_replica(array)
     if array.is_fully_replicated:
         return np.asarray(array.addressable_data(0))
     if array.is_fully_addressable:
@@ -290,6 +292,25 @@ def on_host(array: jax.Array) -> np.ndarray[Any, Any]:
     for shard in array.addressable_shards:
         whole[shard.index] = np.asarray(shard.data)
     return whole
+
+
+def is_divided_over_processes(array: jax.Array) -> bool:
+    """Whether another process has a part of the array that this one has not."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return False
+    own = array.sharding.addressable_devices_indices_map(array.shape)
+    every = array.sharding.devices_indices_map(array.shape)
+    return len({str(index) for index in own.values()}) < len({str(index) for index in every.values()})
+
+
+def on_every_replica(array: jax.Array) -> jax.Array:
+    """The array whole on every device; all processes take part."""
+    return _whole(ReplicaMesh(mesh_of_array(array)))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(mesh: ReplicaMesh) -> Any:
+    return jax.jit(lambda array: array, out_shardings=mesh.replicated)
 
 
 def mesh_of_array(array: jax.Array) -> Mesh:

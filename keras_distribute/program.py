@@ -128,6 +128,7 @@ class _Program:
     ) -> None:
         self.variables = tuple(variables)
         self._trace, program = trace, trace.program
+        self._num_processes = strategy.replica_mesh.num_processes
         self.written = [i for v in trace.written for i, known in enumerate(self.variables) if known is v]
         self.read = [i for i in range(len(self.variables)) if i not in set(self.written)]
         local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
@@ -181,7 +182,7 @@ class _Program:
         )
 
     def __call__(self, arrays: list[Any]) -> Any:
-        liveness.at("in run")
+        liveness.at("in run", self._num_processes)
         variables = self.variables
         results, new = self.compiled(
             [_donatable(variables[i]) for i in self.written], [_value_of(variables[i]) for i in self.read], arrays

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
-from keras_distribute.cluster import agreement
+from keras_distribute.cluster import agreement, liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.cross_device import of_this_replica
 from keras_distribute.errors import (
@@ -41,7 +41,7 @@ from keras_distribute.errors import (
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, on_host
+from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, is_divided_over_processes, on_host
 from keras_distribute.mesh import components as mesh_components
 from keras_distribute.mesh import copies as mesh_copies
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
@@ -201,7 +201,8 @@ class DistributedVariable(compat.Variable):
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        value = "" if self._value is None else f", value={keras.ops.convert_to_numpy(self._read_stored())}"
+        hidden = self._value is None or (isinstance(self, MirroredVariable) and is_divided_over_processes(self._value))
+        value = "" if hidden else f", value={keras.ops.convert_to_numpy(self._read_stored())}"
         return (
             f"<{type(self).__name__} path={self.path}, shape={self.shape}, dtype={self.dtype}, "
             f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
@@ -265,7 +266,7 @@ class MirroredVariable(DistributedVariable):
         """From now on each replica keeps its part only, where the shape allows it."""
         self._divided = True
         if isinstance(self._value, jax.Array):
-            self._value = jax.device_put(self._value, self.sharding)
+            self._value = self.replica_mesh.put(self._value, self.sharding)
 
     def _direct_assign(self, value: Any) -> None:
         value, sharding = _strong(value), self.sharding
@@ -281,6 +282,8 @@ class MirroredVariable(DistributedVariable):
         value = self.value
         if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
             return super().__array__(dtype)
+        if self._divided:
+            liveness.together(self.replica_mesh.num_processes)
         return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
@@ -376,11 +379,10 @@ class SyncOnReadVariable(DistributedVariable):
     def _read_stored(self) -> Any:
         self._check_readable()
         before = _reading.before.get(id(self))
-        return (
-            before
-            if before is not None
-            else _aggregate(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
-        )
+        if before is not None:
+            return before
+        liveness.together(self.replica_mesh.num_processes)
+        return _aggregate(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):
@@ -453,7 +455,7 @@ _reading = _Reading()
 @contextlib.contextmanager
 def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
     """Reads the components of `variables` now, with all processes; in the `with` block each can read on its own."""
-    divided = (v for v in variables if isinstance(v, MirroredVariable) and any(v.logical_axes))
+    divided = (v for v in variables if isinstance(v, MirroredVariable) and (v._divided or any(v.logical_axes)))
     readable = (v for v in variables if isinstance(v, SyncOnReadVariable) and v.aggregation != "none")
     before = _reading.before
     values = {id(v): on_host(v._read_stored()) for v in (*readable, *divided) if v.stored is not None}

@@ -17,7 +17,7 @@ from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.errors import CheckpointError, VariableScopeError
-from keras_distribute.mesh import ReplicaMesh, mesh_of_array, on_host
+from keras_distribute.mesh import on_every_replica, on_host
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
@@ -114,17 +114,11 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
 
 def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
     if not array.is_fully_addressable:  # Every process takes part, and gets all.
-        array = _on_every_process(array)
-        return np.asarray(array.addressable_data(0))
+        return np.asarray(on_every_replica(array).addressable_data(0))
     components = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
         components[shard.index] = np.asarray(shard.data)
     return components
-
-
-def _on_every_process(array: jax.Array) -> jax.Array:
-    mesh = ReplicaMesh(mesh_of_array(array))
-    return jax.jit(lambda stacked: stacked, out_shardings=mesh.replicated)(array)
 
 
 def _copied(array: jax.Array) -> np.ndarray[Any, Any]:

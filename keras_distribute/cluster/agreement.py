@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.cluster import liveness
 from keras_distribute.errors import ClusterError
 
 _SLICE_SECONDS = 0.5  # A wait is cut into such slices, so that it can be given up.
@@ -77,6 +78,7 @@ class Channel:
         while True:
             if self._given_up:
                 raise Interrupted
+            ended = liveness.has_ended(process)  # What it said before can still be heard.
             try:
                 message = client.blocking_key_value_get_bytes(key, round(1000 * _SLICE_SECONDS))
                 break
@@ -86,6 +88,12 @@ class Channel:
                         f"Process {jax.process_index()} cannot hear the others any more: {_first_line(error)}",
                         received=f"while waiting for process {process} at {self._topic}.",
                         fix="look at the log of that process; a job is started again from its checkpoint.",
+                    ) from error
+                if ended:
+                    raise ClusterError(
+                        f"Process {process} has ended.",
+                        received=f"process {jax.process_index()} waits for it at {self._topic}.",
+                        fix="look at the log of that process: every process has to run the same program to its end.",
                     ) from error
                 if time.monotonic() > end:
                     raise ClusterError(

@@ -2,9 +2,12 @@
 
 JAX ends a process when another one has died, but does not say which. Here each process tells the others about once a
 second where it is. The first one to know why the job cannot go on - an exception of its own, or another process that
-has been silent for too long - says so in one place, the verdict; all others hear it at once, repeat it, and end. So
-every process names the same culprit, and not one that has ended because of it. Where nobody gets on, all places are
-shown once, and nothing else happens: a step may be slow.
+has been silent for too long, or has ended too early - says so in one place, the verdict; all others hear it at once,
+repeat it, and end. So every process names the same culprit, and not one that has ended because of it. Where nobody
+gets on, all places are shown once, and nothing else happens: a step may be slow.
+
+A process whose program is over waits until those of all others are. It tells how many programs of all processes it has
+taken part in: whoever has begun one more would wait for it for ever.
 
 Process 0 serves the keys and values, and JAX ends all others at the moment that it ends: it leaves last.
 """
@@ -16,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_distribute._compat import jax_internals
@@ -26,20 +29,45 @@ FOLLOWING_CODE = 43  # The exit code of a process that ends because of another o
 _MOST_SECONDS = 1.0
 _LISTEN_SECONDS = 0.5  # A wait is cut into such slices, so that the program can end in between.
 _JOIN_SECONDS = 5.0
+_ASK_SECONDS = 0.05
 _FOLDER, _VERDICT = "keras_distribute/alive", "keras_distribute/verdict"
 _ENDED = "ended"
 
 _steps = 0
+_together = 0
+_awaited: int | None = None
 _place = "at the start"
 _watch: _Watch | None = None
 
 Verdict = tuple[int, str]  # The process that is the reason, and what to say of it.
 
 
-def at(place: str) -> None:
-    """Notes where this process is; called before each step."""
+def at(place: str, num_processes: int) -> None:
+    """Notes where this process is; called before each step.
+
+    Args:
+        place: In words.
+        num_processes: That take part in the step.
+    """
     global _steps, _place
     _steps, _place = _steps + 1, place
+    together(num_processes)
+
+
+def together(num_processes: int) -> None:
+    """Notes that this process begins a program of so many processes, a step or another one."""
+    global _together
+    if _watch is not None and num_processes == _watch.num_processes:
+        _together += 1
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process that this one waits for has told that its program is over; notes that it was waited for."""
+    global _awaited
+    if _watch is None or not _watch.has_ended(process):
+        return False
+    _awaited = process
+    return True
 
 
 def watch(process: int, num_processes: int, timeout: float) -> None:
@@ -73,7 +101,7 @@ def reason(own: str, wait: float) -> str | None:
     """
     if _watch is None:
         return None
-    found, end = None, time.monotonic() + wait
+    found, end = None if _awaited is None else _watch.left_by([_awaited]), time.monotonic() + wait
     while time.monotonic() < end and found is None and _watch.verdict() is None:
         found = _watch.silent(3 * _watch.interval)
         time.sleep(_watch.interval / 4)
@@ -89,7 +117,7 @@ def leave() -> None:
 
 def here() -> str:
     """Where this process is, in words."""
-    return _where(f"0|{_steps}|{_place}")
+    return _where(f"0|{_steps}|{_together}|{_place}")
 
 
 class _Watch:
@@ -103,13 +131,13 @@ class _Watch:
     """
 
     def __init__(self, process: int, num_processes: int, timeout: float, end: Callable[[int], Any] = os._exit) -> None:
-        self.process, self._num_processes, self._timeout, self._end = process, num_processes, timeout, end
+        self.process, self.num_processes, self._timeout, self._end = process, num_processes, timeout, end
         self.interval = min(_MOST_SECONDS, timeout / 8)
         self._stopped, self._leaves = threading.Event(), False
         self._ends = threading.Lock()  # Held, for ever, by the thread that ends this process.
         self._turn = 0
         now = time.monotonic()
-        self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(num_processes), ("0|0|at the start", now))
+        self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(num_processes), ("0|0|0|at the start", now))
         self._answered = now
         self._moved, self._shown = (now, -1), False
         self._verdict: Verdict | None = None
@@ -139,7 +167,7 @@ class _Watch:
     def _tell(self) -> None:
         client = jax_internals.coordination_client()
         self._turn += 1
-        told = f"{self._turn}|{_steps}|{_ENDED if self._leaves else _place}"
+        told = f"{self._turn}|{_steps}|{_together}|{_ENDED if self._leaves else _place}"
         with contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
             client.key_value_set(f"{_FOLDER}/{self.process}", told, allow_overwrite=True)
 
@@ -173,12 +201,28 @@ class _Watch:
         others = [
             (when, process, told)
             for process, (told, when) in self._heard.items()
-            if process != self.process and now - when > seconds and not told.endswith(f"|{_ENDED}")
+            if process != self.process and now - when > seconds and not _is_over(told)
         ]
         if not others:
             return None
         when, process, told = min(others)
         return process, f"process {process} gave its last sign of life {now - when:.0f} seconds ago, {_where(told)}"
+
+    def has_ended(self, process: int) -> bool:
+        """Whether a process has told that its program is over."""
+        return _is_over(self._heard[process][0])
+
+    def left_by(self, processes: Sequence[int]) -> Verdict | None:
+        """What to say of the first of these, which have ended."""
+        if not processes:
+            return None
+        steps = self._heard[processes[0]][0].split("|")[1]
+        return processes[0], f"process {processes[0]} has ended after step {steps} of its program, others have not"
+
+    def left_behind(self) -> Verdict | None:
+        """Who has ended and is missing in a program that this process has begun."""
+        over = [process for process in self._heard if process != self.process and self.has_ended(process)]
+        return self.left_by([p for p in over if int(self._heard[p][0].split("|")[2]) < _together])
 
     def verdict(self) -> Verdict | None:
         """The reason for the end of the job, where one has been given."""
@@ -216,9 +260,9 @@ class _Watch:
         while not self._stopped.wait(self.interval / 2):
             self.pass_over(time.monotonic() - before - self.interval)
             before = time.monotonic()
-            silent = self.silent(self._timeout)
-            if silent is not None:
-                self._end_because(self.pass_verdict(silent)[1])
+            found = self.silent(self._timeout) or self.left_behind()
+            if found is not None:
+                self._end_because(*self.pass_verdict(found))
                 return
             self.show_if_slow()
 
@@ -240,14 +284,14 @@ class _Watch:
             self._verdict = verdict
             self._stopped.wait(self.interval)  # For the error that this process may be about to raise.
             if not self._stopped.is_set():
-                self._end_because(verdict[1])
+                self._end_because(*verdict)
             return
 
-    def _end_because(self, text: str) -> None:
+    def _end_because(self, culprit: int, text: str) -> None:
         self.claim()
         self._write(f"{text}. Process {self.process}, {here()}, ends.")
         self.leave()
-        self._end(FOLLOWING_CODE)
+        self._end(1 if culprit == self.process else FOLLOWING_CODE)
 
     def say_that_it_ends(self) -> None:
         """From now on its silence means nothing."""
@@ -257,12 +301,25 @@ class _Watch:
     def leave(self) -> None:
         """Says that this process ends; process 0 waits until the others have said so, too, but for the culprit."""
         self.say_that_it_ends()
-        present = set(self._heard) - {self.process, self._verdict[0] if self._verdict else self.process}
+        culprit = self._verdict[0] if self._verdict else self.process
+        if self.process == 0 and culprit and self.has_ended(culprit):
+            time.sleep(2 * self.interval)  # It lives, and hears the verdict, too.
+        present = set(self._heard) - {self.process, culprit}
         end = time.monotonic() + 4 * self.interval
         while self.process == 0 and present and time.monotonic() < end:
             time.sleep(self.interval / 4)  # The last time for those that have said so, and are about to end.
-            present = {other for other in present if not self._heard[other][0].endswith(f"|{_ENDED}")}
+            present = {other for other in present if not self.has_ended(other)}
             self._ask()
+
+    def wait_for_all(self) -> None:
+        """Returns when the programs of all others are over, too; where a verdict comes first, this process ends."""
+        others = set(self._heard) - {self.process}
+        while not all(map(self.has_ended, others)) and jax_internals.coordination_client() is not None:
+            time.sleep(_ASK_SECONDS)
+            self._briefly(self._ask)
+        verdict = self.verdict()  # Others may have ended because of it.
+        if verdict is not None:
+            self._end_because(*verdict)
 
     def show_if_slow(self) -> None:
         """Shows where all stand, once, when this process has not begun a step for long."""
@@ -279,18 +336,24 @@ class _Watch:
         sys.stderr.flush()
 
 
+def _is_over(told: str) -> bool:
+    return told.endswith(f"|{_ENDED}")
+
+
 def _read(verdict: str) -> Verdict:
     process, text = verdict.split("|", 1)
     return int(process), text
 
 
 def _where(told: str) -> str:
-    _, steps, place = told.split("|", 2)
+    _, steps, _, place = told.split("|", 3)
     return f"{place} (step {steps} of its program)" if int(steps) else place
 
 
-def say_that_it_ends() -> None:
-    """Tells the others that this process ends because its program does."""
+def wait_for_the_end() -> None:
+    """Tells the others that this program is over, and waits until theirs are."""
     if _watch is not None:
-        _watch.stop()
+        sys.stdout.flush()  # A verdict ends the process at once.
         _watch.say_that_it_ends()
+        _watch.wait_for_all()
+        _watch.stop()

@@ -84,7 +84,7 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     if threading.current_thread() is threading.main_thread() and terminated is not None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
     liveness.watch(topology.process_id, topology.num_processes, silence)
-    atexit.register(liveness.say_that_it_ends)  # Before JAX's runtime waits for the others.
+    atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.
     _fail_at_once()
     _agree_on_seeds()
     counts = agreement.exchange("the start", jax.local_device_count(), topology.num_processes)

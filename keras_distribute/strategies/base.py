@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_distribute import collectives, context, program, values
-from keras_distribute.cluster import agreement
+from keras_distribute.cluster import agreement, liveness
 from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
@@ -447,7 +447,8 @@ class Strategy:
         return jnp.sum(array, axes)
 
     def _check_complete(self, value: PerReplica) -> None:
-        """Raises for components that only their own processes know."""
+        """Raises for components that only their own processes know, before a program over all of them."""
+        liveness.together(self.replica_mesh.num_processes)
         if self.replica_mesh.num_processes > 1 and value.is_on_host:
             raise ValueStructureError(
                 "The components of other processes can be had only of arrays of one rank and one dtype.",

@@ -9,6 +9,7 @@ import jax
 import keras
 
 from keras_distribute import context, program
+from keras_distribute.cluster import liveness
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import StructureTypeError, VariableScopeError
@@ -88,6 +89,7 @@ class StrategyExtended:
         pairs = list(value_destination_pairs)
         results: list[Any] = [None] * len(pairs)
         differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
+        liveness.together(self._strategy.replica_mesh.num_processes)
         reduced = self._cross_device_ops.batch_reduce(op, [pairs[i] for i in differing], options)
         for i, result in zip(differing, reduced, strict=True):
             results[i] = result

@@ -37,6 +37,8 @@ def main(folder: Path) -> int:
     part.rename(result)
     if caught is None:
         return 0
+    if isinstance(caught, SystemExit):
+        raise caught  # It ends a script without `sys.excepthook`.
     sys.excepthook(type(caught), caught, caught.__traceback__)  # As for a script.
     return 1
 

@@ -99,7 +99,7 @@ class CompiledStep:
         while left:
             group = left[:size]
             if len(group) == size and _alike(group) and self._can_scan(carried, group):
-                liveness.at(_PLACE)
+                liveness.at(_PLACE, self._mesh.num_processes)
                 with timing.of("dispatch"):
                     logs, carried = self.fused(carried, [each.data for each in group], group[0].rows, group[0].spread)
                 del left[:size]
@@ -124,7 +124,7 @@ class CompiledStep:
         return self._for(carried, placed).trace(carried, *placed), 1
 
     def _one(self, carried: Any, placed: batches.Placed) -> Any:
-        liveness.at(_PLACE)
+        liveness.at(_PLACE, self._mesh.num_processes)
         with timing.of("dispatch"):
             return self._for(carried, placed)(carried, *placed)
 

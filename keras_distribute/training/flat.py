@@ -63,6 +63,8 @@ class FlatStep:
     def of(trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows it; otherwise `None`."""
         weights = state[_WEIGHTS]
+        if strategy.shards_optimizer_state and strategy.replica_mesh.num_processes > 1:
+            return None  # To take divided buffers apart needs all processes, and one that fails is alone.
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [
             i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided

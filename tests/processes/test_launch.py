@@ -15,6 +15,7 @@ import pytest
 
 from keras_distribute import launch as launching
 from keras_distribute.callbacks.run import Run
+from keras_distribute.cluster.job import free_port
 from keras_distribute.launch import LaunchOptions, launch, main
 
 pytestmark = pytest.mark.timeout(150)
@@ -163,6 +164,36 @@ def test_a_job_shrinks_to_the_processes_that_are_left(uninterrupted, tmp_path, c
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
+    """The launcher of the second host is killed, and with it its process; the first host goes on alone."""
+    port = free_port()
+    command = [sys.executable, "-m", "keras_distribute.launch", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}"]
+    command += ["--min-nnodes", "1", "--node-timeout", "2", "--max-restarts", "1", "--cpu-devices", "1"]
+    hosts = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), str(TRAINING), "gone", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = hosts[0].communicate(timeout=120)[0]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.communicate()
+    assert [host.returncode for host in hosts] == [0, -signal.SIGKILL], said
+    assert "process 1 gave its last sign of life" in said
+    assert "goes on with the hosts 0 of 2." in said
+    assert not (tmp_path / "1.json").exists()
+    result = json.loads((tmp_path / "0.json").read_text())
+    np.testing.assert_allclose(result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5)
+    for ours, theirs in zip(result["weights"], uninterrupted[0]["weights"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_processes_with_data_of_their_own_do_not_shrink():
     states = [{"data": {"at": 1}, "callbacks": {}}, {"data": {"at": 2}, "callbacks": {}}]
     with pytest.raises(ValueError, match="Each of 2 processes had read other data, of its own"):
@@ -197,6 +228,8 @@ def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_on
         (["--nproc", "2", "--min-nproc", "3"], "may be started again with fewer processes, at least one"),
         (["--nnodes", "2", "--coordinator", "h:1", "--min-nproc", "1"], "min_nproc=1, nproc=1, nnodes=2"),
         (["--nproc", "0"], "nproc is at least 1"),
+        (["--nnodes", "2", "--coordinator", "h:1", "--min-nnodes", "3"], "Of 2 hosts 1 to 2 may be needed"),
+        (["--nnodes", "2", "--coordinator", "h", "--min-nnodes", "1"], "address of process 0 is a host and a port"),
         (["--nnodes", "2"], "Several hosts need the address of the first one"),
         (["--node-rank", "1"], "The number of this host is from 0 to 0"),
         (["--cpu-devices", "0"], "cpu_devices is at least 1"),

@@ -1,8 +1,10 @@
-"""A process that dies, freezes or raises: the others end within the time, and say which one it was, and where."""
+"""A process that dies, freezes, raises or ends too early: the others end within the time, and say which one it was, and where."""
 
 import signal
+import sys
 import time
 
+import keras
 import pytest
 
 import keras_distribute as kd
@@ -13,7 +15,6 @@ SECONDS = 4.0
 
 
 def training(raises=None, error=KeyError, text="a bug of the user's"):
-    import keras
     import numpy as np
 
     said = []
@@ -96,6 +97,58 @@ def test_an_exception_on_one_process_ends_all_and_is_named_by_all(raising, error
     assert text in results[1 - raising].log
 
 
+def leaving(leaver, what):
+    options = kd.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+    strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
+        on_read = keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+    for _ in range(3):
+        strategy.run(lambda: on_read.assign_add(1.0))
+    if kd.process_index() == leaver:
+        print("leaves", flush=True)
+        sys.exit(3)
+    {
+        "step": lambda: strategy.run(lambda: on_read.assign_add(1.0)),
+        "read": lambda: float(on_read.numpy()),
+        "barrier": lambda: kd.barrier("both are here"),
+        "nothing": lambda: time.sleep(3 * SECONDS / 4),
+    }[what]()
+    print("goes on", flush=True)
+    time.sleep(60 if what != "nothing" else 0)
+
+
+@pytest.mark.parametrize(("leaver", "what"), [(1, "step"), (1, "read"), (0, "barrier")])
+def test_a_process_that_ends_too_early_is_named_by_all(leaver, what):
+    with kd.testing.MultiProcessRunner(leaving, 2, args=[leaver, what], timeout=80) as runner:
+        end = time.monotonic() + 60
+        while "leaves" not in runner.log(leaver) and time.monotonic() < end:
+            time.sleep(0.05)
+        start = time.monotonic()
+        results = runner.join()
+    assert time.monotonic() - start < 4 * SECONDS
+    assert [result.exit_code for result in results] == [1 if i == leaver else liveness.FOLLOWING_CODE for i in (0, 1)]
+    for result in results:
+        assert f"process {leaver} has ended after step 3 of its program, others have not" in result.log
+    if what == "barrier":
+        assert f"Process {leaver} has ended." in results[1 - leaver].error
+
+
+def test_whoever_is_done_waits_for_the_others():
+    with kd.testing.MultiProcessRunner(leaving, 2, args=[1, "nothing"], timeout=80) as runner:
+        results = runner.join()
+    assert [result.exit_code for result in results] == [0, 3]
+    assert "goes on" in results[0].log
+
+
+def test_whoever_has_begun_one_program_more_has_been_left(monkeypatch):
+    watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
+    watch.hear({"x/1": "5|7|9|ended", "x/2": "5|7|9|in run"})
+    monkeypatch.setattr(liveness, "_together", 9)
+    assert watch.left_behind() is None and watch.has_ended(1) and not watch.has_ended(2)
+    monkeypatch.setattr(liveness, "_together", 10)
+    assert watch.left_behind() == (1, "process 1 has ended after step 7 of its program, others have not")
+
+
 class Clock:
     now = 0.0
 
@@ -109,9 +162,9 @@ def clock(monkeypatch):
 
 def test_silence_is_judged_by_what_was_last_heard(clock):
     watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
-    watch.hear({"x/0": "1|0|at the start", "x/1": "1|7|in run", "x/2": "1|7|in run"})
+    watch.hear({"x/0": "1|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"})
     clock.now = 8.0
-    watch.hear({"x/0": "2|0|at the start", "x/1": "1|7|in run", "x/2": "2|8|ended"})
+    watch.hear({"x/0": "2|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"})
     assert watch.silent(10.0) is None
     clock.now = 12.0
     assert watch.silent(5.0)[0] == 1  # The longest of all.
@@ -133,7 +186,7 @@ def test_where_nobody_gets_on_all_places_are_shown_once(clock, monkeypatch, caps
     monkeypatch.setattr(liveness, "_steps", 3)
     watch = liveness._Watch(0, 2, 10.0)
     watch.show_if_slow()
-    watch.hear({"x/0": "1|3|in run", "x/1": "1|2|in fit, evaluate or predict"})
+    watch.hear({"x/0": "1|3|3|in run", "x/1": "1|2|2|in fit, evaluate or predict"})
     for clock.now in (100.0, 130.0, 200.0):
         watch.show_if_slow()
     said = capsys.readouterr().err
@@ -147,4 +200,6 @@ def test_one_process_listens_to_nobody():
     assert liveness.reason("an error", 0.1) is None
     liveness.claim_the_end()
     liveness.leave()
-    liveness.say_that_it_ends()
+    liveness.wait_for_the_end()
+    liveness.at("in run", 1)
+    assert not liveness.has_ended(0)

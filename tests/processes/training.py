@@ -13,7 +13,7 @@ import numpy as np
 import keras_distribute as kd
 
 what, folder = sys.argv[1], Path(sys.argv[2])
-options = kd.experimental.CommunicationOptions(timeout_seconds=6.0 if what == "cut" else None)
+options = kd.experimental.CommunicationOptions(timeout_seconds=6.0 if what in ("cut", "gone") else None)
 strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
 first_time = os.environ["KERAS_DISTRIBUTE_RESTARTS"] == "0"
 
@@ -28,6 +28,9 @@ class Fault(keras.callbacks.Callback):
             (folder / f"at-the-cut-{kd.process_index()}").touch()
             while not (folder / "is-cut").exists():
                 time.sleep(0.02)
+        if what == "gone" and kd.process_index() == 1:  # The launcher of its host, and all with it.
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
         if what == "raise" and kd.process_index() == 1:
             raise KeyError("a bug of the user's")
         if what == "kill" and kd.is_chief():

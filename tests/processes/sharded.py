@@ -1,0 +1,112 @@
+"""What a strategy over several processes does whose slots are divided; runs in each of them."""
+
+import jax
+import keras
+import numpy as np
+
+import keras_distribute as kd
+from keras_distribute.training import packing
+
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
+
+
+def built(strategy):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        blocks = [keras.layers.Dense(128, activation="tanh"), keras.layers.Dense(64, activation="tanh")]
+        model = keras.Sequential([keras.Input((32,)), *blocks, keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return model
+
+
+def fitted(model, epochs=2, callbacks=()):
+    model.fit(X, Y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def numbers(model):
+    """The weights and slots, as this process reads them."""
+    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def share_of_slots(model):
+    """Which part of the slots' bytes is on a device of this process."""
+    arrays = [v.stored for v in model.optimizer.variables]
+    return sum(a.addressable_shards[0].data.nbytes for a in arrays) / sum(a.nbytes for a in arrays)
+
+
+def in_a_loop(model):
+    strategy = model.optimizer.iterations.distribute_strategy
+
+    def step(x, y):
+        def loss_of():
+            return model.compute_loss(x, y, model(x, training=True))
+
+        loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
+        model.optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    for element in strategy.experimental_distribute_dataset(kd.ArrayDataset((X[:64], Y[:64]), 16)):
+        strategy.run(step, args=element)
+    return model
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == 8:
+            raise KeyboardInterrupt
+
+
+def resumed(strategy, folder):
+    """A `fit` that is interrupted in all processes, and goes on from its backup in a new model."""
+    backup = {"backup_dir": f"{folder}/backup", "save_freq": 3}
+    try:
+        fitted(built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup), Stop()])
+        raise AssertionError("it was not interrupted")
+    except KeyboardInterrupt:
+        return fitted(built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup)])
+
+
+def training(folder):
+    """Trains with divided and with whole slots; saves, loads, and goes on."""
+    whole = kd.MultiWorkerMirroredStrategy()
+    strategy = kd.MultiWorkerMirroredStrategy(shard_optimizer_state=True)
+    model = built(strategy)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    shares = [share_of_slots(model)]
+    fitted(model)
+    shares.append(share_of_slots(model))
+    slot = max(model.optimizer.variables, key=lambda variable: variable.numpy().size)
+    model.save(f"{folder}/model.keras")
+    path = kd.Checkpoint(model=model).write(f"{folder}/checkpoint")
+    other = built(strategy)
+    with strategy.scope():
+        other.optimizer.build(other.trainable_variables)
+    kd.Checkpoint(model=other).read(path)
+    loaded = keras.models.load_model(f"{folder}/model.keras")
+    with strategy.scope():
+        again = keras.models.load_model(f"{folder}/model.keras")
+    before = numbers(model)
+    slot.assign(np.ones(slot.shape))
+    ones = slot.numpy()
+    few, packing.MANY = packing.MANY, 4
+    packed = numbers(fitted(built(strategy)))
+    packing.MANY = few
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "shares": shares,
+        "shapes": [v.shape for v in slot.values],
+        "slot": (slot.shape, repr(slot), float(ones.min()), share_of_slots(model)),
+        "divided": before,
+        "whole": numbers(fitted(built(whole))),
+        "packed": packed,
+        "read": (numbers(other), share_of_slots(other)),
+        "loaded": numbers(loaded),
+        "again": (numbers(again), share_of_slots(again)),
+        "resumed": numbers(resumed(strategy, folder)),
+        "loops": [numbers(in_a_loop(built(each))) for each in (strategy, whole)],
+        "processes": jax.process_count(),
+    }

@@ -1,0 +1,67 @@
+"""Slots divided over the devices of several processes: the same numbers, a part of the memory, and whole files."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+
+from . import sharded
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    results = kd.testing.run_in_processes(sharded.training, 2, str(folder), cpu_devices=2, timeout=170)
+    assert [(result["processes"], result["replicas"]) for result in results] == [(2, 4)] * 2
+    return folder, results
+
+
+def equal(ours, theirs, **tolerance):
+    assert len(ours) == len(theirs) > 6
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-6} | tolerance))
+
+
+def test_the_numbers_are_those_of_whole_slots_and_of_one_device(job):
+    plain = sharded.fitted(sharded.built(kd.get_strategy()))
+    for result in job[1]:
+        equal(result["divided"], result["whole"])
+        equal(result["packed"], result["whole"])
+        equal(result["divided"], sharded.numbers(plain), rtol=1e-4, atol=1e-5)
+        equal(*result["loops"], rtol=1e-5)
+    equal(job[1][0]["divided"], job[1][1]["divided"], rtol=0, atol=0)
+
+
+def test_memory(job):
+    """From the beginning, and after training."""
+    for result in job[1]:
+        assert len(result["shares"]) == 2
+        assert all(share <= 1 / 4 + 0.02 for share in result["shares"])
+
+
+def test_every_process_reads_and_assigns(job):
+    for result in job[1]:
+        shape, text, least, share = result["slot"]
+        assert result["shapes"] == [shape] * 2  # Of its own replicas.
+        assert "num_replicas=4" in text and "value=" not in text  # To show it would take all processes.
+        assert least == 1.0 and share <= 1 / 4 + 0.02
+
+
+def test_one_process_writes_all(job):
+    """What it has saved is whole: plain Keras loads it, and so does the strategy, and divides it again."""
+    folder, results = job
+    loaded = keras.models.load_model(folder / "model.keras")
+    for result in results:
+        equal(sharded.numbers(loaded), result["divided"], rtol=0, atol=0)
+        equal(result["loaded"], result["divided"], rtol=0, atol=0)
+        for numbers, share in (result["read"], result["again"]):
+            equal(numbers, result["divided"], rtol=0, atol=0)
+            assert share <= 1 / 4 + 0.02
+
+
+def test_a_fit_goes_on_from_its_backup(job):
+    for result in job[1]:
+        equal(result["resumed"], result["divided"], rtol=0, atol=0)
