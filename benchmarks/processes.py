@@ -27,9 +27,9 @@ NOTE = (
     "Milliseconds a step, and of a call beside its steps: medians of {rounds} rounds (fastest–slowest). A round is a "
     f"call of {SHORT} and one of {LONG} steps; the jobs of a table are alive at the same time and take turns, and the "
     "slowest process counts. Each process has one CPU device and {rows} rows of the global batch, and plain SGD. "
-    "TensorFlow runs a loop of `run`, since `fit` of Keras 3 fails under its strategy. The machine has {cores} cores: of "
-    "more processes each has less than one, and shares the memory's bandwidth with the others. Read the ratios within a "
-    "table; how times grow from table to table says nothing of several hosts."
+    "TensorFlow runs a loop of `run`, since `fit` of Keras 3 fails under its strategy. The machine has {cores} cores: "
+    "of more processes each has less than one, and shares the memory's bandwidth with the others. Read the ratios "
+    "within a table; how times grow from table to table says nothing of several hosts."
 )
 
 
