@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NAMES = ("exactness", "step_time", "optimizer_memory", "input_pipeline", "checkpoints", "dry_run", "kill_matrix")
+NAMES = (
+    "exactness",
+    "step_time",
+    "processes",
+    "optimizer_memory",
+    "input_pipeline",
+    "checkpoints",
+    "dry_run",
+    "kill_matrix",
+)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import report
 from process_contenders import MODELS, ROWS, TITLES, Contender
 
 COUNTS = (1, 2, 4)
-SHORT, LONG = 20, 170
+SHORT, LONG = 20, 120
 LIMIT = 1.05
 NOTE = (
     "Milliseconds a step, and of a call beside its steps: medians of {rounds} rounds (fastest–slowest). A round is a "

@@ -75,21 +75,22 @@ def result(folder: pathlib.Path, kind: str) -> dict[str, Any]:
 
 
 @functools.cache
-def uninterrupted() -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """What comes out of each kind without checkpoints and interruptions, and the lines of its steps."""
+def uninterrupted(*kinds: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """What comes out of these kinds, by default all, without checkpoints and interruptions; the lines of their steps."""
+    names = kinds or tuple(KINDS)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        with Script(folder, "--whole", *KINDS) as script:
+        with Script(folder, "--whole", *names) as script:
             lines = script.rest()
             assert script.process.returncode == 0, script.errors
-        results = {kind: result(folder, kind) for kind in KINDS}
+        results = {kind: result(folder, kind) for kind in names}
     begun = [index for index, line in enumerate(lines) if line.startswith("begun")] + [len(lines)]
-    return results, {k: lines[a + 1 : b] for k, a, b in zip(KINDS, begun[:-1], begun[1:], strict=True)}
+    return results, {k: lines[a + 1 : b] for k, a, b in zip(names, begun[:-1], begun[1:], strict=True)}
 
 
-def assert_as_uninterrupted(folder: pathlib.Path, kind: str) -> None:
-    """Weights, history, and what was seen of every step: bit for bit."""
-    actual, expected = result(folder, kind), uninterrupted()[0][kind]
+def assert_as_uninterrupted(folder: pathlib.Path, kind: str, *kinds: str) -> None:
+    """Weights, history, and what was seen of every step: bit for bit as `uninterrupted(*kinds)` has them."""
+    actual, expected = result(folder, kind), uninterrupted(*kinds)[0][kind]
     assert_same_bits(actual.pop("bits"), expected["bits"])
     for name, value in actual.items():
         assert value == expected[name], name
