@@ -282,7 +282,7 @@ class MirroredVariable(DistributedVariable):
         value = self.value
         if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
             return super().__array__(dtype)
-        if self._divided:
+        if is_divided_over_processes(value):
             liveness.together(self.replica_mesh.num_processes)
         return np.asarray(on_host(value), dtype)
 

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
-from keras_distribute.training import packing
+from keras_distribute.training import forward, packing
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
@@ -69,6 +69,13 @@ def resumed(strategy, folder):
         return fitted(built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup)])
 
 
+def num_sums(strategy, *shapes):
+    """In how many reductions gradients of these shapes are summed."""
+    gradients = [jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *shape), "float32") for shape in shapes]
+    program = jax.make_jaxpr(lambda gradients: forward.summed(gradients, strategy))(gradients)
+    return str(program).count("psum")
+
+
 def training(folder):
     """Trains with divided and with whole slots; saves, loads, and goes on."""
     whole = kd.MultiWorkerMirroredStrategy()
@@ -108,5 +115,6 @@ def training(folder):
         "again": (numbers(again), share_of_slots(again)),
         "resumed": numbers(resumed(strategy, folder)),
         "loops": [numbers(in_a_loop(built(each))) for each in (strategy, whole)],
+        "sums": (num_sums(whole, *[(100, 100)] * 20), num_sums(whole, (100, 100), (2048, 1024), (100, 100))),
         "processes": jax.process_count(),
     }

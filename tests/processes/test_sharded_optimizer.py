@@ -35,6 +35,11 @@ def test_the_numbers_are_those_of_whole_slots_and_of_one_device(job):
     equal(job[1][0]["divided"], job[1][1]["divided"], rtol=0, atol=0)
 
 
+def test_gradients_travel_in_few_buffers(job):
+    """Twenty of 40 KB in one of 4 MiB; one of 8 MiB by itself between two small ones."""
+    assert [result["sums"] for result in job[1]] == [(1, 3)] * 2
+
+
 def test_memory(job):
     """From the beginning, and after training."""
     for result in job[1]:
