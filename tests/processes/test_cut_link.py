@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,6 @@ import time
 
 import numpy as np
 import pytest
-
-from keras_distribute.launch import LaunchOptions, launch
 
 TRAINING = pathlib.Path(__file__).with_name("training.py")
 SECONDS = 130
@@ -89,7 +88,7 @@ def until(condition, hosts):
 
 
 @pytest.mark.timeout(400)
-def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint(hosts, tmp_path):
+def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint(hosts, tmp_path, monkeypatch):
     folder, plain = tmp_path / "cut", tmp_path / "plain"
     folder.mkdir()
     plain.mkdir()
@@ -111,10 +110,12 @@ def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint
     assert [host.process.returncode for host in launched] == [0, 0], [host.said for host in launched]
     for host, other in zip(launched, ("process 1 gave its last sign", "process 0, by which all find"), strict=True):
         assert re.search(rf"keras_distribute: {other}.* seconds", host.said), host.said
-    assert launch([sys.executable, str(TRAINING), "nothing", str(plain)], LaunchOptions(nproc=1, cpu_devices=2)) == 0
+    monkeypatch.setattr(sys, "argv", [str(TRAINING), "nothing", str(plain)])
+    monkeypatch.setenv("KERAS_DISTRIBUTE_RESTARTS", "0")
+    runpy.run_path(str(TRAINING))  # In this process, on all its devices.
     expected = json.loads((plain / "0.json").read_text())
     first, second = (json.loads((folder / f"{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    np.testing.assert_allclose(first["history"]["loss"], expected["history"]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(first["history"]["loss"], expected["history"]["loss"], rtol=1e-5)
     for ours, theirs in zip(first["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
