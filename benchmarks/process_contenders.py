@@ -34,10 +34,12 @@ class Model(NamedTuple):
     Args:
         title: In words.
         widths: Of the inputs and of each layer.
+        steps: Of a long round.
     """
 
     title: str
     widths: tuple[int, ...]
+    steps: int
 
     @property
     def num_gradients(self) -> int:
@@ -45,8 +47,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "mlp": Model("A dense model 784-256-128-1", (784, 256, 128, 1)),
-    "small": Model("100 dense layers of 100, gradients of 40 KB", (100,) * 101 + (1,)),
+    "mlp": Model("A dense model 784-256-128-1", (784, 256, 128, 1), 320),
+    "small": Model("100 dense layers of 100, gradients of 40 KB", (100,) * 101 + (1,), 80),
 }
 
 

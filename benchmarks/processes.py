@@ -21,11 +21,11 @@ import report
 from process_contenders import MODELS, ROWS, TITLES, Contender
 
 COUNTS = (1, 2, 4)
-SHORT, LONG = 20, 120
+SHORT = 20
 LIMIT = 1.05
 NOTE = (
     "Milliseconds a step, and of a call beside its steps: medians of {rounds} rounds (fastest–slowest). A round is a "
-    f"call of {SHORT} and one of {LONG} steps; the jobs of a table are alive at the same time and take turns, and the "
+    f"call of {SHORT} steps and one of {MODELS['mlp'].steps} (of the many layers {MODELS['small'].steps}); the jobs of a table are alive at the same time and take turns, and the "
     "slowest process counts. Each process has one CPU device and {rows} rows of the global batch, and plain SGD. "
     "TensorFlow runs a loop of `run`, since `fit` of Keras 3 fails under its strategy. The machine has {cores} cores: "
     "of more processes each has less than one, and shares the memory's bandwidth with the others. Read the ratios "
@@ -36,18 +36,19 @@ NOTE = (
 def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a step and of a call beside it, round by round, of each contender."""
     contenders: list[Contender] = []
+    most = MODELS[model].steps
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in names:  # One after the other: to start is what takes the most processors.
-                contenders.append(Contender(name, model, count, LONG, Path(folder) / name))
+                contenders.append(Contender(name, model, count, most, Path(folder) / name))
                 contenders[-1].seconds(SHORT)
             for contender in contenders:
-                contender.seconds(LONG)
+                contender.seconds(most)
             found: dict[str, dict[str, list[float]]] = {name: {"step": [], "call": []} for name in names}
             for _ in range(rounds):
                 for contender in contenders:
-                    short, long = 1000 * contender.seconds(SHORT), 1000 * contender.seconds(LONG)
-                    step = (long - short) / (LONG - SHORT)
+                    short, long = 1000 * contender.seconds(SHORT), 1000 * contender.seconds(most)
+                    step = (long - short) / (most - SHORT)
                     found[contender.name]["step"].append(step)
                     found[contender.name]["call"].append(short - SHORT * step)
             return found
