@@ -24,12 +24,13 @@ COUNTS = (1, 2, 4)
 SHORT = 20
 LIMIT = 1.05
 NOTE = (
-    "Milliseconds a step, and of a call beside its steps: medians of {rounds} rounds (fastest–slowest). A round is a "
-    f"call of {SHORT} steps and one of {MODELS['mlp'].steps} (of the many layers {MODELS['small'].steps}); the jobs of a table are alive at the same time and take turns, and the "
-    "slowest process counts. Each process has one CPU device and {rows} rows of the global batch, and plain SGD. "
-    "TensorFlow runs a loop of `run`, since `fit` of Keras 3 fails under its strategy. The machine has {cores} cores: "
-    "of more processes each has less than one, and shares the memory's bandwidth with the others. Read the ratios "
-    "within a table; how times grow from table to table says nothing of several hosts."
+    "Milliseconds a step, and of a call beside its steps: medians of at least {rounds} rounds (fastest–slowest). A "
+    f"round is a call of {SHORT} steps and one of {MODELS['mlp'].steps} (deep: {MODELS['small'].steps}); the "
+    "jobs of a table are alive at the same time and take turns, and the slowest process counts. Each process has one "
+    "CPU device and {rows} rows of the global batch, and plain SGD. TensorFlow runs a loop of `run`, since `fit` of "
+    "Keras 3 fails under its strategy. The machine has {cores} cores: of more processes each has less than one, and "
+    "shares the memory's bandwidth with the others. Read the ratios within a table; how times grow from table to table "
+    "says nothing of several hosts."
 )
 
 
@@ -110,7 +111,8 @@ def main() -> None:
             known[f"{model} {count}"] = found
             print(described(model, count, found), end="\n\n", flush=True)
             done = [(m, c) for m in MODELS for c in COUNTS if f"{m} {c}" in known]
-            note = NOTE.format(rounds=chosen.rounds, rows=ROWS, cores=os.cpu_count())
+            fewest = min(len(each["step"]) for m, c in done for each in known[f"{m} {c}"].values())
+            note = NOTE.format(rounds=fewest, rows=ROWS, cores=os.cpu_count())
             text = "\n\n".join([*(described(m, c, known[f"{m} {c}"]) for m, c in done), note])
             report.write("processes", {"found": known}, text, quiet=True)  # At once: the whole takes long.
 
