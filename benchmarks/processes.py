@@ -24,8 +24,10 @@ COUNTS = (1, 2, 4)
 SHORT = 20
 LIMIT = 1.05
 NOTE = (
-    "Milliseconds a step, and of a call beside its steps: medians of at least {rounds} rounds (fastest–slowest). A "
-    f"round is a call of {SHORT} steps and one of {MODELS['mlp'].steps} (deep: {MODELS['small'].steps}); the "
+    "Milliseconds a step, and of a call beside its steps: medians of at least {rounds} rounds (fastest–slowest); what "
+    "is below nothing is noise. A "
+    f"round is a call of {SHORT} steps and one of {MODELS['mlp'].steps}, with the deep model {MODELS['small'].steps}, "
+    "and half as many with 4 processes. The "
     "jobs of a table are alive at the same time and take turns, and the slowest process counts. Each process has one "
     "CPU device and {rows} rows of the global batch, and plain SGD. TensorFlow runs a loop of `run`, since `fit` of "
     "Keras 3 fails under its strategy. The machine has {cores} cores: of more processes each has less than one, and "
@@ -37,7 +39,7 @@ NOTE = (
 def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a step and of a call beside it, round by round, of each contender."""
     contenders: list[Contender] = []
-    most = MODELS[model].steps
+    most = MODELS[model].steps * 2 // max(2, count)
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in names:  # One after the other: to start is what takes the most processors.
