@@ -79,6 +79,23 @@ def gpu_devices(target_config: str, count: int) -> list[Any]:
         return _devices("cuda", "", **options)
 
 
+@contextlib.contextmanager
+def assembler() -> Generator[None]:
+    """Lets XLA find the `ptxas` of `nvidia-cuda-nvcc-cu12`, where it is installed, for a `with` block.
+
+    XLA looks in the `PATH`, where the one of another CUDA may be, which does not know every GPU: that of CUDA 13 none
+    before compute capability 7.5.
+    """
+    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cuda_nvcc")
+    folders = [f"{folder}/bin" for folder in (found.submodule_search_locations or ())] if found else []
+    old = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([*folders, old])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = old
+
+
 def _devices(platform: str, name: str, **options: Any) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(name, platform, **options).devices)

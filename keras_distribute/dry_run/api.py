@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from jax.errors import JaxRuntimeError
 
+from keras_distribute._compat import topologies
 from keras_distribute.dry_run import (
     collectives,
     estimate,
@@ -25,7 +26,7 @@ from keras_distribute.dry_run import (
 )
 from keras_distribute.dry_run.report import DryRunReport, LargestBatch
 from keras_distribute.dry_run.targets import Target
-from keras_distribute.errors import DeviceError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import BackendError, DeviceError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import planning
@@ -72,7 +73,7 @@ def dry_run(
         A `kd.DryRunReport`. A batch that does not fit has one, too: with what is needed and what there is.
 
     Raises:
-        BackendError: Where the compiler is not installed.
+        BackendError: Where the compiler is not installed, or its assembler.
         DeviceError: For a topology that does not exist.
         InputError: For a batch whose shapes are not known.
         StructureTypeError: For what is no compiled model.
@@ -157,8 +158,15 @@ class _Compiler:
         counts = flops.of_program(plan.traced.jaxpr)
         begun = time.perf_counter()
         try:
-            compiled = plan.traced.lower().compile()
+            with topologies.assembler():
+                compiled = plan.traced.lower().compile()
         except JaxRuntimeError as error:
+            if "ptxas" in str(error):
+                raise BackendError(
+                    "XLA assembles programs for GPUs by ptxas, which is missing or does not fit.",
+                    received=f"{str(error).splitlines()[0]}",
+                    fix="pip install 'keras-distribute[dry-run-cuda]', which has one.",
+                ) from error
             sizes = memory.refusal(str(error))
             if sizes is None:
                 raise

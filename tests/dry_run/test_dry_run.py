@@ -151,6 +151,13 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         kd.dry_run(models.mlp, 16, topology="cpu:2")
 
+    def old(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: /bin/ptxas ptxas too old.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", old)
+    with pytest.raises(BackendError, match=r"(?s)assembles programs for GPUs.*too old.*dry-run-cuda"):
+        kd.dry_run(models.mlp, 16, topology="cpu:2")
+
 
 def test_json_and_pictures(tmp_path):
     report = kd.dry_run(models.mlp, 16, topology="cpu:2", memory_limit=2**30)

@@ -27,7 +27,6 @@ def test_the_test_models_compile_for_gpus(name, topology, compiled):  # noqa: F8
     assert memory.temporary == said.temp_size_in_bytes
     assert report.needed_bytes >= memory.arguments + memory.temporary
     assert report.fits is True and report.limit_bytes == int(0.75 * 84_942_979_072)
-    assert "NVIDIA" in compiled[-1].as_text() or "sm_90" in compiled[-1].as_text() or memory.code > 0
     assert report.versions["jax-cuda12-plugin"]
     assert report.estimate.at_least > 0 and "ESTIMATE" in str(report)
     expected = 0 if report.num_devices == 1 else 1
