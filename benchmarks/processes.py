@@ -65,7 +65,7 @@ def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str,
 
 
 def contenders_of(model: str, count: int) -> list[str]:
-    """Only two processes sum many gradients singly by hand, too: with more it takes minutes."""
+    """By hand, many gradients are summed singly, too, but by two processes alone: by more it takes minutes."""
     single = ["by_hand_each"] if MODELS[model].num_gradients > 100 and count == 2 else []
     return ["by_hand", *single, "ours", "tensorflow"]
 
