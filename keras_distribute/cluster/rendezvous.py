@@ -93,7 +93,9 @@ def _gather(
                 connection = stack.enter_context(server.accept()[0])
                 connection.settimeout(_LINE_SECONDS)
                 said = _hear(connection)
-                sizes[said["host"]], waiting[said["host"]] = said["processes"], connection
+                other, size = int(said["host"]), int(said["processes"])
+                if _FIRST < other < num_hosts and size > 0:
+                    sizes[other], waiting[other] = size, connection
             for other in [other for other, connection in waiting.items() if _is_closed(connection)]:
                 del sizes[other], waiting[other]  # It may come again.
         hosts = tuple(sorted(sizes))

@@ -59,7 +59,12 @@ def test_strangers_and_those_who_leave_again_do_not_count():
     address, came = ("127.0.0.1", free_port()), threading.Event()
 
     def strangers():
-        for text in (b"GET / HTTP/1.1\n", b'{"host": 1, "processes": 7}\n'):
+        no_host = (
+            b'{"host": 0, "processes": 7}\n',
+            b'{"host": 3, "processes": 7}\n',
+            b'{"host": 1, "processes": []}\n',
+        )
+        for text in (b"GET / HTTP/1.1\n", *no_host, b'{"host": 1, "processes": 7}\n'):
             while True:
                 try:
                     with socket.create_connection(address, 5) as connection:
@@ -71,7 +76,7 @@ def test_strangers_and_those_who_leave_again_do_not_count():
 
     thread = threading.Thread(target=strangers)
     thread.start()
-    found = rendezvous.meet(address, 0, 1, num_hosts=3, least=1, seconds=2)
+    found = rendezvous.meet(address, 0, 1, num_hosts=3, least=1, seconds=4)
     thread.join()
     assert found == Meeting(0, 1, (0,))
 
