@@ -3,8 +3,8 @@
     python benchmarks/processes.py                            # writes results/processes.md and .json
     python benchmarks/processes.py --models mlp --processes 2  # the rest of the results stays as it was
 
-Weak scaling: each process has the same number of rows. In each round every contender takes a short and a long call; the
-difference is what the steps cost. A call of one step shows what a call costs beside.
+Weak scaling: each process has the same number of rows. Every contender takes a short and a long round in turn; the
+difference is what the steps cost, and what is left of the short one is the fixed cost of a call.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ COUNTS = (1, 2, 4)
 SHORT = 20
 LIMIT = 1.05
 NOTE = (
-    "Milliseconds a step, and of a call of one step: medians of at least {rounds} rounds (fastest–slowest). What a "
-    f"step takes is the difference between a call of {SHORT} steps and one of {MODELS['mlp'].steps}, with the deep "
-    f"model {MODELS['small'].steps}, and half as many with 4 processes. The "
+    "Milliseconds a step, and of a call beside its steps: medians of at least {rounds} rounds (fastest–slowest); what "
+    "is below nothing is noise. A "
+    f"round is a call of {SHORT} steps and one of {MODELS['mlp'].steps}, with the deep model {MODELS['small'].steps}, "
+    "and half as many with 4 processes. The "
     "jobs of a table are alive at the same time and take turns, and the slowest process counts. Each process has one "
     "CPU device and {rows} rows of the global batch, and plain SGD. TensorFlow runs a loop of `run`, since `fit` of "
     "Keras 3 fails under its strategy. The machine has {cores} cores: of more processes each has less than one, and "
@@ -35,11 +36,8 @@ NOTE = (
 )
 
 
-Found = dict[str, dict[str, list[float]]]
-
-
-def measured(model: str, count: int, names: list[str], rounds: int) -> Found:
-    """Milliseconds a step, and of a call of one step, round by round, of each contender."""
+def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a step and of a call beside it, round by round, of each contender."""
     contenders: list[Contender] = []
     most = MODELS[model].steps * 2 // max(2, count)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,13 +47,13 @@ def measured(model: str, count: int, names: list[str], rounds: int) -> Found:
                 contenders[-1].seconds(SHORT)
             for contender in contenders:
                 contender.seconds(most)
-                contender.seconds(1)
-            found: Found = {name: {"step": [], "call": []} for name in names}
+            found: dict[str, dict[str, list[float]]] = {name: {"step": [], "call": []} for name in names}
             for _ in range(rounds):
                 for contender in contenders:
                     short, long = 1000 * contender.seconds(SHORT), 1000 * contender.seconds(most)
-                    found[contender.name]["step"].append((long - short) / (most - SHORT))
-                    found[contender.name]["call"].append(1000 * contender.seconds(1))
+                    step = (long - short) / (most - SHORT)
+                    found[contender.name]["step"].append(step)
+                    found[contender.name]["call"].append(short - SHORT * step)
             return found
         except RuntimeError:
             for log in sorted(Path(folder).iterdir()):
@@ -76,7 +74,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def described(model: str, count: int, found: Found) -> str:
+def described(model: str, count: int, found: dict[str, dict[str, list[float]]]) -> str:
     """A table of one comparison, and what of it was to be reached."""
     steps = {name: statistics.median(each["step"]) for name, each in found.items()}
     base = steps["by_hand"]
@@ -91,7 +89,7 @@ def described(model: str, count: int, found: Found) -> str:
         f"keras_distribute to the loop by hand: {ratio:.2f}, to be at most {LIMIT:.2f}: {verdict}. To TensorFlow: "
         f"{steps['ours'] / steps['tensorflow']:.2f}."
     )
-    table = report.table(["", "ms a step", "ratio", "ms a call of one step"], rows, "lrrr")
+    table = report.table(["", "ms a step", "ratio", "ms a call beside"], rows, "lrrr")
     return f"{title}\n\n{table}\n\n{judged}"
 
 
