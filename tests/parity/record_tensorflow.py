@@ -11,26 +11,23 @@ its number of replicas, and its result in the encoding of `encoding.py`.
 import json
 import logging
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
-import tensorflow as tf
 import tf_keras
 
 from .encoding import JSON
 from .recording import collectives, contexts, training, values, variables
+from .recording.files import header, write
 from .recording.session import REPLICAS, start_devices
 
 RECORD = Path(__file__).with_name("tensorflow.json")
-COMMAND = "python -m tests.parity.record_tensorflow"
 
 Topic = Callable[[int], Iterator[dict[str, JSON]]]
 
@@ -56,15 +53,13 @@ TOPICS: dict[str, Topic | list[Topic]] = {
 }
 
 
-def header() -> dict[str, str]:
+def made_by() -> dict[str, str]:
     """What made the record."""
-    return {
-        "command": COMMAND,
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "tf_keras": tf_keras.__version__,
-        "devices": f"{max(REPLICAS)} logical CPUs, MirroredStrategy on {', '.join(map(str, REPLICAS))}, eager",
-    }
+    return header(
+        "tests.parity.record_tensorflow",
+        tf_keras=tf_keras.__version__,
+        devices=f"{max(REPLICAS)} logical CPUs, MirroredStrategy on {', '.join(map(str, REPLICAS))}, eager",
+    )
 
 
 def record(topic: str) -> list[dict[str, JSON]]:
@@ -87,22 +82,13 @@ def _record(function: Topic, replicas: int) -> list[dict[str, JSON]]:
     return [{"replicas": replicas, **entry} for entry in function(replicas)]
 
 
-def write(recorded: dict[str, Any], path: Path = RECORD) -> None:
-    """One entry a line, so that a difference reads as one."""
-    parts = [f'"header": {json.dumps(recorded["header"], indent=1)}']
-    for topic in TOPICS:
-        lines = ",\n".join(json.dumps(entry) for entry in recorded.get(topic, []))
-        parts.append(f'"{topic}": [\n{lines}\n]')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-
-
 def main(topics: list[str]) -> None:
     """Records `topics`, or all of them, and keeps the others as they were."""
     recorded = json.loads(RECORD.read_text()) if topics and RECORD.exists() else {}
-    recorded["header"] = header()
+    about = made_by()
     for topic in topics or TOPICS:
         recorded[topic] = record(topic)
-        write(recorded)
+        write(RECORD, about, {topic: recorded.get(topic, []) for topic in TOPICS})
         print(f"{topic}: {len(recorded[topic])} entries", flush=True)
 
 

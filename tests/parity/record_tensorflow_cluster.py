@@ -16,7 +16,7 @@ from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.distribute.cluster_resolver.sagemaker_cluster_resolver import SageMakerClusterResolver
 
 from .clusters import RESOLVERS, SPECS, UNIONS, answers, spec_answers
-from .recording.files import write
+from .recording.files import header, write
 
 RECORD = Path(__file__).with_name("tensorflow_cluster.json")
 RULES: dict[str, Any] = {
@@ -52,7 +52,7 @@ def main() -> None:
         ],
         "unions": [{"parts": parts, "said": answers(lambda parts=parts: union(parts), {}, RULES)} for parts in UNIONS],
     }
-    write(RECORD, "tests.parity.record_tensorflow_cluster", topics)
+    write(RECORD, header("tests.parity.record_tensorflow_cluster"), topics)
 
 
 if __name__ == "__main__":

@@ -12,24 +12,21 @@ TF_CONFIG each, for every entry.
 import json
 import logging
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import tensorflow as tf
 
 from .encoding import JSON
 from .recording import datasets, functions, input_options, iteration, workers
+from .recording.files import header, write
 from .recording.session import REPLICAS, start_devices
 
 RECORD = Path(__file__).with_name("tensorflow_input.json")
-COMMAND = "python -m tests.parity.record_tensorflow_input"
 
 Topic = Callable[[int], Iterator[dict[str, JSON]]]
 
@@ -52,15 +49,13 @@ WORKER_TOPICS: dict[str, Topic] = {
 }
 
 
-def header() -> dict[str, str]:
+def made_by() -> dict[str, str]:
     """What made the record."""
-    return {
-        "command": COMMAND,
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "devices": f"{max(REPLICAS)} logical CPUs, MirroredStrategy on {', '.join(map(str, REPLICAS))}, eager",
-        "workers": f"{workers.WORKERS} processes with {' or '.join(map(str, workers.DEVICES))} CPUs, MultiWorkerMirroredStrategy",
-    }
+    return header(
+        "tests.parity.record_tensorflow_input",
+        devices=f"{max(REPLICAS)} logical CPUs, MirroredStrategy on {', '.join(map(str, REPLICAS))}, eager",
+        workers=f"{workers.WORKERS} processes with {' or '.join(map(str, workers.DEVICES))} CPUs, MultiWorkerMirroredStrategy",
+    )
 
 
 def record(topic: str) -> list[dict[str, JSON]]:
@@ -80,22 +75,13 @@ def _record(topic: str, replicas: int) -> list[dict[str, JSON]]:
     return [{"replicas": replicas, **entry} for entry in TOPICS[topic](replicas)]
 
 
-def write(recorded: dict[str, Any], path: Path = RECORD) -> None:
-    """One entry a line, so that a difference reads as one."""
-    parts = [f'"header": {json.dumps(recorded["header"], indent=1)}']
-    for topic in (*TOPICS, *WORKER_TOPICS):
-        lines = ",\n".join(json.dumps(entry) for entry in recorded.get(topic, []))
-        parts.append(f'"{topic}": [\n{lines}\n]')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-
-
 def main(topics: list[str]) -> None:
     """Records `topics`, or all of them, and keeps the others as they were."""
     recorded = json.loads(RECORD.read_text()) if topics and RECORD.exists() else {}
-    recorded["header"] = header()
+    about = made_by()
     for topic in topics or (*TOPICS, *WORKER_TOPICS):
         recorded[topic] = record(topic)
-        write(recorded)
+        write(RECORD, about, {topic: recorded.get(topic, []) for topic in (*TOPICS, *WORKER_TOPICS)})
         print(f"{topic}: {len(recorded[topic])} entries", flush=True)
 
 

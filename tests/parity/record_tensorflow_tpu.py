@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 from .assignments import CASES, MESHES, TOPOLOGIES, build, described, topology
-from .recording.files import write
+from .recording.files import header, write
 
 RECORD = Path(__file__).with_name("tensorflow_tpu.json")
 
@@ -25,7 +25,7 @@ def main() -> None:
         "descriptions": [described(namespace, mesh) for mesh in MESHES if mesh != "one chip"],
         "topologies": [topology(namespace, arguments) for arguments in TOPOLOGIES],
     }
-    write(RECORD, "tests.parity.record_tensorflow_tpu", topics)
+    write(RECORD, header("tests.parity.record_tensorflow_tpu"), topics)
 
 
 if __name__ == "__main__":

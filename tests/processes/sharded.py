@@ -11,13 +11,13 @@ RNG = np.random.RandomState(0)
 X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
 
 
-def built(strategy):
+def built(strategy, make=lambda: keras.optimizers.Adam(1e-3)):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         blocks = [keras.layers.Dense(128, activation="tanh"), keras.layers.Dense(64, activation="tanh")]
         model = keras.Sequential([keras.Input((32,)), *blocks, keras.layers.Dense(4)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+        model.compile(make(), loss, metrics=["accuracy"])
     return model
 
 

@@ -8,33 +8,24 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers, optimizers
+from keras import optimizers
 
 import keras_distribute as kd
 from keras_distribute.training import packing
+from tests.processes import sharded
 
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
+X, Y = sharded.X, sharded.Y
 
 
 def built(replicas: int, shard: bool, make: Any = lambda: optimizers.Adam(1e-3)) -> keras.Model:
-    keras.utils.set_random_seed(3)
-    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], shard_optimizer_state=shard)
-    with strategy.scope():
-        blocks = [layers.Dense(128, activation="tanh"), layers.Dense(64, activation="tanh"), layers.Dense(4)]
-        model = keras.Sequential([keras.Input((32,)), *blocks])
-        model.compile(make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    return model
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    return sharded.built(kd.MirroredStrategy(devices, shard_optimizer_state=shard), make)
 
 
 def bytes_of_slots(model: keras.Model) -> tuple[int, int]:
     """On one device, and of the whole."""
     arrays = [jax.tree.leaves(v._value)[0] for v in model.optimizer.variables]
     return sum(a.addressable_shards[0].data.nbytes for a in arrays), sum(a.nbytes for a in arrays)
-
-
-def weights(model: keras.Model) -> list[Any]:
-    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
 @pytest.fixture(params=["packed", "one by one"], autouse=True)
@@ -47,7 +38,7 @@ def test_the_same_numbers(replicas: int) -> None:
     expected, actual = built(replicas, False), built(replicas, True)
     for model in (expected, actual):
         model.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)  # 18 steps, each sixth with 4 rows.
-    for a, b in zip(weights(actual), weights(expected), strict=True):
+    for a, b in zip(sharded.numbers(actual), sharded.numbers(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -77,7 +68,7 @@ def test_optimizers(make: Any) -> None:
     expected, actual = built(4, False, make), built(4, True, make)
     for model in (expected, actual):
         model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    for a, b in zip(weights(actual), weights(expected), strict=True):
+    for a, b in zip(sharded.numbers(actual), sharded.numbers(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -85,19 +76,8 @@ def test_custom_loops_keep_the_parts() -> None:
     outcomes = []
     for shard in (False, True):
         model = built(4, shard)
-        strategy = model.optimizer.iterations.distribute_strategy
-
-        def step(x: Any, y: Any, model: Any = model) -> Any:
-            def loss_of() -> Any:
-                return model.compute_loss(x, y, model(x, training=True))
-
-            loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
-            model.optimizer.apply(grads, model.trainable_variables)
-            return loss
-
-        for element in strategy.experimental_distribute_dataset(kd.ArrayDataset((X[:64], Y[:64]), 16)):
-            strategy.run(step, args=element)
-        outcomes.append(weights(model))
+        sharded.in_a_loop(model)
+        outcomes.append(sharded.numbers(model))
         own, whole = bytes_of_slots(model)
         assert own / whole < (0.27 if shard else 1.01)
     for a, b in zip(*outcomes, strict=True):
@@ -122,5 +102,5 @@ def test_reading_assigning_and_saving(tmp_path: Any) -> None:
     with other.optimizer.iterations.distribute_strategy.scope():
         other.optimizer.build(other.trainable_variables)
     kd.Checkpoint(model=other, optimizer=other.optimizer).read(path)
-    for a, b in zip(weights(model), weights(other), strict=True):
+    for a, b in zip(sharded.numbers(model), sharded.numbers(other), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -9,15 +9,19 @@ from typing import Any
 import tensorflow as tf
 
 
-def write(record: Path, module: str, topics: dict[str, Iterable[Any]]) -> None:
-    """Writes `topics` to the file `record`.
+def header(module: str, **more: str) -> dict[str, str]:
+    """What made a record: `python -m module`, the versions, and `more`."""
+    return {"command": f"python -m {module}", "python": platform.python_version(), "tensorflow": tf.__version__, **more}
+
+
+def write(record: Path, header: dict[str, str], topics: dict[str, Iterable[Any]]) -> None:
+    """Writes `topics` to the file `record`: one case a line, so that a difference reads as one.
 
     Args:
         record: The file.
-        module: Which makes it, with `python -m`.
+        header: What made it.
         topics: The cases of each topic, in JSON's types.
     """
-    header = {"command": f"python -m {module}", "python": platform.python_version(), "tensorflow": tf.__version__}
-    lines = [f'"header": {json.dumps(header)}']
+    lines = [f'"header": {json.dumps(header, indent=1)}']
     lines += [f'"{topic}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]" for topic, cases in topics.items()]
     record.write_text("{\n" + ",\n".join(lines) + "\n}\n")
