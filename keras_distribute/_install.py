@@ -7,6 +7,7 @@ from collections.abc import Callable
 from keras_distribute import context
 from keras_distribute._compat import (
     adapters,
+    added_losses,
     callbacks,
     layers,
     losses,
@@ -39,6 +40,7 @@ def install() -> None:
             saving.install(written_once),
             optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree, sharding.slot_created),
             losses.install(replica_rules.global_sum, replica_rules.in_replica, replica_rules.shapes_differ),
+            added_losses.install(),
             layers.install(
                 replica_rules.batch_normalization,
                 replica_rules.synchronized_moments,

@@ -158,7 +158,7 @@ class _Capture(compat.StatelessScope):
     """The stateless scope of a trace: hands out values of known variables, and notes unknown ones."""
 
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__()
+        super().__init__(collect_losses=True)  # As without a scope, `model.losses` holds what its layers added.
         self._strategy = strategy
         self.given: dict[int, Any] = {}
         self.updates: dict[int, Any] = {}

@@ -18,7 +18,7 @@ class _Recording(compat.StatelessScope):
     """A stateless scope that remembers which variables were assigned."""
 
     def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
-        super().__init__(state_mapping)
+        super().__init__(state_mapping, collect_losses=True)
         self.assigned: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
