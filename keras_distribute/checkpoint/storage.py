@@ -13,120 +13,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import future as futures
 
 from keras_distribute import dropped
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
+from keras_distribute.checkpoint.manifest_item import ARRAYS, FILE, MANIFEST, ManifestHandler, ManifestSave, sync
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
-# Orbax waits for items by name, and stops at the first error: the large one, which takes longest, comes first.
-_ARRAYS, _MANIFEST, _FILE = "arrays", "manifest", "manifest.json"
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would stand there under its name. Renamed
 # first, it is gone at once; the next save empties this, in the background.
 _TRASH = "being_deleted"
-_SMALL = 2**20
 _FALLBACK = "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the last good one."
-
-
-class _ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes the manifest among Orbax's items, in the background, once the arrays are written.
-
-    Args:
-        before: Called in the background first.
-    """
-
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
-        self._before = before
-        self._manifest: Manifest | None = None
-        self._records: dict[str, ArrayRecord] = {}
-
-    async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> list[ocp.Future]:
-        save: _ManifestSave = kwargs["args"]
-        self._manifest = save.manifest
-
-        async def compute() -> None:
-            self._before()
-            self._records = {name: ArrayRecord.of(array) for name, array in save.arrays.items()}
-
-        return [futures.CommitFutureAwaitingContractedSignals(compute(), name="checksums")]
-
-    def finalize(self, directory: epath.Path) -> None:
-        """Called by one process, when the items before this one are complete."""
-        assert self._manifest is not None
-        files = _file_records(directory.parent / _ARRAYS)
-        assert files, "the arrays come first"
-        (directory / _FILE).write_bytes(manifests.to_bytes(self._manifest, self._records, files))
-        for path in (directory / _FILE, directory, *_all_in(directory.parent / _ARRAYS)):
-            _sync(path)
-        self._manifest = None
-
-    def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-def _all_in(folder: epath.Path) -> Iterator[epath.Path]:
-    """All files and folders in `folder`, and then itself."""
-    for path in folder.iterdir():
-        yield from _all_in(path) if path.is_dir() else (path,)
-    yield folder
-
-
-def _sync(path: epath.Path) -> None:
-    """Returns when a file, or what a folder lists, is on the disk, where the file system is one of this machine."""
-    if "://" in str(path):  # An object store: what it has confirmed is there.
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # Some network file systems cannot do that with folders.
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
-    """The files in `folder`, with checksums for those that say what is where.
-
-    The large ones hold the arrays, which have checksums of their own: they need not be read again.
-    """
-    paths = sorted(path for path in _all_in(folder) if not path.is_dir())
-    sizes = [path.stat().length for path in paths]
-    return {
-        str(path.relative_to(folder)): FileRecord(
-            size, zlib.crc32(path.read_bytes()) if size <= _SMALL or path.parent.name != "d" else None
-        )
-        for path, size in zip(paths, sizes, strict=True)
-    }
-
-
-@ocp.args.register_with_handler(_ManifestHandler, for_save=True)
-@dataclasses.dataclass(repr=False)  # Orbax puts it into messages.
-class _ManifestSave(ocp.args.CheckpointArgs):
-    manifest: Manifest
-    arrays: Arrays
-
-
-@ocp.args.register_with_handler(_ManifestHandler, for_restore=True)
-@dataclasses.dataclass
-class _ManifestRestore(ocp.args.CheckpointArgs):
-    """Orbax wants one; the manifest is read without Orbax, before anything else is."""
 
 
 @dataclasses.dataclass
@@ -163,7 +70,7 @@ class Writer:
         )
         self._saving = directory
         self._unsynced = False
-        handlers: Any = {_ARRAYS: _array_handler(), _MANIFEST: _ManifestHandler(self._empty_trash)}
+        handlers: Any = {ARRAYS: _array_handler(), MANIFEST: ManifestHandler(self._empty_trash)}
         with _writing(directory):
             if jax.process_count() > 1:
                 epath.Path(directory).mkdir(parents=True, exist_ok=True)
@@ -249,7 +156,7 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
                 fix="checkpoint.save(prefix), which numbers its checkpoints, or a CheckpointManager, which also "
                 "deletes old ones.",
             )
-        composite: dict[str, Any] = {"arrays": _array_handler(), "manifest": _ManifestHandler()}
+        composite: dict[str, Any] = {"arrays": _array_handler(), "manifest": ManifestHandler()}
         if jax.process_count() > 1:
             composite["composite_options"] = ocp.CompositeOptions(**_alone())
         handler = ocp.CompositeCheckpointHandler(**composite)
@@ -262,7 +169,7 @@ def _sync_names(path: str) -> None:
     """The names of a checkpoint's parts, its own, and that of the folder with all checkpoints, which may be new."""
     folder = epath.Path(path)
     for each in (folder, folder.parent, folder.parent.parent):
-        _sync(each)
+        sync(each)
 
 
 def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
@@ -276,7 +183,7 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
     """
     folder = epath.Path(path)
     with _reading(path):
-        file = folder / _MANIFEST / _FILE
+        file = folder / MANIFEST / FILE
         if not folder.exists():
             beside = sorted(other.name for other in folder.parent.iterdir()) if folder.parent.is_dir() else []
             raise CheckpointError(
@@ -286,14 +193,14 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
             )
         if not file.exists():
             raise DamagedCheckpointError(
-                f"{path!r} is no complete checkpoint: it has no {_MANIFEST}/{_FILE}.",
+                f"{path!r} is no complete checkpoint: it has no {MANIFEST}/{FILE}.",
                 received=f"a folder with {', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing in it'}."
                 if folder.is_dir()
                 else "a file.",
                 fix=_FALLBACK,
             )
         manifest, arrays, files = manifests.from_bytes(file.read_bytes(), str(file))
-        _check_files(folder / _ARRAYS, files)
+        _check_files(folder / ARRAYS, files)
         return manifest, arrays
 
 
@@ -328,7 +235,7 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
         name: np.zeros(record.shape, np.dtype(record.dtype)) for name, record in records.items() if 0 in record.shape
     }
     names = [name for name in records if name not in arrays]
-    folder = epath.Path(path) / _ARRAYS
+    folder = epath.Path(path) / ARRAYS
     stored: dict[str, Any] = {}
     if names:
         with _reading(str(folder)), contextlib.closing(_checkpointer(_array_handler())) as checkpointer:
@@ -387,7 +294,7 @@ def _save_args(manifest: Manifest, arrays: Arrays) -> Any:
     # The store takes no array without elements: the manifest alone says that it is there.
     stored = {name: manifests.storable(array) for name, array in arrays.items() if array.size}
     return ocp.args.Composite(
-        **{_ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}), _MANIFEST: _ManifestSave(manifest, arrays)}
+        **{ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}), MANIFEST: ManifestSave(manifest, arrays)}
     )
 
 

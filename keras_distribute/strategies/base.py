@@ -18,7 +18,7 @@ from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
-from keras_distribute.input import datasets as input_datasets
+from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
@@ -304,7 +304,7 @@ class Strategy:
             [[3, 2], [3, 2]]
         """
         context.require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
-        return input_datasets.distribute(dataset, self.replica_mesh, self.input_context, options)
+        return sharing.distribute(dataset, self.replica_mesh, self.input_context, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -335,7 +335,7 @@ class Strategy:
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
         context.require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
-        return input_datasets.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
+        return sharing.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
         """How a variable is divided over the logical devices of a replica; for library code. Here never."""

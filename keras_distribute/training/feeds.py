@@ -13,11 +13,12 @@ import numpy as np
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.agreed import sizes_of
-from keras_distribute.input.datasets import DistributedDataset, distribute_source
+from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
 from keras_distribute.input.options import InputOptions
+from keras_distribute.input.sharing import distribute_source
 from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy

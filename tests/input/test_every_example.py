@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 import keras_distribute as kd
-from keras_distribute.input import datasets
+from keras_distribute.input import sharing
 
 from . import kinds
 
@@ -49,7 +49,7 @@ def host_batches(dataset: Any, passes: int) -> list[list[Any]]:
     """What one process reads: the ids of each batch of each pass."""
     options = kd.InputOptions(experimental_per_replica_buffer_size=0, experimental_fetch_to_device=False)
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
-    distributed = datasets.distribute(dataset, mesh, kd.InputContext(1, 0, 1), options)
+    distributed = sharing.distribute(dataset, mesh, kd.InputContext(1, 0, 1), options)
     return [[batch[0].values[0].tolist() for batch in distributed] for _ in range(passes)]
 
 
@@ -82,7 +82,7 @@ def test_every_example_once_in_order(kind: str) -> None:
         options = kd.InputOptions(experimental_per_replica_buffer_size=case["ahead"], auto_shard_policy=policy)
         strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(own)])
         iterators = [
-            datasets.distribute(
+            sharing.distribute(
                 kinds.KINDS[kind](*make),
                 strategy.replica_mesh,
                 kd.InputContext(processes, i, processes * own),
@@ -136,7 +136,7 @@ def test_files_are_read_once_by_one_process(tmp_path: Any, policy: str) -> None:
         dataset = dataset.map(lambda line: tf.strings.to_number(line, tf.int32)).batch(4)
         strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
         options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy[policy])
-        distributed = datasets.distribute(dataset, strategy.replica_mesh, kd.InputContext(2, process, 4), options)
+        distributed = sharing.distribute(dataset, strategy.replica_mesh, kd.InputContext(2, process, 4), options)
         assert f"process {process} of 2 reads its files ({policy})" in repr(distributed)
         return [[np.asarray(v).tolist() for v in element.values] for element in distributed]
 
@@ -149,7 +149,7 @@ def test_the_first_process_says_what_is_shared_how(capfd: Any) -> None:
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     data = kd.ArrayDataset(np.arange(8), 4)
     for process in (0, 1):
-        datasets.distribute(data, mesh, kd.InputContext(2, process, 2), None)
-    datasets.distribute(data, mesh, kd.InputContext(1, 0, 1), None)
+        sharing.distribute(data, mesh, kd.InputContext(2, process, 2), None)
+    sharing.distribute(data, mesh, kd.InputContext(1, 0, 1), None)
     line = "keras_distribute: DistributedDataset(arrays: process 0 of 2 keeps its rows of each batch (DATA))\n"
     assert capfd.readouterr().err == line

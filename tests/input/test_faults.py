@@ -246,12 +246,12 @@ def test_inside_run_there_is_no_dataset() -> None:
 
 
 def test_a_generator_of_several_processes_needs_a_word() -> None:
-    from keras_distribute.input import datasets
+    from keras_distribute.input import sharing
 
     def share(policy: Any) -> Any:
         mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
         options = kd.InputOptions(auto_shard_policy=policy)
-        return datasets.distribute(broken_generator(-1), mesh, kd.InputContext(2, 1, 2), options)
+        return sharing.distribute(broken_generator(-1), mesh, kd.InputContext(2, 1, 2), options)
 
     with pytest.raises(errors.InputError, match="Several processes cannot share a generator"):
         share(None)
@@ -313,7 +313,7 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
     """Two replicas of two processes: each takes its own data in cuts, without positions too."""
     import torch.utils.data
 
-    from keras_distribute.input import datasets
+    from keras_distribute.input import sharing
 
     x = np.arange(24, dtype=np.float32)[:, None]
     made: dict[str, Any] = {
@@ -323,7 +323,7 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
     }
     options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
     mesh = kd.MirroredStrategy(["cpu:0", "cpu:1"]).replica_mesh
-    dataset = datasets.distribute(made[kind], mesh, kd.InputContext(2, 1, 4), options)
+    dataset = sharing.distribute(made[kind], mesh, kd.InputContext(2, 1, 4), options)
 
     def rows(element: Any) -> list[float]:
         return np.concatenate([np.asarray(value) for value in element[0].values]).ravel().tolist()
@@ -363,20 +363,20 @@ def unseeded(kind: str) -> Any:
 def test_processes_must_shuffle_alike(kind: str) -> None:
     import tensorflow as tf
 
-    from keras_distribute.input import datasets
+    from keras_distribute.input import sharing
 
     tf.random.set_seed(None)  # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
 
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     with pytest.raises(errors.InputError, match=r"(?s)Each process would shuffle.*in another order.*Fix:.*7"):
-        datasets.distribute(unseeded(kind), mesh, kd.InputContext(2, 1, 2), None)
-    assert datasets.distribute(unseeded(kind), mesh, kd.InputContext(1, 0, 1), None) is not None
+        sharing.distribute(unseeded(kind), mesh, kd.InputContext(2, 1, 2), None)
+    assert sharing.distribute(unseeded(kind), mesh, kd.InputContext(1, 0, 1), None) is not None
 
 
 def test_a_seed_lets_processes_shuffle_alike() -> None:
     import tensorflow as tf
 
-    from keras_distribute.input import datasets
+    from keras_distribute.input import sharing
 
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     numbers = tf.data.Dataset.range(12)
@@ -385,6 +385,6 @@ def test_a_seed_lets_processes_shuffle_alike() -> None:
         numbers.shuffle(12, seed=3).repeat(2).batch(4),
         tf.data.Dataset.sample_from_datasets([numbers, numbers], seed=2).batch(4),
     ):
-        parts = [datasets.distribute(dataset, mesh, kd.InputContext(2, worker, 2), None) for worker in (0, 1)]
+        parts = [sharing.distribute(dataset, mesh, kd.InputContext(2, worker, 2), None) for worker in (0, 1)]
         seen = [[np.asarray(part).tolist() for part in each] for each in parts]
         assert [len(a + b) for a, b in zip(*seen, strict=True)] == [len(batch) for batch in dataset]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_distribute as kd
 from keras_distribute import errors
-from keras_distribute.input.datasets import distribute, distribute_from_function
+from keras_distribute.input.sharing import distribute, distribute_from_function
 
 from .comparing import check_error, mirrored
 from .differences import because

@@ -225,6 +225,26 @@ def single_batches():
     return losses, expected, np.asarray(predictions), plain.predict_on_batch(X[:5]), error
 
 
+def narrow_sums(dtype):
+    """Gradients of 1/3 and more on each replica, summed in another dtype: what one step takes off, and one of `fit`."""
+    strategy = kd.MultiWorkerMirroredStrategy(communication_dtype=dtype)
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, prediction: y * prediction)
+
+    def step():
+        own = kd.get_replica_context().replica_id_in_sync_group + jax.numpy.full(2, 1 / 3, "float32")
+        optimizer.apply([own], [weight])
+
+    strategy.run(step)
+    x = np.arange(4, dtype="float32")[:, None] + np.float32(1 / 3)
+    model.fit(x, np.ones((4, 1), "float32"), batch_size=4, verbose=0)
+    return weight.numpy().tolist(), float(model.weights[0].numpy()[0, 0])
+
+
 def a_nan():
     """A value that is no number, in a row of process 1: what each process is told, and when Keras's callback ends."""
     strategy = kd.MultiWorkerMirroredStrategy()

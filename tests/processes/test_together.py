@@ -25,6 +25,7 @@ def job(tmp_path_factory):
         "own_data": (True,),
         "values": (),
         "single_batches": (),
+        "narrow_sums": ("bfloat16",),
         "a_nan": (),
         "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
         "files": (str(tmp_path_factory.mktemp("files")),),
@@ -112,6 +113,16 @@ def test_a_single_batch_is_the_global_one(job):
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         np.testing.assert_allclose(predictions, plain, rtol=1e-5, atol=1e-6)
         assert error.startswith("The processes were given different batches")
+
+
+def test_gradients_travel_in_the_chosen_dtype(job):
+    """The parts of four replicas are rounded to eight bits, and so are their sums, which Gloo makes in a ring."""
+    parts = np.arange(4) + 1 / 3
+    for result in job[1]:
+        in_run, in_fit = result["narrow_sums"]
+        for change, exact in ((-in_run[0], parts.sum()), (-in_run[1], parts.sum()), (1 - in_fit, parts.mean())):
+            assert change == pytest.approx(exact, rel=2**-7) and change != pytest.approx(exact, rel=1e-4)
+    assert job[1][0]["narrow_sums"] == job[1][1]["narrow_sums"]
 
 
 def test_a_nan_of_one_process_is_an_error_of_all(job):

@@ -1,0 +1,34 @@
+"""The two kinds of distributed variable, and which one a creation under a scope yields.
+
+|                         | `MirroredVariable`              | `SyncOnReadVariable`                               |
+| stored as               | one replicated array            | `(num_replicas, *shape)`, split over the replicas  |
+| read in a replica       | the value                       | this replica's component                           |
+| read across replicas    | the value                       | the components, aggregated                         |
+| assigned in a replica   | aggregated first                | this replica's component                           |
+| assigned across replicas| every copy                      | so that a read across replicas gives the value back|
+
+Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice. Inside a program a stateless scope
+carries their values, as Keras does it; this room says what a read or an assignment means there.
+"""
+
+from keras_distribute.variables.base import DistributedVariable, Layout, taken_error
+from keras_distribute.variables.choice import choose_class
+from keras_distribute.variables.components import spread_sum
+from keras_distribute.variables.mirrored import MirroredVariable
+from keras_distribute.variables.ownership import given_away
+from keras_distribute.variables.reading import read_before
+from keras_distribute.variables.same_values import check_same_values
+from keras_distribute.variables.sync_on_read import SyncOnReadVariable
+
+__all__ = [
+    "DistributedVariable",
+    "Layout",
+    "MirroredVariable",
+    "SyncOnReadVariable",
+    "check_same_values",
+    "choose_class",
+    "given_away",
+    "read_before",
+    "spread_sum",
+    "taken_error",
+]

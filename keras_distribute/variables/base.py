@@ -1,0 +1,209 @@
+"""What both kinds of distributed variable have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.sharding import NamedSharding
+
+from keras_distribute import context
+from keras_distribute._compat import variables as compat
+from keras_distribute.context import Frame
+from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.values import DistributedValues
+from keras_distribute.variables import reading
+from keras_distribute.variables.ownership import owned
+
+if TYPE_CHECKING:
+    from keras_distribute.strategies.base import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a variable is divided over the logical devices of a replica: for each dimension mesh axes, or `None`."""
+
+    axes: tuple[Any, ...] = ()
+
+
+class DistributedVariable(compat.Variable):
+    """Base of the variables that live on all replicas of a strategy; made by `keras.Variable` under its scope."""
+
+    def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        self._strategy = context.get_strategy()
+        super().__init__(owned(initializer), *args, **kwargs)
+
+    def _initialize(self, value: Any) -> None:
+        self._shape = self._validate_shape(value.shape)
+        self._direct_assign(value)
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        self._initialize(self._convert_to_tensor(initializer(self._shape, dtype=self._dtype)))
+
+    @functools.cached_property
+    def logical_axes(self) -> tuple[Any, ...]:
+        """How each dimension is divided over the logical devices of a replica: mesh axes, or `None`.
+
+        A slot of an optimizer has the layout of its weight, which Keras hands on.
+        """
+        if self._layout is None:
+            self._layout = self._strategy.layout_of(self.path, tuple(self.shape))
+        return self._layout.axes if isinstance(self._layout, Layout) else ()
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy whose scope the variable was created in."""
+        return self._strategy
+
+    @property
+    def replica_mesh(self) -> ReplicaMesh:
+        """The devices that it lives on."""
+        return self._strategy.replica_mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the parts of the array that stands on the devices are."""
+        raise NotImplementedError
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        """Where the parts of its value are in a step of `fit`."""
+        raise NotImplementedError
+
+    @property
+    def is_read_together(self) -> bool:
+        """Whether all processes have to take part where one reads its value."""
+        raise NotImplementedError
+
+    @property
+    def stored(self) -> jax.Array | None:
+        """The array that stands on the devices; `None` before the variable is initialized."""
+        return self._value
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The components on this process's replicas, in replica order."""
+        if compat.in_stateless_scope():
+            return (self.value,)
+        return () if self._value is None else self._components()
+
+    @property
+    def value(self) -> Any:
+        """The value in the current context; see the table at the top of this file."""
+        scoped = compat.stateless_value(self)
+        if scoped is not None:
+            return self._maybe_autocast(self._read_in_program(scoped, context.frame()))
+        if self._value is None and self._initializer is None:
+            raise taken_error(self)
+        if self._value is None:
+            return self._maybe_autocast(compat.uninitialized_value(self))
+        return self._maybe_autocast(self._read_stored())
+
+    def assign(self, value: Any) -> Any:
+        """Assigns `value` by the rule of the current context.
+
+        Args:
+            value: An array of the variable's shape, or what converts to one.
+
+        Returns:
+            The assigned value, as an array.
+
+        Raises:
+            ValueStructureError: For another shape.
+            StructureTypeError: For a value that differs per replica.
+            AggregationError: From `Strategy.run`, when the replicas would assign different values to a mirrored
+                variable without aggregation.
+            VariableScopeError: In the scope of another strategy.
+        """
+        return self._assign(self._checked(value))
+
+    def assign_add(self, value: Any) -> Any:
+        """Adds `value`; in a replica, the aggregation applies to what is added. As `assign` otherwise."""
+        return self._assign_change(self._checked(value))
+
+    def assign_sub(self, value: Any) -> Any:
+        """Subtracts `value`; in a replica, the aggregation applies to what is subtracted. As `assign` otherwise."""
+        return self._assign_change(-self._checked(value))
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, DistributedValues) and not hasattr(value, "value"):
+            raise StructureTypeError(
+                f"A value that differs per replica cannot be assigned to {self.path!r} across replicas.",
+                received=f"{value!r}.",
+                fix='assign it inside strategy.run, or reduce it first: strategy.reduce("SUM", value, axis=None).',
+            )
+        value = self._convert_to_tensor(owned(value), dtype=self._dtype)
+        if not compat.shape_equal(value.shape, self.shape):
+            raise ValueStructureError(
+                "The shape of the target variable and the shape of the target value in "
+                f"`variable.assign(value)` must match: {self.path!r} has the shape {tuple(self.shape)}.",
+                received=f"a value of shape {tuple(value.shape)}.",
+                fix="assign a value of the variable's shape.",
+            )
+        return value
+
+    def _assign(self, value: Any) -> Any:
+        current = self._own_frame()
+        if compat.in_stateless_scope():
+            compat.add_stateless_update(self, self._write_in_program(value, current))
+        else:
+            self._direct_assign(value)
+        return value
+
+    def _assign_change(self, change: Any) -> Any:
+        return self._assign(self._own_dtype_value() + change)
+
+    def _own_frame(self) -> Frame:
+        """The current frame, which must not be another strategy's."""
+        current = context.frame()
+        if context.has_strategy() and current.strategy is not self._strategy:
+            raise VariableScopeError(
+                f"The variable {self.path!r} lives on another strategy than the current one.",
+                received=f"a variable of {self._strategy!r}, assigned in {context.describe(current)}",
+                fix="leave the other strategy's scope first.",
+            )
+        return current
+
+    def _own_dtype_value(self) -> Any:
+        return jnp.asarray(self.value, dtype=self._dtype)
+
+    def _components(self) -> tuple[jax.Array, ...]:
+        raise NotImplementedError
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        raise NotImplementedError
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        raise NotImplementedError
+
+    def _read_stored(self) -> Any:
+        known = reading.known(self)
+        return known if known is not None else self._read_now()
+
+    def _read_now(self) -> Any:
+        raise NotImplementedError
+
+    def _is_shown(self) -> bool:
+        """Whether its text contains the value."""
+        return self._value is not None
+
+    def __repr__(self) -> str:
+        value = f", value={keras.ops.convert_to_numpy(self._read_stored())}" if self._is_shown() else ""
+        return (
+            f"<{type(self).__name__} path={self.path}, shape={self.shape}, dtype={self.dtype}, "
+            f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
+        )
+
+
+def taken_error(variable: Any) -> ContextError:
+    """The error for a variable whose value is with a `fit` that is running."""
+    return ContextError(
+        f"The value of {variable.path!r} is with the running fit, evaluate or predict.",
+        received="a read in the middle of an epoch.",
+        fix="ask for it through `self.model` in the callback, or call model.jax_state_sync() first.",
+    )

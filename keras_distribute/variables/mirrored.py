@@ -1,0 +1,104 @@
+"""Variables with one value for all replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_distribute._compat import variables as compat
+from keras_distribute.cluster import liveness
+from keras_distribute.context import Frame, Mode
+from keras_distribute.mesh import copies, is_divided_over_processes, on_host
+from keras_distribute.variables.base import DistributedVariable
+from keras_distribute.variables.components import combined, strong
+
+
+class MirroredVariable(DistributedVariable):
+    """A variable with the same value on every replica, stored as one replicated array.
+
+    Source: `tf.distribute`'s variables with `synchronization=ON_WRITE`. Assigned in a replica, the values of all
+    replicas are first combined by its `aggregation`; with `"none"` they must be the same on every replica, which is
+    proved before the program runs.
+
+    Example:
+        >>> import keras, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     total = keras.Variable(1.0, aggregation="sum")
+        >>> def fn():
+        ...     total.assign_add(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        >>> strategy.run(fn)
+        >>> float(total.numpy())
+        4.0
+    """
+
+    _divided = False
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the parts of the array are: the whole on every device, unless it is divided among them."""
+        if self._divided:
+            return self.replica_mesh.divided(self.shape, self.logical_axes)
+        if any(self.logical_axes):
+            return NamedSharding(self.replica_mesh.mesh, PartitionSpec(*self.logical_axes))
+        return self.replica_mesh.replicated
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        return self.sharding
+
+    @property
+    def is_read_together(self) -> bool:
+        return self._divided or any(self.logical_axes)
+
+    def divide(self) -> None:
+        """From now on each replica keeps its part only, where the shape allows it."""
+        self._divided = True
+        if isinstance(self._value, jax.Array):
+            self._value = self.replica_mesh.put(self._value, self.sharding)
+
+    def _direct_assign(self, value: Any) -> None:
+        value, sharding = strong(value), self.sharding
+        if not (isinstance(value, jax.Array) and value.sharding == sharding):
+            value = self.replica_mesh.put(value, sharding)
+        self._value = value
+
+    def _components(self) -> tuple[jax.Array, ...]:
+        whole = jax.device_put(self._value, self.replica_mesh.replicated)
+        # Copies, since the next program may give the variable's own buffers away.
+        return tuple(map(jnp.copy, copies(whole)))
+
+    def _read_now(self) -> Any:
+        return self._value
+
+    def _is_shown(self) -> bool:
+        return super()._is_shown() and not is_divided_over_processes(self._value)
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        value = self.value
+        if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
+            return super().__array__(dtype)
+        if is_divided_over_processes(value):
+            liveness.together(self.replica_mesh.num_processes)
+        return np.asarray(on_host(value), dtype)
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        return scoped
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        return combined(self.aggregation, value) if self._aggregates(current) else value
+
+    def _assign_change(self, change: Any) -> Any:
+        if not self._aggregates(self._own_frame()):
+            return super()._assign_change(change)
+        value = self._own_dtype_value() + combined(self.aggregation, change)
+        compat.add_stateless_update(self, value)
+        return value
+
+    def _aggregates(self, current: Frame) -> bool:
+        return current.per_replica and current.mode is Mode.REPLICA and self.aggregation != "none"

@@ -1,0 +1,121 @@
+"""Variables of which each replica has a component of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_distribute._compat import variables as compat
+from keras_distribute.cluster import liveness
+from keras_distribute.context import Frame, Mode
+from keras_distribute.errors import AggregationError
+from keras_distribute.mesh import components
+from keras_distribute.values import PerReplica
+from keras_distribute.variables.base import DistributedVariable
+from keras_distribute.variables.components import aggregated, combined, of_first, spread_over, strong
+from keras_distribute.variables.ownership import owned
+
+
+class SyncOnReadVariable(DistributedVariable):
+    """A variable of which each replica has a component of its own, combined when it is read across replicas.
+
+    Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside `Strategy.run` communicate
+    nothing. Differs from TF: assigned across replicas with `"sum"`, the first component takes the whole value and the
+    others zero, so that any dtype reads back exactly (TensorFlow divides by the number of replicas); and `assign_add`
+    across replicas is allowed: it changes the components so that what is read changes by as much. A `PerReplica`
+    assigned across replicas gives each replica its component.
+    """
+
+    def __init__(self, *args: Any, synchronization: str = "auto", aggregation: str = "none", **kwargs: Any) -> None:
+        if synchronization == "auto":
+            synchronization, aggregation = "on_read", "sum" if compat.is_gradient_accumulator() else "mean"
+        super().__init__(*args, synchronization=synchronization, aggregation=aggregation, **kwargs)
+        if self._value is not None:  # Keras took the shape of what is stored.
+            self._shape = self._value.shape[1:]
+            self._ndim = len(self._shape)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where the components are: each on its replica, divided over its logical devices if the variable is."""
+        return self.replica_mesh.stacked(self.logical_axes) if any(self.logical_axes) else self.replica_mesh.split
+
+    @property
+    def value_sharding(self) -> NamedSharding:
+        mesh = self.replica_mesh
+        return (
+            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes)) if any(self.logical_axes) else mesh.replicated
+        )
+
+    @property
+    def is_read_together(self) -> bool:
+        return self.aggregation != "none"
+
+    @property
+    def components(self) -> PerReplica | None:
+        """What is stored, to be assigned again as it is; `None` if the value is with a running `fit`."""
+        return None if self._value is None else PerReplica(stacked=self._value)
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
+            return value
+        return super()._checked(value)
+
+    def _direct_assign(self, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            stacked = jnp.asarray(owned(value.stacked), self._dtype)
+            self._value = jax.device_put(stacked, self.sharding) if any(self.logical_axes) else stacked
+            return
+        value = self.replica_mesh.put(strong(value), self.value_sharding)  # It may be on one device, for good.
+        self._value = self._spread(value)
+
+    def spread_over(self, value: Any) -> jax.Array:
+        return spread_over(self.replica_mesh, self.aggregation == "sum", self.logical_axes)(value)
+
+    def _assign_change(self, change: Any) -> Any:
+        """Changes each component, so that what is read changes by `change` and no replica's own state is lost."""
+        current = self._own_frame()
+        scoped = compat.stateless_value(self)
+        if scoped is not None and current.per_replica:
+            value = scoped + self._write_in_program(change, current)
+            compat.add_stateless_update(self, value)
+            return value
+        if compat.in_stateless_scope():
+            return super()._assign_change(change)
+        self._value = self._value + self._spread(strong(change))
+        return change if self.aggregation == "none" else self._read_stored()
+
+    def _components(self) -> tuple[jax.Array, ...]:
+        stacked = jax.device_put(self._value, self.replica_mesh.split) if any(self.logical_axes) else self._value
+        return tuple(jnp.squeeze(part, 0) for _, part in components(stacked))
+
+    def _read_now(self) -> Any:
+        self._check_readable()
+        liveness.together(self.replica_mesh.num_processes)
+        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
+
+    def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        if not (current.per_replica and current.mode is Mode.CROSS):
+            return scoped
+        self._check_readable()
+        return combined(self.aggregation, scoped)
+
+    def _write_in_program(self, value: Any, current: Frame) -> Any:
+        if current.per_replica and current.mode is Mode.CROSS and self.aggregation == "sum":
+            return of_first(value)
+        return value
+
+    def _check_readable(self) -> None:
+        if self.aggregation == "none":
+            raise AggregationError(
+                f"The components of {self.path!r} have no aggregation, so they cannot be read as one value.",
+                received='a variable with synchronization="on_read", aggregation="none".',
+                fix='create it with aggregation="sum", "mean" or "only_first_replica", or read it inside strategy.run.',
+            )
+
+    def __repr__(self) -> str:
+        if self.aggregation == "none":
+            return f"<SyncOnReadVariable path={self.path}, shape={self.shape}, dtype={self.dtype}, aggregation=none>"
+        return super().__repr__()
