@@ -71,7 +71,7 @@ class SyncOnReadVariable(DistributedVariable):
         value = self.replica_mesh.put(strong(value), self.value_sharding)  # It may be on one device, for good.
         self._value = self._spread(value)
 
-    def spread_over(self, value: Any) -> jax.Array:
+    def _spread(self, value: Any) -> jax.Array:
         return spread_over(self.replica_mesh, self.aggregation == "sum", self.logical_axes)(value)
 
     def _assign_change(self, change: Any) -> Any:
