@@ -1,7 +1,9 @@
-"""Who takes part in `processes.py`: each contender is a job of several processes that stay alive.
+"""Who takes part in `processes.py`: contenders in jobs of several processes that stay alive.
 
-The jobs take turns, so that whatever else the machine does meets all of them. All processes of a job are told how many
-steps to take; the time of the slowest one counts. Each process has a device, and its rows of the global batch.
+What runs on JAX shares the processes of one job, so that neither their memory nor their connections favour anyone;
+TensorFlow has a job of its own. The contenders take turns, so that whatever else the machine does meets all of them.
+All processes of a job are told who is to take how many steps; the time of the slowest one counts. Each process has a
+device, and its rows of the global batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +121,8 @@ def by_hand(place: Place, steps: int) -> Run:
 
     if place.count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(place.addresses[0], place.count, place.process)
+        if not jax.distributed.is_initialized():
+            jax.distributed.initialize(place.addresses[0], place.count, place.process)
     assert jax.device_count() == place.count
     mesh = Mesh(np.asarray(jax.devices()), ("replica",))
     same, split = PartitionSpec(), PartitionSpec("replica")
@@ -210,46 +213,47 @@ def tensorflow(place: Place, steps: int) -> Run:
 PREPARE = {"ours": ours, "by_hand": by_hand, "by_hand_each": by_hand, "tensorflow": tensorflow}
 
 
-def work(place: Place, steps: int) -> None:
-    """Takes as many steps as a line says, at most `steps`; answers with the seconds."""
-    run = PREPARE[place.contender](place, steps)
+def work(places: Sequence[Place], steps: int) -> None:
+    """Has a contender take as many steps as a line says, at most `steps`; answers with the seconds."""
+    runs = {place.contender: PREPARE[place.contender](place, steps) for place in places}
     for line in sys.stdin:
+        name, count = line.split()
         start = time.perf_counter()
-        run(int(line))
+        runs[name](int(count))
         print("seconds", time.perf_counter() - start, flush=True)
 
 
 # In the process that measures. ---------------------------------------------------------------------------------------
 
 
-class Contender:
-    """A job whose processes take steps on demand.
+class Job:
+    """Processes in which contenders take steps on demand.
 
     Args:
-        name: Of the contender.
+        names: Of the contenders.
         model: Of the model.
         count: How many processes.
         steps: The most steps of a round.
         log: Where they write what they say beside.
     """
 
-    def __init__(self, name: str, model: str, count: int, steps: int, log: Path) -> None:
+    def __init__(self, names: Sequence[str], model: str, count: int, steps: int, log: Path) -> None:
         from keras_distribute.cluster.job import free_port
 
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
         root = str(Path(__file__).resolve().parents[1])
         environment = os.environ | {
-            "KERAS_BACKEND": "tensorflow" if name == "tensorflow" else "jax",
+            "KERAS_BACKEND": "tensorflow" if "tensorflow" in names else "jax",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses[0],
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(count),
         }
-        self.name, self._log = name, log.open("w")
+        self._names, self._log = tuple(names), log.open("w")
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, name, model, str(i), str(steps), *addresses],
+                [sys.executable, __file__, ",".join(names), model, str(i), str(steps), *addresses],
                 env=environment | {"KERAS_DISTRIBUTION_PROCESS_ID": str(i)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -259,11 +263,11 @@ class Contender:
             for i in range(count)
         ]
 
-    def seconds(self, steps: int) -> float:
-        """How long so many steps take, in the slowest process."""
+    def seconds(self, name: str, steps: int) -> float:
+        """How long so many steps of a contender take, in the slowest process."""
         for process in self._processes:
             assert process.stdin is not None
-            print(steps, file=process.stdin, flush=True)
+            print(name, steps, file=process.stdin, flush=True)
         return max(map(self._answer, self._processes))
 
     def _answer(self, process: subprocess.Popen[str]) -> float:
@@ -271,7 +275,7 @@ class Contender:
         for line in process.stdout:
             if line.startswith("seconds "):
                 return float(line.split()[1])
-        raise RuntimeError(f"{self.name} ended with status {process.wait()}; see {self._log.name}.")
+        raise RuntimeError(f"{', '.join(self._names)} ended with status {process.wait()}; see {self._log.name}.")
 
     def close(self) -> None:
         """Kills the processes: they would end by waiting for each other."""
@@ -284,10 +288,11 @@ class Contender:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("contender", choices=TITLES)
+    parser.add_argument("contenders", help="with commas between them")
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("process", type=int)
     parser.add_argument("steps", type=int)
     parser.add_argument("addresses", nargs="+")
     given = parser.parse_args()
-    work(Place(given.contender, given.model, given.process, tuple(given.addresses)), given.steps)
+    addresses = tuple(given.addresses)
+    work([Place(name, given.model, given.process, addresses) for name in given.contenders.split(",")], given.steps)

@@ -3,8 +3,9 @@
     python benchmarks/processes.py                            # writes results/processes.md and .json
     python benchmarks/processes.py --models mlp --processes 2  # the rest of the results stays as it was
 
-Weak scaling: each process has the same number of rows. Every contender takes a short and a long round in turn; the
-difference is what the steps cost, and what is left of the short one is the fixed cost of a call.
+Weak scaling: each process has the same number of rows. In each round every contender takes a short and a long turn, in
+another order each time; the difference is what the steps cost, and what is left of the short one is the fixed cost of a
+call. A ratio is the median of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import report
-from process_contenders import MODELS, ROWS, TITLES, Contender
+from process_contenders import MODELS, ROWS, TITLES, Job
 
 COUNTS = (1, 2, 4)
 SHORT = 20
 LIMIT = 1.05
 NOTE = (
     "Milliseconds a step, and of a call beside its steps: medians of at least {rounds} rounds (fastest–slowest); what "
-    "is below nothing is noise. A "
+    "is below nothing is noise. Ratios are medians of the rounds' own ratios. A "
     f"round is a call of {SHORT} steps and one of {MODELS['mlp'].steps}, with the deep model {MODELS['small'].steps}, "
-    "and half as many with 4 processes. The "
-    "jobs of a table are alive at the same time and take turns, and the slowest process counts. Each process has one "
+    "and half as many with 4 processes, of each contender in turn. "
+    "What runs on JAX runs in the same processes, TensorFlow in others, which wait meanwhile; the slowest process "
+    "counts. Each process has one "
     "CPU device and {rows} rows of the global batch, and plain SGD. TensorFlow runs a loop of `run`, since `fit` of "
     "Keras 3 fails under its strategy. The machine has {cores} cores: of more processes each has less than one, and "
     "shares the memory's bandwidth with the others. Read the ratios within a table; how times grow from table to table "
@@ -38,56 +40,60 @@ NOTE = (
 
 def measured(model: str, count: int, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a step and of a call beside it, round by round, of each contender."""
-    contenders: list[Contender] = []
     most = MODELS[model].steps * 2 // max(2, count)
     with tempfile.TemporaryDirectory() as folder:
+        jobs: dict[str, Job] = {}
         try:
-            for name in names:  # One after the other: to start is what takes the most processors.
-                contenders.append(Contender(name, model, count, most, Path(folder) / name))
-                contenders[-1].seconds(SHORT)
-            for contender in contenders:
-                contender.seconds(most)
+            for group in ([n for n in names if n != "tensorflow"], [n for n in names if n == "tensorflow"]):
+                if group:
+                    jobs |= dict.fromkeys(group, Job(group, model, count, most, Path(folder) / "-".join(group)))
+                for steps in (SHORT, most):  # Before the next job starts: that takes all processors.
+                    for name in group:
+                        jobs[name].seconds(name, steps)
             found: dict[str, dict[str, list[float]]] = {name: {"step": [], "call": []} for name in names}
-            for _ in range(rounds):
-                for contender in contenders:
-                    short, long = 1000 * contender.seconds(SHORT), 1000 * contender.seconds(most)
+            for i in range(rounds):
+                for name in names if i % 2 else names[::-1]:
+                    short, long = (1000 * jobs[name].seconds(name, steps) for steps in (SHORT, most))
                     step = (long - short) / (most - SHORT)
-                    found[contender.name]["step"].append(step)
-                    found[contender.name]["call"].append(short - SHORT * step)
+                    found[name]["step"].append(step)
+                    found[name]["call"].append(short - SHORT * step)
             return found
         except RuntimeError:
             for log in sorted(Path(folder).iterdir()):
                 print(f"--- {log.name}\n{log.read_text()[-4000:]}", flush=True)
             raise
         finally:
-            for contender in contenders:
-                contender.close()
+            for job in set(jobs.values()):
+                job.close()
 
 
 def contenders_of(model: str, count: int) -> list[str]:
     """By hand, many gradients are summed singly, too, but by two processes alone: by more it takes minutes."""
     single = ["by_hand_each"] if MODELS[model].num_gradients > 100 and count == 2 else []
-    return ["by_hand", *single, "ours", "tensorflow"]
+    return ["ours", "by_hand", *single, "tensorflow"]
 
 
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
+def ratio_of(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
+    return statistics.median(a / b for a, b in zip(ours["step"], theirs["step"], strict=True))
+
+
 def described(model: str, count: int, found: dict[str, dict[str, list[float]]]) -> str:
     """A table of one comparison, and what of it was to be reached."""
-    steps = {name: statistics.median(each["step"]) for name, each in found.items()}
-    base = steps["by_hand"]
+    ratios = {name: ratio_of(each, found["by_hand"]) for name, each in found.items()}
     rows = [
-        [TITLES[name], spread(each["step"]), f"{steps[name] / base:.2f} ×", spread(each["call"])]
+        [TITLES[name], spread(each["step"]), f"{ratios[name]:.2f} ×", spread(each["call"])]
         for name, each in found.items()
     ]
-    ratio = steps["ours"] / base
+    ratio = ratios["ours"]
     verdict = "reached" if ratio <= LIMIT else "**missed**"
     title = f"### {MODELS[model].title}: {MODELS[model].num_gradients} gradients, {count} process(es)"
     judged = (
         f"keras_distribute to the loop by hand: {ratio:.2f}, to be at most {LIMIT:.2f}: {verdict}. To TensorFlow: "
-        f"{steps['ours'] / steps['tensorflow']:.2f}."
+        f"{ratio_of(found['ours'], found['tensorflow']):.2f}."
     )
     table = report.table(["", "ms a step", "ratio", "ms a call beside"], rows, "lrrr")
     return f"{title}\n\n{table}\n\n{judged}"
