@@ -246,7 +246,7 @@ def _run(job: Job, grace: float, received: list[int]) -> tuple[Worker | None, li
             lost = [job.workers.index(worker) for worker in frozen or [failed]]
     finally:
         job.stop(min(grace, 5.0) if not received else 0.0)
-    return failed, lost
+    return failed or job.first_failure(), lost  # Those that did not end by themselves after a signal were killed.
 
 
 def _followed(job: Job) -> bool:

@@ -1,5 +1,7 @@
 """`kd.testing`: strategies by name, tests over their combinations, faults at a moment, functions by value."""
 
+import pickle
+import sys
 import time
 
 import keras
@@ -8,6 +10,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.testing import combinations
+from keras_distribute.testing.modules import module_of
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -92,3 +95,15 @@ def test_a_delay_comes_once():
 def test_faults_that_there_are_not(named, text):
     with pytest.raises(ValueError, match=text):
         kd.testing.Fault(**{"action": "raise"} | named)
+
+
+def test_the_module_of_a_program_may_define_dataclasses(tmp_path, monkeypatch):
+    path = tmp_path / "program.py"
+    path.write_text(
+        "from __future__ import annotations\nimport dataclasses\n\n\n"
+        "@dataclasses.dataclass\nclass Told:\n    step: dataclasses.InitVar[int]\n"
+    )
+    monkeypatch.delitem(sys.modules, "keras_distribute_main", raising=False)
+    told = module_of("__main__", str(path)).Told
+    assert pickle.loads(pickle.dumps(told)) is told
+    monkeypatch.delitem(sys.modules, "keras_distribute_main")

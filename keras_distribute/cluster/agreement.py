@@ -18,7 +18,8 @@ from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import liveness
 from keras_distribute.errors import ClusterError
 
-_SLICE_SECONDS = 0.5  # A wait is cut into such slices, so that it can be given up.
+_PATIENT_SECONDS = 0.5
+_ASK_SECONDS = 0.1
 _DEFAULT_SECONDS = 1800.0
 _T = TypeVar("_T")
 _numbers = itertools.count()
@@ -74,16 +75,16 @@ class Channel:
 
     def _hear(self, turn: int, process: int) -> Any:
         client, key = jax_internals.coordination_client(), self._key(turn, process)
-        end = time.monotonic() + _wait_seconds
+        start = time.monotonic()
         while True:
             if self._given_up:
                 raise Interrupted
             ended = liveness.has_ended(process)  # What it said before can still be heard.
             try:
-                message = client.blocking_key_value_get_bytes(key, round(1000 * _SLICE_SECONDS))
+                message = _asked(client, key, patient=time.monotonic() - start < _PATIENT_SECONDS)
                 break
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not any(status in str(error) for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
                     raise ClusterError(
                         f"Process {jax.process_index()} cannot hear the others any more: {_first_line(error)}",
                         received=f"while waiting for process {process} at {self._topic}.",
@@ -95,7 +96,7 @@ class Channel:
                         received=f"process {jax.process_index()} waits for it at {self._topic}.",
                         fix="look at the log of that process: every process has to run the same program to its end.",
                     ) from error
-                if time.monotonic() > end:
+                if time.monotonic() - start > _wait_seconds:
                     raise ClusterError(
                         f"Process {process} has said nothing for {_wait_seconds:.0f} seconds.",
                         received=f"process {jax.process_index()} waits for it at {self._topic}, turn {turn}.",
@@ -142,6 +143,14 @@ def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T
     if failure is not None:
         raise failure
     return result
+
+
+def _asked(client: Any, key: str, patient: bool) -> bytes:
+    """What there is at a key, soon after it is. Each wait that comes to nothing stays in the memory of process 0."""
+    if patient:
+        return client.blocking_key_value_get_bytes(key, round(1000 * _PATIENT_SECONDS))
+    time.sleep(_ASK_SECONDS)
+    return client.key_value_try_get_bytes(key)
 
 
 def _first_line(error: BaseException) -> str:

@@ -107,9 +107,15 @@ class Job:
 
     def _hear(self, worker: Worker) -> None:
         assert worker.process.stdout is not None
-        for line in worker.process.stdout:
+        failure: Exception | None = None
+        for line in worker.process.stdout:  # To the end, whatever happens to it here: the process waits for that.
             worker.lines.append(line)
-            self._on_line(worker.index, line)
+            if failure is None:
+                try:
+                    self._on_line(worker.index, line)
+                except Exception as error:
+                    failure = error
+                    worker.lines.append(f"[The output from here on could not be shown: {error!r}]\n")
 
     def first_failure(self, following: int | None = None) -> Worker | None:
         """The process that ended first with an error, of those that have.

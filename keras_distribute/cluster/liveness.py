@@ -27,11 +27,12 @@ from keras_distribute._compat import jax_internals
 SLOW_SECONDS = 120.0
 FOLLOWING_CODE = 43  # The exit code of a process that ends because of another one.
 _MOST_SECONDS = 1.0
-_LISTEN_SECONDS = 0.5  # A wait is cut into such slices, so that the program can end in between.
+_LISTEN_SECONDS = 3600.0  # Each wait that comes to nothing stays in the memory of process 0, with some kilobytes.
 _JOIN_SECONDS = 5.0
 _ASK_SECONDS = 0.05
 _FOLDER, _VERDICT = "keras_distribute/alive", "keras_distribute/verdict"
 _ENDED = "ended"
+_OVER = -1  # In place of a culprit: the programs of all are over.
 
 _steps = 0
 _together = 0
@@ -134,6 +135,7 @@ class _Watch:
         self.process, self.num_processes, self._timeout, self._end = process, num_processes, timeout, end
         self.interval = min(_MOST_SECONDS, timeout / 8)
         self._stopped, self._leaves = threading.Event(), False
+        self._tells = threading.Lock()  # So that nothing older is told after that this process leaves.
         self._ends = threading.Lock()  # Held, for ever, by the thread that ends this process.
         self._turn = 0
         now = time.monotonic()
@@ -166,9 +168,9 @@ class _Watch:
 
     def _tell(self) -> None:
         client = jax_internals.coordination_client()
-        self._turn += 1
-        told = f"{self._turn}|{_steps}|{_together}|{_ENDED if self._leaves else _place}"
-        with contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
+        with self._tells, contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
+            self._turn += 1
+            told = f"{self._turn}|{_steps}|{_together}|{_ENDED if self._leaves else _place}"
             client.key_value_set(f"{_FOLDER}/{self.process}", told, allow_overwrite=True)
 
     def _ask(self) -> None:
@@ -260,6 +262,8 @@ class _Watch:
         while not self._stopped.wait(self.interval / 2):
             self.pass_over(time.monotonic() - before - self.interval)
             before = time.monotonic()
+            if jax_internals.coordination_client() is None:
+                return  # The user has ended JAX's runtime, and goes on alone.
             found = self.silent(self._timeout) or self.left_behind()
             if found is not None:
                 self._end_because(*self.pass_verdict(found))
@@ -288,8 +292,11 @@ class _Watch:
             return
 
     def _end_because(self, culprit: int, text: str) -> None:
+        if culprit == _OVER:
+            return
         self.claim()
         self._write(f"{text}. Process {self.process}, {here()}, ends.")
+        self._briefly(sys.stdout.flush)
         self.leave()
         self._end(1 if culprit == self.process else FOLLOWING_CODE)
 
@@ -312,14 +319,15 @@ class _Watch:
             self._ask()
 
     def wait_for_all(self) -> None:
-        """Returns when the programs of all others are over, too; where a verdict comes first, this process ends."""
+        """Returns when the programs of all others are over, too; where a verdict comes first, this process ends.
+
+        All waits for a verdict end then, too.
+        """
         others = set(self._heard) - {self.process}
         while not all(map(self.has_ended, others)) and jax_internals.coordination_client() is not None:
             time.sleep(_ASK_SECONDS)
             self._briefly(self._ask)
-        verdict = self.verdict()  # Others may have ended because of it.
-        if verdict is not None:
-            self._end_because(*verdict)
+        self._end_because(*self.pass_verdict((_OVER, "")))  # Others may have ended because of an earlier one.
 
     def show_if_slow(self) -> None:
         """Shows where all stand, once, when this process has not begun a step for long."""

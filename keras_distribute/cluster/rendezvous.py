@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -115,8 +116,8 @@ def _join(address: tuple[str, int], host: int, num_local: int, seconds: float, g
         answer: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError), socket.create_connection(address, _LINE_SECONDS) as connection:
             _say(connection, {"host": host, "processes": num_local})
-            connection.settimeout(2 * seconds)  # The first host may wait as long for others.
-            answer = _hear(connection)
+            if _comes(connection, 2 * seconds, given_up):  # The first host may wait as long for others.
+                answer = _hear(connection)
         if "error" in answer:
             raise _missing(answer["error"], seconds)
         if answer:
@@ -142,6 +143,15 @@ def _say(connection: socket.socket, what: dict[str, Any]) -> None:
 def _hear(connection: socket.socket) -> dict[str, Any]:
     with connection.makefile("r", encoding="utf-8") as lines:
         return json.loads(lines.readline())
+
+
+def _comes(connection: socket.socket, seconds: float, given_up: Callable[[], bool]) -> bool:
+    """Whether there is something to hear, or the end, before the time is up."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not given_up():
+        if select.select([connection], [], [], _POLL_SECONDS)[0]:
+            return True
+    return False
 
 
 def _is_closed(connection: socket.socket) -> bool:

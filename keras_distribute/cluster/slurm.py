@@ -108,7 +108,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
         most = max(self._tasks_of_host.values())
-        gpus_per_node = len(gpus()) if gpus_per_node is None else gpus_per_node
+        visible = gpus() if gpus_per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ else []
+        gpus_per_node = len(visible) if gpus_per_node is None else gpus_per_node
+        self._gpus = visible if len(visible) >= gpus_per_node else [str(i) for i in range(gpus_per_node)]
         self._gpus_per_task = gpus_per_node // most if gpus_per_task is None else gpus_per_task
         if most * self._gpus_per_task > gpus_per_node:
             raise ClusterError(
@@ -137,7 +139,7 @@ class SlurmClusterResolver(ClusterResolver):
         addresses = [f"{host}:{self._port_base + place}" for host, place in places]
         if self._auto_set_gpu and self._gpus_per_task:
             first = places[self._rank][1] * self._gpus_per_task
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + self._gpus_per_task)))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + self._gpus_per_task])
         cluster: dict[str, list[str]] = {}
         for job, tasks in sorted(self._jobs.items()):
             cluster[job], addresses = addresses[:tasks], addresses[tasks:]

@@ -131,6 +131,8 @@ class _AgreedReader(Reader):
         self._once = layout._same_batches and layout.num_steps is not None
         self._channel: agreement.Channel | None = None
         self._ended = False
+        self._num_empty = 0  # Batches without rows, after the last own one.
+        self._untold = False  # Whether the last own batch was read, but the others do not know of it.
 
     def start(self, ahead: int) -> None:
         self._inner.followed = self.followed
@@ -152,7 +154,9 @@ class _AgreedReader(Reader):
 
     def _together(self, batch: Batch | None) -> Batch:
         assert self._channel is not None
+        self._untold = batch is not None
         said = self._channel.exchange(None if batch is None else self._layout.said_of(batch))
+        self._untold = False
         given = [one for one in said if one is not None]
         if not given:
             raise StopIteration
@@ -161,6 +165,7 @@ class _AgreedReader(Reader):
         forms = self._forms_of_all(said)
         if batch is None:
             batch = self._layout.without_rows(given[0])
+            self._num_empty += 1
         return batch._replace(forms=forms)
 
     def _same(self, batch: Batch | None, said: list[Said | None]) -> Batch:
@@ -196,7 +201,7 @@ class _AgreedReader(Reader):
             self._channel.give_up()
 
     def close(self, unread: int) -> None:
-        self._inner.close(unread)
+        self._inner.close(max(unread - self._num_empty, 0) + self._untold)
 
 
 def agreed(layout: Layout, num_processes: int, process: int) -> Layout:

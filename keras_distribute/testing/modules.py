@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 
@@ -15,5 +16,6 @@ def module_of(name: str, file: str | None) -> Any:
     spec = importlib.util.spec_from_file_location("keras_distribute_main", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Where dataclasses look for it, and pickle.
     spec.loader.exec_module(module)
     return module

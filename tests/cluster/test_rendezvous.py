@@ -86,6 +86,21 @@ def test_a_signal_ends_the_wait():
         rendezvous.meet(("", free_port()), 0, 1, num_hosts=2, least=2, seconds=60, given_up=lambda: True)
 
 
+def test_a_signal_ends_the_wait_for_an_answer():
+    start, asked = time.monotonic(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        address = silent.getsockname()[:2]
+        found = pool.submit(
+            rendezvous.meet, address, 1, 1, num_hosts=2, least=2, seconds=40, given_up=lambda: asked.is_set()
+        )
+        with silent.accept()[0] as connection:
+            assert connection.recv(100)
+            asked.set()
+            with pytest.raises(ClusterError, match="host 0 cannot be reached"):
+                found.result()
+    assert time.monotonic() - start < 20
+
+
 @pytest.mark.parametrize(
     ("coordinator", "address"), [("host0:1234", ("host0", 1235)), ("[fd00::1]:80", ("fd00::1", 81))]
 )

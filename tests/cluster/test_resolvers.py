@@ -135,6 +135,19 @@ def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
         CR.SlurmClusterResolver()
 
 
+@pytest.mark.parametrize(("place", "own"), [("0", "4,6"), ("1", "5,7")])
+@pytest.mark.parametrize("gpus_per_node", [None, 4])
+def test_slurm_divides_the_gpus_that_are_visible(environment, gpus_per_node, place, own):
+    import os
+
+    step = {"STEP_NUM_TASKS": "2", "STEP_NODELIST": "n1", "STEP_TASKS_PER_NODE": "2", "PROCID": place}
+    environment({f"SLURM_{name}": value for name, value in step.items()}, {"CUDA_VISIBLE_DEVICES": "4,6,5,7"})
+    resolver = CR.SlurmClusterResolver(gpus_per_node=gpus_per_node)
+    for _ in range(2):
+        resolver.cluster_spec()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+
+
 @pytest.mark.parametrize(
     ("cluster", "task", "text"),
     [

@@ -134,6 +134,20 @@ def own_data(unequal):
     return {"steps": steps, "history": history, "weights": weights_of(model), "loop": loop, "own": own}
 
 
+def loops_broken_off(taken):
+    """Loops over a generator that each process has, one of them far fewer batches: the first rows, and the rest."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    count = 4 * (1 + 4 * kd.process_index())
+    own = np.arange(count, dtype=np.float32)[:, None] + 100 * kd.process_index()
+    off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    dataset = strategy.experimental_distribute_dataset(((own[i : i + 4],) for i in range(0, count, 4)), off)
+    passes = []
+    for most in (taken, 100):
+        steps = [element[0] for _, element in zip(range(most), dataset, strict=False)]
+        passes.append([np.asarray(strategy.experimental_local_results(x)[0]).ravel().tolist() for x in steps])
+    return own.ravel().tolist(), passes
+
+
 def shared_files(paths):
     """A `tf.data` pipeline over files of unequal lengths: the numbers that this process reads, and those of all."""
     import tensorflow as tf

@@ -15,7 +15,7 @@ import pytest
 
 from keras_distribute import launch as launching
 from keras_distribute.callbacks.run import Run
-from keras_distribute.cluster.job import free_port
+from keras_distribute.cluster.job import Job, free_port
 from keras_distribute.launch import LaunchOptions, launch, main
 
 pytestmark = pytest.mark.timeout(150)
@@ -123,6 +123,32 @@ def test_a_signal_is_passed_on_and_whoever_ignores_it_is_killed(tmp_path):
     for i in (0, 1):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"ready{i}").read_text()), 0)
+
+
+def test_whoever_is_killed_after_a_signal_has_failed(tmp_path):
+    path = script(
+        tmp_path,
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(sys.argv[1] + f'/ready{index}', 'w').write('')\ntime.sleep(60)\n",
+    )
+    code, _ = signalled(path, signal.SIGTERM, tmp_path, 1)
+    assert code == 128 + signal.SIGKILL
+
+
+def test_a_process_writes_to_its_end_where_its_lines_cannot_be_shown(tmp_path):
+    path = script(tmp_path, "for i in range(20000):\n    print('a line that fills the pipe', i)\n")
+
+    def refused(index, line):
+        raise OSError("no space left")
+
+    job = Job([sys.executable, path], 1, on_line=refused)
+    job.start()
+    try:
+        assert job.wait(60) and job.first_failure() is None
+    finally:
+        job.stop()
+    lines = list(job.workers[0].lines)
+    assert lines[-1] == "a line that fills the pipe 19999\n"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 
+import jax
 import keras
 import pytest
 
@@ -194,6 +195,33 @@ def test_where_nobody_gets_on_all_places_are_shown_once(clock, monkeypatch, caps
         "keras_distribute: no step for 120 seconds in process 0. process 0 in run (step 3 of its program); "
         "process 1 in fit, evaluate or predict (step 2 of its program).\n"
     )
+
+
+def going_on_alone():
+    kd.MultiWorkerMirroredStrategy(
+        communication_options=kd.experimental.CommunicationOptions(timeout_seconds=SECONDS / 2)
+    )
+    if kd.process_index() == 1:
+        time.sleep(SECONDS)  # Others ask from time to time.
+    kd.barrier("both are here")
+    jax.distributed.shutdown()
+    time.sleep(SECONDS)
+    print("alone", flush=True)
+
+
+def test_whoever_has_ended_the_runtime_goes_on_alone():
+    with kd.testing.MultiProcessRunner(going_on_alone, 2, timeout=80) as runner:
+        results = runner.join()
+    assert [result.exit_code for result in results] == [0, 0], results
+    assert all("alone" in result.log for result in results)
+
+
+def test_where_all_are_over_nobody_ends_because_of_another_one():
+    ended = []
+    watch = liveness._Watch(1, 2, 10.0, end=ended.append)
+    watch._end_because(liveness._OVER, "")
+    watch.claim()  # Nobody has.
+    assert not ended
 
 
 def test_one_process_listens_to_nobody():

@@ -1,5 +1,6 @@
 """Two processes of two devices each do what one process does, and see the same."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -75,6 +76,13 @@ def test_unequal_data_end_together(job):
     total = sum(scenarios.X[side["own"]].sum() for side in (first, second))
     assert sum(total for _, total, _ in first["loop"]) == pytest.approx(total, rel=1e-5)
     assert all(shape == (rows, 5) for rows, _, shape in first["loop"])
+
+
+@pytest.mark.parametrize("taken", [2, 4, 6])
+def test_what_is_read_ahead_of_a_loop_that_is_broken_off_comes_again(taken):
+    for own, (first, rest) in kd.testing.run_in_processes(scenarios.loops_broken_off, 2, taken, timeout=100):
+        assert len(first) == taken
+        assert list(itertools.chain(*first, *rest)) == own
 
 
 def test_files_are_shared(job):
