@@ -1,4 +1,8 @@
-"""Eight virtual CPU devices for every test, set up before JAX starts."""
+"""Eight virtual CPU devices for every test, set up before JAX starts; and which cases of long tests run."""
+
+import os
+import zlib
+from collections import defaultdict
 
 import keras_distribute as kd
 
@@ -6,6 +10,24 @@ kd.config.set_cpu_devices(8)
 
 import jax
 import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Of the cases of each test that is marked `sampled(n)` one in `n` runs, always the same; with `EVERY_CASE` all."""
+    if os.environ.get("EVERY_CASE"):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for of_one_test in cases.values():
+        of_one_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(of_one_test[-(-len(of_one_test) // of_one_test[0].get_closest_marker("sampled").args[0]) :])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import pytest
 import keras_distribute as kd
 from keras_distribute.training import accumulation, batches, steps
 
+pytestmark = pytest.mark.sampled(3)
+
 RNG = np.random.RandomState(0)
 TOKENS = RNG.randint(0, 10, (70, 6))
 TARGETS = RNG.randn(70, 6, 1).astype("float32")

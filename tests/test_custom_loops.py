@@ -10,6 +10,8 @@ from keras.src.backend import set_keras_mask
 import keras_distribute as kd
 from keras_distribute import errors
 
+pytestmark = pytest.mark.sampled(3)
+
 RNG = np.random.RandomState(0)
 ROWS = 24
 X = RNG.randn(4, ROWS, 5).astype("float32")

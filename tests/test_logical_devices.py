@@ -28,7 +28,7 @@ from tests.logical import (
     tpu_strategy,
 )
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(2)]
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
 
 

@@ -14,7 +14,7 @@ import pytest
 from .interrupting import CompleteTooSoon, Cut, Log, PowerCut, assert_same, build, fit_arrays, interrupted, run
 from .support import data
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(3)]
 C = keras.callbacks
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from .processes import KINDS, Script, assert_as_uninterrupted, uninterrupted
 
+pytestmark = pytest.mark.sampled(2)
+
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "2"))
 SEED = os.environ.get("KILL_SEED", "0")
 

@@ -27,6 +27,8 @@ from .support import (
     strategy_of,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.mark.parametrize(
     ("place", "optimizer"),

@@ -19,7 +19,7 @@ from . import harness, zoo
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 PROFILES = {
     "ci": settings(
-        max_examples=4,
+        max_examples=2,
         derandomize=True,
         deadline=None,
         database=None,

@@ -14,6 +14,8 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import errors
 
+pytestmark = pytest.mark.sampled(2)
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(45, 3).astype("float32")
 Y = X.sum(1, keepdims=True)

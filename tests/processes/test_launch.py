@@ -165,6 +165,7 @@ def trained(what, folder, code):
     return [json.loads((folder / f"{i}.json").read_text()) for i in (0, 1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("what", "code"), [("raise", 0), ("kill", 0), ("terminate", 42)])
 def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(what, code, uninterrupted, tmp_path, monkeypatch):
     """A worker raises, the chief is killed, the launcher is told to end."""

@@ -12,6 +12,8 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute.training import compiled
 
+pytestmark = pytest.mark.sampled(3)
+
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(70, 4, 4, 1).astype("float32"), RNG.randint(0, 3, 70)
 

@@ -14,6 +14,8 @@ import keras_distribute as kd
 from keras_distribute.training import packing
 from tests.processes import sharded
 
+pytestmark = pytest.mark.sampled(3)
+
 X, Y = sharded.X, sharded.Y
 
 
