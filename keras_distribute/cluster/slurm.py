@@ -63,8 +63,9 @@ class SlurmClusterResolver(ClusterResolver):
 
     Tasks are numbered as Slurm numbers them: node after node in the order of its node list.
     Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Differs from TF: nodes are not sorted by their names,
-    where `n10` comes before `n9` and Slurm's task 0 would be looked for on another node; nodes without GPUs work, and
-    each task gets its place in the constructor.
+    where `n10` comes before `n9` and Slurm's task 0 would be looked for on another node; nodes without GPUs work;
+    where `CUDA_VISIBLE_DEVICES` names GPUs, tasks share those, not the first ones of the node; and each task gets its
+    place in the constructor.
 
     Args:
         jobs: The number of tasks of each job; by default all are workers. Jobs take the tasks in the order of their
