@@ -10,6 +10,7 @@ from keras_distribute.cluster.launched import OpenMPIClusterResolver as OpenMPIC
 from keras_distribute.cluster.resolver import ClusterResolver as ClusterResolver
 from keras_distribute.cluster.resolver import SimpleClusterResolver as SimpleClusterResolver
 from keras_distribute.cluster.resolver import UnionResolver as UnionResolver
+from keras_distribute.cluster.running import JaxClusterResolver as JaxClusterResolver
 from keras_distribute.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
 from keras_distribute.cluster.spec import ClusterSpec as ClusterSpec
 from keras_distribute.cluster.tf_config import SageMakerClusterResolver as SageMakerClusterResolver
@@ -20,6 +21,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "GCEClusterResolver",
+    "JaxClusterResolver",
     "KerasClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",

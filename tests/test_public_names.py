@@ -79,6 +79,7 @@ def test_the_public_names_are_these():
         "ClusterResolver",
         "ClusterSpec",
         "GCEClusterResolver",
+        "JaxClusterResolver",
         "KerasClusterResolver",
         "KubernetesClusterResolver",
         "KubernetesExecutableLocation",

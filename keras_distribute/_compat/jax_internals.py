@@ -4,9 +4,10 @@
   before JAX creates its client, and JAX has no public question for that. Goes when it has one.
 - `parallel._psum`: where `lax.psum` of what is no tracer is multiplied by the number of replicas at once. Replicas with
   different shapes may hold different numbers there, which nothing in the traced program tells. Goes when JAX traces it.
-- `distributed.global_state.client`: the key-value service of JAX's runtime, by which processes tell each other host
-  values. JAX's public functions for that run programs on the devices, which a thread that reads ahead must not: another
-  process may launch its programs in another order. Goes when JAX has a public client.
+- `distributed.global_state`: `client`, the key-value service of JAX's runtime, by which processes tell each other host
+  values, and `coordinator_address`, which the user may have given. JAX's public functions for host values run programs
+  on the devices, which a thread that reads ahead must not: another process may launch its programs in another order.
+  Goes when JAX has a public client.
 - `pxla.batched_device_put`: an array from the pieces of its devices in one call, as `make_array_from_callback` makes
   it. `jax.device_put` with a sharding takes 100 µs longer for each array on 4 devices, which a step of 2 ms feels.
   Goes when that is as fast.
@@ -38,6 +39,11 @@ def backends_are_initialized() -> bool:
 def coordination_client() -> Any:
     """The client of the key-value service that all processes share; `None` in a single process."""
     return distributed.global_state.client
+
+
+def coordinator_address() -> str | None:
+    """The address at which all processes have found each other; `None` in a single process."""
+    return distributed.global_state.coordinator_address
 
 
 def array_of_pieces(

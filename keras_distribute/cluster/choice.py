@@ -1,12 +1,15 @@
-"""Which resolver is meant where the user names none: what the environment says."""
+"""Which resolver is meant where the user names none: what the environment says, or what runs already."""
 
 from __future__ import annotations
 
 import os
 
+import jax
+
 from keras_distribute.cluster.google_cloud import TPUClusterResolver, hosts_of_environment
 from keras_distribute.cluster.launched import KerasClusterResolver, OpenMPIClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from keras_distribute.cluster.running import JaxClusterResolver
 from keras_distribute.cluster.slurm import SlurmClusterResolver
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.tf_config import SageMakerClusterResolver, TFConfigClusterResolver
@@ -21,7 +24,8 @@ def automatic_resolver() -> ClusterResolver:
     4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster): `SlurmClusterResolver`.
     5. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
     6. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
-    7. Otherwise this process is on its own.
+    7. JAX's runtime of several processes, where the program has started it: `JaxClusterResolver`.
+    8. Otherwise this process is on its own.
 
     Returns:
         A resolver; its `topology()` may still say that there is one process.
@@ -39,4 +43,6 @@ def automatic_resolver() -> ClusterResolver:
         return SageMakerClusterResolver()
     if "," in hosts_of_environment():
         return TPUClusterResolver()
+    if jax.distributed.is_initialized():
+        return JaxClusterResolver()
     return SimpleClusterResolver(ClusterSpec({}))

@@ -15,7 +15,7 @@ _MPI = "OMPI_COMM_WORLD_"
 _PORTS = 4096  # The last ports, from which a job's number chooses one; as JAX does.
 
 
-class _NumberedResolver(ClusterResolver):
+class NumberedResolver(ClusterResolver):
     """All processes are workers, and at least the first one's address is known."""
 
     def __init__(self, process_id: int, addresses: list[str], num_processes: int) -> None:
@@ -36,7 +36,7 @@ class _NumberedResolver(ClusterResolver):
         return Topology(self._task_id or 0, self._num_processes, coordinator)
 
 
-class KerasClusterResolver(_NumberedResolver):
+class KerasClusterResolver(NumberedResolver):
     """Reads the cluster from `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and `_PROCESS_ID`.
 
     The first holds the addresses of all processes, separated by commas, or that of the first process alone.
@@ -70,7 +70,7 @@ class KerasClusterResolver(_NumberedResolver):
         super().__init__(_number(f"{_KERAS}PROCESS_ID"), addresses, num_processes)
 
 
-class OpenMPIClusterResolver(_NumberedResolver):
+class OpenMPIClusterResolver(NumberedResolver):
     """Reads the cluster from the environment of Open MPI's `mpirun`.
 
     The first process is looked for on the host that `mpirun` was started on, at a port chosen by the number of the

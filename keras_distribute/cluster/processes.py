@@ -30,10 +30,11 @@ _STARTS = 10  # How many times as long a process may take to start: it may still
 _LOOK_SECONDS = 4.0
 _STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # What JAX's runtime puts in front.
 _T = TypeVar("_T")
+_takes_part = False
 
 
 def start(topology: Topology, how: str, timeout_seconds: float | None = None) -> None:
-    """Starts the runtime, unless it runs already; returns when all processes have.
+    """Starts the runtime, unless it runs already, and takes part; returns when all processes have.
 
     Args:
         topology: Of this process.
@@ -44,9 +45,11 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     Raises:
         ClusterError: Where JAX has started already as something else.
     """
+    global _takes_part
     if topology.num_processes == 1:
         return
     agreement.set_wait(timeout_seconds)
+    silence = timeout_seconds or SILENCE_SECONDS
     if jax.distributed.is_initialized():
         running = (jax.process_index(), jax.process_count())
         if running != (topology.process_id, topology.num_processes):
@@ -55,7 +58,14 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
                 received=f"process {topology.process_id} of {topology.num_processes}, by {how}.",
                 fix="start each process with the environment of one cluster.",
             )
-        return
+    else:
+        _initialize(topology, how, silence)
+    if not _takes_part:
+        _take_part(topology, how, silence)
+        _takes_part = True
+
+
+def _initialize(topology: Topology, how: str, silence: float) -> None:
     if jax_internals.backends_are_initialized():
         raise ClusterError(
             "JAX has started already, as a process of its own.",
@@ -63,7 +73,6 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             fix="create the strategy first thing in the program, before any array, model or variable.",
         )
     assert topology.coordinator is not None
-    silence = timeout_seconds or SILENCE_SECONDS
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     terminated = signal.getsignal(signal.SIGTERM)
     try:
@@ -83,6 +92,9 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
         ) from error
     if threading.current_thread() is threading.main_thread() and terminated is not None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
+
+
+def _take_part(topology: Topology, how: str, silence: float) -> None:
     liveness.watch(topology.process_id, topology.num_processes, silence)
     atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.
     _fail_at_once()

@@ -14,6 +14,7 @@ from keras_distribute.testing.modules import module_of
 
 def main(folder: Path) -> int:
     """Calls the function that `folder` describes; returns the exit code."""
+    result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
     call = pickle.loads((folder / "call").read_bytes())
     sys.path[:] = list(dict.fromkeys([*call["path"], *sys.path]))
     value: Any = None
@@ -31,7 +32,6 @@ def main(folder: Path) -> int:
         value = function(*args, **kwargs)
     except BaseException as failure:
         caught, error = failure, traceback.format_exc()
-    result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
     part = result.with_suffix(".part")
     part.write_bytes(pickle.dumps((value, error)))
     part.rename(result)

@@ -330,6 +330,21 @@ def different_seeds(seed):
     return np.random.rand(2).tolist(), float(keras.random.normal(()))
 
 
+def runtime_of_ones_own(seed):
+    """The program starts JAX's runtime itself, and names no cluster: who takes part, and what each draws."""
+    names = [f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")]
+    address, count, index = (os.environ.pop(name) for name in names)
+    keras.utils.set_random_seed(seed + int(index))
+    jax.distributed.initialize(address, int(count), int(index), cluster_detection_method="deactivate")
+    strategies = [kd.MultiWorkerMirroredStrategy() for _ in range(2)]
+    resolver = strategies[0].cluster_resolver
+    assert resolver.topology() == kd.cluster_resolver.Topology(int(index), int(count), address)
+    with strategies[1].scope():
+        model = linear()
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return strategies[1].num_replicas_in_sync, type(resolver).__name__, np.random.rand(2).tolist(), weights_of(model)
+
+
 def different_devices():
     """One device in process 0, two in process 1: what each is told."""
     kd.config.set_cpu_devices(1 + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]))

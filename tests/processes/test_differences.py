@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 import keras_distribute as kd
@@ -47,6 +48,13 @@ def test_seeds_are_agreed(seed):
     """Without a seed, and with different ones."""
     first, second = kd.testing.run_in_processes(scenarios.different_seeds, 2, seed, timeout=60)
     assert first == second
+
+
+def test_a_runtime_that_the_program_has_started_is_taken_over():
+    first, second = kd.testing.run_in_processes(scenarios.runtime_of_ones_own, 2, 3, timeout=100)
+    assert first[:3] == second[:3] and first[:2] == (2, "JaxClusterResolver")
+    for ours, theirs in zip(first[3], second[3], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_processes_have_as_many_devices():
