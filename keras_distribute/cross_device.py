@@ -23,6 +23,8 @@ from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import Mirrored, PerReplica, is_array
 
+_FUSED_ARRAYS = 8  # The most that XLA for CPUs concatenates together with what yields them (JAX 0.10).
+
 
 class CrossDeviceOps:
     """How values are reduced over the replicas: the base of the choices that `MirroredStrategy` takes.
@@ -133,7 +135,7 @@ class _Packed(CrossDeviceOps):
         values = [widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
         packs = _packs(values, self._num_packs, options.bytes_per_pack or self._bytes_per_pack)
         results: list[Any] = [None] * len(values)
-        joined = [jnp.concatenate([jnp.ravel(values[i]) for i in p]) if len(p) > 1 else values[p[0]] for p in packs]
+        joined = [_joined([values[i] for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs]
         for pack, total in zip(packs, self._sums(joined), strict=True):
             offset = 0
             for i in pack:
@@ -300,6 +302,23 @@ def _packs(values: Sequence[Any], num_packs: int, bytes_per_pack: int) -> list[l
             filled += values[i].nbytes
         packs.append(pack)
     return packs
+
+
+def _joined(values: Sequence[Any]) -> jax.Array:
+    """Values of one dtype as one flat buffer.
+
+    XLA for CPUs makes one loop of the concatenation of few arrays and of what yields them, and divides it over threads
+    that processes of one machine take from each other: to write the arrays one by one takes two thirds of the time of a
+    whole step (`benchmarks/processes.py`, the smaller model). A concatenation of many it leaves alone, which is faster.
+    """
+    flat = list(map(jnp.ravel, values))
+    if len(flat) > _FUSED_ARRAYS:
+        return jnp.concatenate(flat)
+    buffer, offset = jnp.zeros(sum(value.size for value in flat), flat[0].dtype), 0
+    for value in flat:
+        buffer = lax.dynamic_update_slice(buffer, value, (offset,))
+        offset += value.size
+    return buffer
 
 
 def checked_arrays(components: Sequence[Any], verb: str) -> list[Any]:

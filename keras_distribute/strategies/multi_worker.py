@@ -14,7 +14,7 @@ from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 
-# Gloo sums each array by itself, and takes 0.3 ms or more for it.
+# Gloo sums each array by itself, and takes about 0.4 ms or more for it (`benchmarks/processes.py`).
 _CPU_PACK_BYTES = 4 * 2**20
 
 
