@@ -202,6 +202,16 @@ def test_cross_device_ops_give_the_same_numbers(name, n):
         )
 
 
+@pytest.mark.parametrize("count", [2, 8, 9, 20])
+def test_any_number_of_arrays_go_into_one_buffer(count):
+    strategy = mirrored(2, kd.NcclAllReduce())
+    parts = [[np.asarray(RNG.randn(k % 3 + 1, 4), "float32") for k in range(count)] for _ in range(2)]
+    values = [distributed(strategy, [row[k] for row in parts]) for k in range(count)]
+    sums = strategy.extended.batch_reduce_to("SUM", [(value, value) for value in values])
+    for k, total in enumerate(sums):
+        np.testing.assert_array_equal(np.asarray(total), parts[0][k] + parts[1][k])
+
+
 def count_all_reduces(strategy, fn, *args):
     strategy.run(fn, args=args)
     program = next(iter(strategy.programs.programs_of(fn).values()))
