@@ -308,8 +308,9 @@ def _joined(values: Sequence[Any]) -> jax.Array:
     """Values of one dtype as one flat buffer.
 
     XLA for CPUs makes one loop of the concatenation of few arrays and of what yields them, and divides it over threads
-    that processes of one machine take from each other: to write the arrays one by one takes two thirds of the time of a
-    whole step (`benchmarks/processes.py`, the smaller model). A concatenation of many it leaves alone, which is faster.
+    that the processes of one machine take from each other. Where the arrays are written one by one, a step of the
+    smaller model of `benchmarks/processes.py` takes two thirds of the time. A concatenation of many it leaves alone, as
+    the faster one.
     """
     flat = list(map(jnp.ravel, values))
     if len(flat) > _FUSED_ARRAYS:
