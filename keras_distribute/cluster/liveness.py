@@ -200,10 +200,10 @@ class _Watch:
                 0,
                 f"process 0, by which all find each other, has not answered for {now - self._answered:.0f} seconds",
             )
-        others = [
+        others = [  # Up to the last answer: since then nobody could be heard.
             (when, process, told)
             for process, (told, when) in self._heard.items()
-            if process != self.process and now - when > seconds and not _is_over(told)
+            if process != self.process and self._answered - when > seconds and not _is_over(told)
         ]
         if not others:
             return None

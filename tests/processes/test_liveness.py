@@ -169,11 +169,23 @@ def test_silence_is_judged_by_what_was_last_heard(clock):
     assert watch.silent(10.0) is None
     clock.now = 12.0
     assert watch.silent(5.0)[0] == 1  # The longest of all.
+    watch.hear({"x/0": "3|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"})
     assert (
         watch.silent(10.0)[1] == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
     )
-    clock.now = 19.0
+    clock.now = 23.0
     assert watch.silent(10.0)[1] == "process 0, by which all find each other, has not answered for 11 seconds"
+
+
+def test_where_process_0_is_silent_nobody_else_is_blamed(clock):
+    watch = liveness._Watch(2, 3, 10.0, end=lambda code: None)
+    watch.hear({"x/0": "1|7|7|in run", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"})
+    clock.now = 1.0  # Process 1 has told nothing new since, and process 0 freezes now.
+    watch.hear({"x/0": "2|7|7|in run", "x/1": "1|7|7|in run", "x/2": "2|7|7|in run"})
+    clock.now = 10.5
+    assert watch.silent(10.0) is None
+    clock.now = 11.5
+    assert watch.silent(10.0)[0] == 0
 
 
 def test_time_in_which_it_stood_still_itself_does_not_count(clock):
