@@ -181,6 +181,7 @@ OPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_cross_device_ops_give_the_same_numbers(name, n):

@@ -18,6 +18,7 @@ SITE = runpy.run_path(str(ROOT / "scripts" / "site_notebooks.py"), run_name="sit
 RUN = runpy.run_path(str(ROOT / "scripts" / "run_docs.py"), run_name="run_docs")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", RUN["pages"](), ids=lambda page: str(pathlib.Path(page).name))
 def test_code_blocks_run(page):
     result = subprocess.run(

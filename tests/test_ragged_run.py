@@ -14,7 +14,7 @@ from keras.src.backend import set_keras_mask
 import keras_distribute as kd
 from keras_distribute import errors
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 RNG = np.random.RandomState(0)
 SPLITS = [(3, 2), (8, 0), (2, 2, 2, 0), (1, 1, 1, 0), (5, 0, 0, 3), (2, 2, 2, 2, 2, 2, 2, 1), (8, 0, 0, 0, 0, 0, 0, 0)]

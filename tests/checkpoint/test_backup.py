@@ -17,7 +17,7 @@ from keras_distribute.errors import CheckpointError, InputError
 from .interrupting import Cut, PowerCut, assert_same, build, fit_arrays, interrupted, run
 from .support import data, scope, strategy_of
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(5)]
 STEP = "on_train_batch_end"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from .processes import KINDS, Script, assert_as_uninterrupted, uninterrupted
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "2"))
 SEED = os.environ.get("KILL_SEED", "0")

@@ -13,7 +13,7 @@ from keras import layers, optimizers
 import keras_distribute as kd
 from keras_distribute.training import packing
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(42, 6).astype("float32"), RNG.randint(0, 3, 42)
