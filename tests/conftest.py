@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, set up before JAX starts; and which cases of long tests run."""
 
+import gc
 import os
 import zlib
 from collections import defaultdict
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back():
+    """Programs and models end with the file that made them; thousands of them slow every test, and stall some."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

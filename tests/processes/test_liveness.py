@@ -12,7 +12,7 @@ import keras_distribute as kd
 from keras_distribute.cluster import liveness
 
 pytestmark = pytest.mark.timeout(120)
-SECONDS = 4.0
+SECONDS = 6.0
 
 
 def training(raises=None, error=KeyError, text="a bug of the user's"):
