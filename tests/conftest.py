@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_given_back():
-    """Programs and models end with the file that made them; thousands of them slow every test, and stall some."""
+    """Programs and models end with the file that made them: a process would hold some 5 GB of them in the end."""
     yield
     jax.clear_caches()
     gc.collect()

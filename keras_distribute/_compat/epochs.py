@@ -11,6 +11,7 @@ needs a step's logs even where none is left in the epoch. Goes when Keras can re
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -67,13 +68,14 @@ class Pass(Iterator[Any]):
     """One pass over the data of an epoch iterator; its feed is opened when the first batch is asked for.
 
     Args:
-        epochs: The epoch iterator.
-        open_feed: Opens a feed, and closes the one before it, if any.
+        epochs: The epoch iterator, which has to live as long as its steps.
+        open_feed: Opens a feed for an epoch iterator, and closes the one before it, if any.
         refuse_empty: Raises the error for data without a batch.
     """
 
-    def __init__(self, epochs: Any, open_feed: Callable[[Any], Any], refuse_empty: Callable[[], None]) -> None:
-        self._epochs, self._open, self._refuse_empty = epochs, open_feed, refuse_empty
+    def __init__(self, epochs: Any, open_feed: Callable[[Any, Any], Any], refuse_empty: Callable[[], None]) -> None:
+        self._epochs = weakref.ref(epochs)  # It holds its last pass: what that has read is to end with it.
+        self._open, self._refuse_empty = open_feed, refuse_empty
         self._any = False
         self.feed: Any = None
 
@@ -94,10 +96,11 @@ class Pass(Iterator[Any]):
         self._any = True
 
     def _opened(self) -> Any:
-        last = getattr(self._epochs, _LAST, None)
-        self.feed = self._open(None if last is None else last.feed)
+        epochs = self._epochs()
+        last = getattr(epochs, _LAST, None)
+        self.feed = self._open(epochs, None if last is None else last.feed)
         self._any = last is not None
-        setattr(self._epochs, _LAST, self)
+        setattr(epochs, _LAST, self)
         return self.feed
 
 

@@ -166,7 +166,7 @@ def install(seams: Seams) -> Undo:
             if _calls.only_looks(self) and seams.looks(self.data_adapter):
                 return looked(self)
             if seams.takes_host_batches() or _calls.followed_fit() is not None:
-                return epochs.Pass(self, lambda last: opened(self, last), seams.refuse_empty)
+                return epochs.Pass(self, opened, seams.refuse_empty)
             return original(self)
 
         def looked(self: Any) -> Generator[Any]:
@@ -174,7 +174,7 @@ def install(seams: Seams) -> Undo:
             seams.refuse_empty()
 
         def opened(self: Any, last: Any) -> Any:
-            _calls.close(last)  # Only one pass of an iterator is under way; the other was at its end, or given up.
+            _calls.release(last)  # Only one pass of an iterator is under way; the other was at its end, or given up.
             group = self.steps_per_execution
             per_epoch = -(-self.steps_per_epoch // group) * group if self.steps_per_epoch else None
             feed = seams.feed(_calls.trainer, self.data_adapter, per_epoch)
@@ -267,20 +267,20 @@ class _Calls(threading.local):
 
     @contextlib.contextmanager
     def entered(self, trainer: Any, name: str) -> Generator[None]:
-        """For the time of a public method; the outermost one closes all feeds, whatever happens."""
+        """For the time of a public method; the outermost one ends all feeds, whatever happens."""
         self._stack.append((trainer, name))
         try:
             yield
         finally:
             self._stack.pop()
             while not self._stack and self.feeds:
-                self.feeds.pop().close()
+                self.feeds.pop().release()
 
-    def close(self, feed: Any) -> None:
-        """Closes one of the feeds."""
+    def release(self, feed: Any) -> None:
+        """Ends one of the feeds."""
         if feed in self.feeds:
             self.feeds.remove(feed)
-            feed.close()
+            feed.release()
 
     def follower(self) -> epochs.Follower | None:
         """Who follows the innermost `fit`."""

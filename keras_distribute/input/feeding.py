@@ -102,6 +102,13 @@ class Feed(Iterator[Any]):
         if self._work is not None:
             self._work.stop(wait=True)
 
+    def release(self) -> None:
+        """Closes, and lets go of the reader: pipelines hold threads and large buffers. It has no position then."""
+        self.close()
+        if self._dropped is not None:
+            self._dropped.detach()
+        self._work = None
+
     def _opened(self) -> Reader:
         dropped.settle()  # A pass that was dropped gives back first what it has read ahead.
         return self._open()
@@ -176,7 +183,10 @@ class _Work:
                     self._changed.wait()
                 if self._stopped or not self._ready:
                     failure, self._failure = self._failure, None  # Its traceback holds the feed, which would never end.
-                    raise failure or StopIteration
+                    try:
+                        raise failure or StopIteration
+                    finally:
+                        del failure  # Or the traceback and this frame would hold each other, and the reader with them.
                 item = self._ready.popleft()
                 self._changed.notify_all()
         self._position = item.position
@@ -201,7 +211,9 @@ class _Work:
                         item = self._next()
                     except BaseException as failure:
                         with self._changed:
-                            self._failure, self._ended = failure, True
+                            # The end needs no traceback, which would hold this frame, and with it the reader.
+                            self._failure = None if isinstance(failure, StopIteration) else failure
+                            self._ended = True
                             self._changed.notify_all()
                         return
                     with self._changed:
@@ -261,6 +273,7 @@ class _Work:
                 return
         unread = len(self._ready)
         self._ready.clear()
+        self._failure = None  # Nobody has asked for it.
         self._reader.close(unread)
 
 

@@ -1,0 +1,85 @@
+"""What a pass has read ends with the pass, without a garbage collection: pipelines hold threads and large buffers."""
+
+import gc
+
+import grain
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_distribute as kd
+from keras_distribute import dropped
+from keras_distribute.input import feeding
+
+X, Y = np.ones((70, 6), "float32"), np.ones((70, 3), "float32")
+
+
+def tf_data():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+
+
+def unknown_length():
+    return tf_data().filter(lambda x, y: True)
+
+
+def grain_data():
+    return grain.MapDataset.source([(x, y) for x, y in zip(X, Y, strict=True)]).batch(16).to_iter_dataset()
+
+
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    dropped.settle()
+    before = set(map(id, feeding._Work._all))
+    gc.disable()
+    yield lambda: [work for work in feeding._Work._all if id(work) not in before]
+    gc.enable()
+
+
+def failing(x):
+    raise ValueError("an error of the user's")
+
+
+@pytest.mark.parametrize("data", [tf_data, unknown_length, grain_data], ids=lambda data: data.__name__)
+def test_by_the_methods_of_a_model(data, no_collection):
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    for call in (
+        lambda: model.fit(data(), epochs=2, verbose=0),
+        lambda: model.fit(data(), validation_data=data(), verbose=0),
+        lambda: model.fit(data(), steps_per_epoch=2, verbose=0),
+        lambda: model.evaluate(data(), verbose=0),
+        lambda: model.predict(data(), verbose=0),
+    ):
+        call()
+        dropped.settle()
+        assert not no_collection()
+
+
+def test_by_loops(no_collection):
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(unknown_length())
+    for _ in dataset:
+        pass
+    for _ in dataset:
+        break
+    dropped.settle()
+    assert not no_collection()
+
+
+def test_by_a_pass_that_fails(no_collection):
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(
+        tf_data().map(lambda x, y: tf.py_function(failing, [x], tf.float32))
+    )
+    try:
+        list(dataset)
+    except Exception as error:
+        assert "an error of the user's" in str(error)
+    else:
+        pytest.fail("no error")
+    dropped.settle()
+    assert not no_collection()
