@@ -69,7 +69,7 @@ class Pass(Iterator[Any]):
 
     Args:
         epochs: The epoch iterator, which has to live as long as its steps.
-        open_feed: Opens a feed for an epoch iterator, and closes the one before it, if any.
+        open_feed: Opens a feed for an epoch iterator, and releases the one before it, if any.
         refuse_empty: Raises the error for data without a batch.
     """
 

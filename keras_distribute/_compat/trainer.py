@@ -267,7 +267,7 @@ class _Calls(threading.local):
 
     @contextlib.contextmanager
     def entered(self, trainer: Any, name: str) -> Generator[None]:
-        """For the time of a public method; the outermost one ends all feeds, whatever happens."""
+        """For the time of a public method; the outermost one releases all feeds, whatever happens."""
         self._stack.append((trainer, name))
         try:
             yield
@@ -277,7 +277,7 @@ class _Calls(threading.local):
                 self.feeds.pop().release()
 
     def release(self, feed: Any) -> None:
-        """Ends one of the feeds."""
+        """Releases one of the feeds."""
         if feed in self.feeds:
             self.feeds.remove(feed)
             feed.release()

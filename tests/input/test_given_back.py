@@ -1,6 +1,7 @@
 """What a pass has read ends with the pass, without a garbage collection: pipelines hold threads and large buffers."""
 
 import gc
+import weakref
 
 import grain
 import keras
@@ -31,9 +32,9 @@ def grain_data():
 def no_collection():
     gc.collect()
     dropped.settle()
-    before = set(map(id, feeding._Work._all))
+    before = list(feeding._Work._all)
     gc.disable()
-    yield lambda: [work for work in feeding._Work._all if id(work) not in before]
+    yield lambda: [work for work in feeding._Work._all if work not in before]
     gc.enable()
 
 
@@ -57,6 +58,17 @@ def test_by_the_methods_of_a_model(data, no_collection):
         call()
         dropped.settle()
         assert not no_collection()
+
+
+def test_arrays_end_with_fit(no_collection):
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    x = X.copy()
+    watched = weakref.ref(x)
+    model.fit(x, Y, batch_size=16, verbose=0)
+    del x
+    assert watched() is None
 
 
 def test_by_loops(no_collection):
