@@ -14,11 +14,10 @@ from keras_distribute._compat import (
     optimizer,
     saving,
     tensorflow,
-    trainer,
     variables,
 )
 from keras_distribute.strategies.default import default_strategy
-from keras_distribute.training import replica_rules, sharding, steps
+from keras_distribute.training import replica_rules, sharding, steps, trainer
 from keras_distribute.training.saving import written_once
 from keras_distribute.variables import choose_class
 
@@ -34,8 +33,8 @@ def install() -> None:
         [
             variables.install(choose_class),
             tensorflow.keep_off_accelerators(),
-            trainer.install(seams := steps.TrainerSeams()),
-            adapters.install(seams.adapter),
+            trainer.install(),
+            adapters.install(steps.choose_adapter),
             callbacks.install(steps.is_quiet),
             saving.install(written_once),
             optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree, sharding.slot_created),

@@ -61,7 +61,7 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-_stack = _Stack()
+stack = _Stack()
 _process_strategy: Strategy | None = None
 _default_strategy: Callable[[], Strategy] | None = None
 
@@ -80,8 +80,8 @@ def default_strategy() -> Strategy:
 
 def frame() -> Frame:
     """The innermost frame of this thread."""
-    if _stack.frames:
-        return _stack.frames[-1]
+    if stack.frames:
+        return stack.frames[-1]
     if _process_strategy is not None:
         return Frame(_process_strategy, Mode.CROSS)
     return default_strategy().top_frame
@@ -89,33 +89,33 @@ def frame() -> Frame:
 
 def in_ragged_program() -> bool:
     """Whether a program is being traced whose replicas hold different shapes, so that no count is known from one."""
-    return any(entry.ragged for entry in _stack.frames)
+    return any(entry.ragged for entry in stack.frames)
 
 
 @contextlib.contextmanager
 def entered(new: Frame) -> Generator[Frame]:
     """Makes `new` the innermost frame for a `with` block; removed again whatever happens inside."""
-    _stack.frames.append(new)
-    depth = len(_stack.frames)
+    stack.frames.append(new)
+    depth = len(stack.frames)
     try:
         yield new
     finally:
-        del _stack.frames[depth - 1 :]
+        del stack.frames[depth - 1 :]
 
 
 def frames() -> list[Frame]:
     """This thread's frames, to hand to another thread."""
-    return list(_stack.frames)
+    return list(stack.frames)
 
 
 @contextlib.contextmanager
 def inherited(frames: list[Frame]) -> Generator[None]:
     """Gives this thread the frames of another one, for a `with` block."""
-    before, _stack.frames = _stack.frames, list(frames)
+    before, stack.frames = stack.frames, list(frames)
     try:
         yield
     finally:
-        _stack.frames = before
+        stack.frames = before
 
 
 class Scope(contextlib.AbstractContextManager["Strategy"]):
@@ -133,28 +133,28 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
                 received=describe(current),
                 fix="open `with strategy.scope():` around the call of strategy.run.",
             )
-        if _stack.frames and current.strategy is not self._strategy:
+        if stack.frames and current.strategy is not self._strategy:
             raise ContextError(
                 "Two strategies cannot be mixed: this scope was opened inside another strategy's.",
                 received=f"{self._strategy!r} inside {current.strategy!r}.",
                 fix="leave the outer `with strategy.scope():` first; one model, one strategy.",
             )
         own = Frame(self._strategy, Mode.CROSS, named=True)
-        _stack.frames.append(own)
+        stack.frames.append(own)
         self._entered.append(own)
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
         own = self._entered.pop() if self._entered else None
-        if not _stack.frames or _stack.frames[-1] is not own:
-            if own is not None and own in _stack.frames:
-                _stack.frames.remove(own)
+        if not stack.frames or stack.frames[-1] is not own:
+            if own is not None and own in stack.frames:
+                stack.frames.remove(own)
             raise ContextError(
                 "Scopes were left in another order than they were entered.",
                 received=f"the end of a scope of {self._strategy!r} that is not the innermost one.",
                 fix="use `with strategy.scope():` blocks, which nest by themselves.",
             )
-        _stack.frames.pop()
+        stack.frames.pop()
 
 
 def get_strategy() -> Strategy:
@@ -175,7 +175,7 @@ def has_strategy() -> bool:
 
 def scope_strategy() -> Strategy | None:
     """The strategy whose scope the user opened around this code, or set for the process; `None` for the default one."""
-    named = [entry.strategy for entry in _stack.frames if entry.named]
+    named = [entry.strategy for entry in stack.frames if entry.named]
     chosen = named[-1] if named else _process_strategy
     return None if chosen is default_strategy() else chosen
 
@@ -208,7 +208,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise StructureTypeError(
             "experimental_set_strategy takes a strategy.", received=f"{strategy!r}.", fix="kd.MirroredStrategy()"
         )
-    if _stack.frames:
+    if stack.frames:
         raise ContextError(
             "The strategy of the process cannot be changed inside a scope.",
             received=describe(frame()),

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute import context
+from keras_distribute import context, launches
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
@@ -240,7 +240,8 @@ def _compiled_for(key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box) -> C
     def body(*stacked: jax.Array) -> Any:
         return box.function(*(x[0] for x in stacked))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+    return launches.ordered(jax.jit(mapped))
 
 
 class _Box:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from keras_distribute import launches
 from keras_distribute._compat import jax_internals
 from keras_distribute.errors import DeviceError
 
@@ -310,7 +311,7 @@ def on_every_replica(array: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _whole(mesh: ReplicaMesh) -> Any:
-    return jax.jit(lambda array: array, out_shardings=mesh.replicated)
+    return launches.ordered(jax.jit(lambda array: array, out_shardings=mesh.replicated))
 
 
 def mesh_of_array(array: jax.Array) -> Mesh:

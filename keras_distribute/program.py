@@ -19,16 +19,17 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from keras_distribute import replication, tracing
+from keras_distribute import launches, replication, tracing
 from keras_distribute.call import Call, Static
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Mode
 from keras_distribute.errors import AggregationError
+from keras_distribute.launches import Executable
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.tracing import Trace
 from keras_distribute.types import RunOptions
 from keras_distribute.values import PerReplica
-from keras_distribute.variables import SyncOnReadVariable, check_same_values, taken_error
+from keras_distribute.variables import DistributedVariable, Holder, SyncOnReadVariable, check_same_values
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -173,42 +174,83 @@ class _Program:
         compiler_options = options.experimental_xla_options if options is not None else None
         # Variables come back as they are stored, or the second call would compile again.
         stored = [self.variables[i].sharding for i in self.written]
-        self.compiled = jax.jit(
-            mapped,
+        self.jitted = jax.jit(
+            lambda written, read, arrays: mapped(written, read, arrays),
             donate_argnums=0,
             # What the compiler chooses to divide over logical devices would not be one component on each replica.
             out_shardings=(strategy.replica_mesh.split if strategy.replica_mesh.logical_axes else None, stored),
             compiler_options=compiler_options,
         )
+        self._holder = _Written([self.variables[i] for i in self.written])
+        self._executables: dict[Any, Executable] = {}
 
     def __call__(self, arrays: list[Any]) -> Any:
-        liveness.at("in run", self._num_processes)
-        variables = self.variables
-        results, new = self.compiled(
-            [_donatable(variables[i]) for i in self.written], [_value_of(variables[i]) for i in self.read], arrays
-        )
-        for i, value in zip(self.written, new, strict=True):
-            variables[i]._value = value
+        holder = self._holder
+        program = self._executable(arrays)
+        program.compile()  # Before `lock` is taken: others may run programs meanwhile.
+        with launches.lock:
+            written = holder.take()
+            read = [_stored(self.variables[i]) for i in self.read]
+            liveness.at("in run", self._num_processes)
+            program.launch(holder.landing, written, read, arrays)
+            results = holder.landed()
         left = map(_per_replica, results, self._trace.shapes)
         leaves = [next(left) if leaf is None else leaf.value for leaf in self._trace.leaves]
         return jax.tree.unflatten(self._trace.structure, leaves)
 
+    def _executable(self, arrays: list[Any]) -> Executable:
+        """The program for arguments on these devices; the signature has their shapes."""
+        where = tuple(getattr(array, "sharding", None) for array in arrays)
+        found = self._executables.get(where)
+        if found is None:
+            written, read = ([_form_of(self.variables[i]) for i in indices] for indices in (self.written, self.read))
+            found = Executable(self.jitted, written, read, arrays)
+            self._executables[where] = found
+        return found
+
+
+class _Written(Holder):
+    """What has the values of the variables that a program assigns: a list of their arrays."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        super().__init__(enumerate(variables))
+
+    def take(self) -> list[Any]:
+        state = super().take() if self.changed or self.landing else []
+        # Whoever has read a variable may still hold its array, and a donated array is
+        # deleted. References: the list's, the loop's, and the argument of getrefcount.
+        for i, array in enumerate(state):
+            if sys.getrefcount(array) > 3:
+                state[i] = jnp.copy(array)
+        return state
+
+    def _with(self, changed: dict[int, Any]) -> list[Any]:
+        state = list(self.landing[-1][1]) if self.landing else [None] * len(changed)
+        for i, variable in changed.items():
+            state[i] = variable.stored
+        return state
+
+    def _array(self, place: int, variable: Any) -> Any:
+        return self.landing[-1][1][place]
+
+
+def _stored(variable: Any) -> Any:
+    """The array that a variable keeps."""
+    return variable.stored if isinstance(variable, DistributedVariable) else variable.value
+
+
+def _form_of(variable: Any) -> Any:
+    """Of the array that a variable keeps."""
+    shape = tuple(variable.shape)
+    if isinstance(variable, SyncOnReadVariable):
+        shape = (variable.replica_mesh.num_replicas, *shape)
+    if isinstance(variable, DistributedVariable):
+        return jax.ShapeDtypeStruct(shape, variable._dtype, sharding=variable.sharding)
+    return variable.value
+
 
 def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
     return PerReplica(stacked=array) if shapes is None else PerReplica(padded=array, shapes=shapes)
-
-
-def _value_of(variable: Any) -> Any:
-    if variable._value is None:
-        raise taken_error(variable)
-    return variable._value
-
-
-def _donatable(variable: Any) -> Any:
-    """The variable's array, to be given away: a copy if anyone else holds it, since a donated array is deleted."""
-    value = _value_of(variable)
-    # References: the variable's, this frame's, and the argument of getrefcount.
-    return jnp.copy(value) if sys.getrefcount(value) > 3 else value
 
 
 def _differing_error(variables: list[Any]) -> AggregationError:

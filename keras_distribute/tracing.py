@@ -27,7 +27,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.values import Mirrored, PerReplica
-from keras_distribute.variables import DistributedVariable, taken_error
+from keras_distribute.variables import DistributedVariable
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -182,9 +182,8 @@ class _Capture(compat.StatelessScope):
                 fix="build the model under the strategy that runs it.",
             )
         self.unknown[key] = variable
-        if getattr(variable, "_value", None) is None:
-            if variable._initializer is None:
-                raise taken_error(variable)
+        ours = isinstance(variable, DistributedVariable)
+        if not (variable.is_initialized if ours else variable._value is not None):
             self.created[key] = variable
             return None  # Created inside the function: Keras shows its initial value until the trace ends.
         return jnp.zeros(variable.shape, variable._dtype)

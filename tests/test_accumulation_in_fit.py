@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.training import accumulation, batches, steps
+from keras_distribute import context
+from keras_distribute.training import batches, steps
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -86,19 +87,12 @@ def test_the_numbers_of_one_device(one_device, kind, n):
 
 def compiled_step(model, rows):
     """The text of the training step that XLA compiled for a batch of `rows`."""
-    seams, strategy = steps.TrainerSeams(), model.layers[0].weights[0].distribute_strategy
-    with seams.entered(model):
+    strategy = model.layers[0].weights[0].distribute_strategy
+    with context.entered(steps.frame_for(strategy)):
         model.train_function = None
         model.train_on_batch(TOKENS[:rows], TARGETS[:rows])
-        indices = accumulation.accumulator_indices(model)
-        state = model._get_jax_state(
-            trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
-        )
-        if indices:
-            state = accumulation.unwrapped(state, indices, steps.spread_sum(strategy.replica_mesh))
-        data, true_rows, spread = batches.place((TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh)
-        run = seams.compile_step(model, "train", model.train_step)
-        return run.program.lower(state, data, true_rows, spread).compile().as_text()
+        placed = batches.place((TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh)
+        return steps.compile_step(model, "train").executable(placed).compile().as_text()
 
 
 def test_gradients_travel_only_when_the_optimizer_updates():

@@ -216,7 +216,7 @@ def test_any_number_of_arrays_go_into_one_buffer(count):
 def count_all_reduces(strategy, fn, *args):
     strategy.run(fn, args=args)
     program = next(iter(strategy.programs.programs_of(fn).values()))
-    text = program.compiled.lower(
+    text = program.jitted.lower(
         [program.variables[i].stored for i in program.written],
         [program.variables[i].stored for i in program.read],
         list(args),

@@ -182,7 +182,7 @@ def test_accumulation_communicates_only_when_it_updates():
     x = distributed(strategy, X[0])
     strategy.run(step, args=(x,))
     program = next(iter(strategy.programs.programs_of(step).values()))
-    compiled = program.compiled.lower(
+    compiled = program.jitted.lower(
         [program.variables[i].stored for i in program.written],
         [program.variables[i].stored for i in program.read],
         [x.stacked],

@@ -52,9 +52,9 @@ def texts(monkeypatch: Any) -> list[str]:
     found: list[str] = []
     original = CompiledStep._one
 
-    def noting(self: Any, carried: Any, placed: Any) -> Any:
-        found.append(self._for(carried, placed).lower(carried, *placed).compile().as_text())
-        return original(self, carried, placed)
+    def noting(self: Any, holder: Any, placed: Any) -> Any:
+        found.append(self.executable(placed).compile().as_text())
+        return original(self, holder, placed)
 
     monkeypatch.setattr(CompiledStep, "_one", noting)
     return found
@@ -151,7 +151,7 @@ def test_what_each_device_computes_in_run() -> None:
     assert [component.shape for component in result.values] == [(8, 6)] * 2
     assert layer.kernel.stored.sharding.spec == PartitionSpec("logical_0", "logical_1")
     (program,) = strategy.programs.programs_of(step).values()
-    text = program.compiled.lower([], [v.stored for v in program.variables], [x]).compile().as_text()
+    text = program.jitted.lower([], [v.stored for v in program.variables], [x]).compile().as_text()
     parameters = re.search(r"entry_computation_layout=\{\((.*?)\)->", text)
     assert parameters is not None
     assert "f32[2,3]" in parameters.group(1)  # A fourth of the weight.

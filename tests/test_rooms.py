@@ -12,6 +12,7 @@ ROOMS = [
     "timing",
     "dropped",
     "_compat",
+    "launches",
     "config",
     "mesh",
     "cluster",

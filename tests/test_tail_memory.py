@@ -8,22 +8,18 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute import context
 from keras_distribute.training import batches, local, steps
 
 
 def temporary_bytes(model, strategy, rows):
     """What the compiled training step for `rows` rows needs on each device, beside its arguments and results."""
-    seams = steps.TrainerSeams()
     x, y = np.zeros((rows, 32, 32, 3), "float32"), np.zeros((rows, 10), "float32")
-    with seams.entered(model):
+    with context.entered(steps.frame_for(strategy)):
         model.train_on_batch(x, y)
-        step = seams.compile_step(model, "train", model.train_step)
-        state = model._get_jax_state(
-            trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
-        )
-        data, true_rows, spread = batches.place((x, y, None), strategy.replica_mesh)
-        program = step.program if all(count == batches.WHOLE for count in true_rows) else step.uneven
-        return program.lower(state, data, true_rows, spread).compile().memory_analysis().temp_size_in_bytes
+        placed = batches.place((x, y, None), strategy.replica_mesh)
+        program = steps.compile_step(model, "train").executable(placed).compile()
+        return program.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("tail", [62, 61, 33])

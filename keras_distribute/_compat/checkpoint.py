@@ -2,8 +2,7 @@
 
 - `Layer._layers`: the layers directly inside a layer, in the order in which they were tracked; `Model.layers` is for
   models only. Goes if Keras documents a way to walk them.
-- `Variable._value`, `_initializer`: `Variable.value` gives a scope's or an autocast value, and cannot tell a variable
-  whose value a running `fit` has taken.
+- `Variable._value`: `Variable.value` gives a scope's or an autocast value.
 - `Trainer._compile_metrics`, `_compile_loss`: metrics given to `compile` have no variables before the first batch.
 - `threading._register_atexit`: `atexit` comes after thread pools have stopped, so a save that is being written when
   the program ends could not be completed. `concurrent.futures` uses the same. Goes if Python gives it a public name.
@@ -34,11 +33,6 @@ def default_name(instance: Any) -> str:
 def stored_array(variable: Any) -> Any:
     """The array that a variable holds, whatever scope is open; `None` if it holds none."""
     return variable._value
-
-
-def is_taken(variable: Any) -> bool:
-    """Whether the variable's value is with a `fit`, `evaluate` or `predict` that is running."""
-    return variable._value is None and variable._initializer is None
 
 
 def has_unbuilt_metrics(model: Any) -> bool:

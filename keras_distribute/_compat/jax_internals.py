@@ -11,6 +11,13 @@
 - `pxla.batched_device_put`: an array from the pieces of its devices in one call, as `make_array_from_callback` makes
   it. `jax.device_put` with a sharding takes 100 µs longer for each array on 4 devices, which a step of 2 ms feels.
   Goes when that is as fast.
+- `Compiled._call`, which a compiled program calls from its first call on: a function written in C++, unless the program
+  has host callbacks. `Compiled.__call__` itself is Python, where an exception from outside could come between the
+  program's return and its own. Goes when a `Compiled` can be called without Python.
+- `core.trace_ctx`: what JAX traces at the moment. Its context managers are Python: an exception from outside that comes
+  while one of them is being left would have all that follows traced, for ever.
+- `core.trace_state_clean`: whether anything is being traced, in less time than a read of a variable takes. Goes when
+  `jax.core` has it.
 - `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many devices it runs what it contains.
 """
 
@@ -20,13 +27,13 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jax._src import distributed, xla_bridge
+from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.lax import parallel
 
@@ -51,6 +58,35 @@ def array_of_pieces(
 ) -> jax.Array:
     """The array of `shape` whose parts on `devices`, all of this process, are `pieces`, of a dtype that JAX has."""
     return pxla.batched_device_put(_form(tuple(shape), pieces[0].dtype), sharding, pieces, devices)
+
+
+def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:
+    """What calls a compiled program from C++, after its first call; `None` where JAX has no such way."""
+    call = getattr(compiled, "_call", None)
+    return call if type(call) is type(jax.jit(_nothing)) else None
+
+
+def _nothing() -> None:
+    """Has a jitted function of the kind that is written in C++."""
+
+
+def current_trace() -> Any:
+    """What JAX traces in this thread, to give to `go_back_to`."""
+    return core.trace_ctx.trace, core.trace_ctx.axis_env
+
+
+def is_tracing() -> bool:
+    """Whether operations of this thread are traced, not run."""
+    return not core.trace_state_clean()
+
+
+def go_back_to(trace: Any) -> None:
+    """Traces again what `current_trace` said."""
+    before, axes = trace
+    if core.trace_ctx.trace is not before:
+        core.trace_ctx.set_trace(before)
+    if core.trace_ctx.axis_env is not axes:
+        core.trace_ctx.set_axis_env(axes)
 
 
 @functools.lru_cache(maxsize=256)

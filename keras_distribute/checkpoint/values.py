@@ -16,7 +16,7 @@ from keras_distribute import context
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
 from keras_distribute.checkpoint.structures import Arrays
-from keras_distribute.errors import CheckpointError, VariableScopeError
+from keras_distribute.errors import CheckpointError, ContextError, VariableScopeError
 from keras_distribute.mesh import on_every_replica, on_host
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
@@ -127,19 +127,16 @@ def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
     return np.array(on_host(array)) if shared else on_host(array)
 
 
+def _has_value(variable: Any) -> bool:
+    try:
+        array = compat.stored_array(variable)
+    except ContextError:  # Its memory was given to a step that failed.
+        return False
+    return array is not None and not array.is_deleted()
+
+
 def _check_there(variables: dict[str, Any]) -> None:
-    taken = [name for name, variable in variables.items() if compat.is_taken(variable)]
-    if taken:
-        raise CheckpointError(
-            f"The values of {len(taken)} variable(s) are with a running fit, evaluate or predict: {', '.join(taken)}.",
-            received="a save in the middle of an epoch, without the model.",
-            fix="Checkpoint(model=model, ...), which fetches them.",
-        )
-    gone = [
-        name
-        for name, variable in variables.items()
-        if compat.stored_array(variable) is None or compat.stored_array(variable).is_deleted()
-    ]
+    gone = [name for name, variable in variables.items() if not _has_value(variable)]
     if gone:
         raise CheckpointError(
             f"{len(gone)} variable(s) have no value: {', '.join(gone)}.",

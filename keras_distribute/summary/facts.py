@@ -13,7 +13,7 @@ import keras
 from keras_distribute import context
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.variables import DistributedVariable, SyncOnReadVariable, taken_error
+from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -141,8 +141,8 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
 
 def _of_variable(strategy: Strategy, group: str, variable: keras.Variable) -> VariableFacts:
     array = variable.stored if isinstance(variable, DistributedVariable) else variable.value
-    if array is None:
-        raise taken_error(variable)
+    if array is None:  # Its creation waits for the end of a stateless scope.
+        array = variable.value
     shape = tuple(variable.shape)
     return VariableFacts(
         path=variable.path,

@@ -21,7 +21,6 @@ from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import forward, local
-from keras_distribute.values import PerReplica
 from keras_distribute.variables import SyncOnReadVariable
 
 Step = Callable[[Any, Any], Any]
@@ -37,24 +36,6 @@ def accumulator_indices(trainer: Any) -> list[int]:
         return []
     own = {id(variable) for variable in accumulation[2] if isinstance(variable, SyncOnReadVariable)}
     return [i for i, variable in enumerate(optimizer.variables) if id(variable) in own]
-
-
-def unwrapped(state: Any, indices: list[int], spread: Callable[[Any], Any]) -> Any:
-    """The state with each accumulator as one array of shape `(num_replicas, *shape)`."""
-    trained, others, slots, metrics = state
-    slots = list(slots)
-    for i in indices:
-        slots[i] = slots[i].stacked if isinstance(slots[i], PerReplica) else spread(slots[i])
-    return trained, others, slots, metrics
-
-
-def wrapped(state: Any, indices: list[int]) -> Any:
-    """The state with each accumulator as a `PerReplica`, which its variable takes as its components."""
-    trained, others, slots, metrics = state
-    slots = list(slots)
-    for i in indices:
-        slots[i] = PerReplica(stacked=slots[i])
-    return trained, others, slots, metrics
 
 
 def accumulating(trainer: Any, strategy: Strategy, indices: list[int], global_step: Step) -> Step:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from keras_distribute.errors import ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.training import parts
 
@@ -109,18 +108,7 @@ class Packing:
         return packed_step
 
     def pack_now(self, state: State) -> Packed:
-        """The state packed, on the devices; single arrays are the same objects.
-
-        Raises:
-            ValueStructureError: For a state of other variables.
-        """
-        if form_of(state) != self.form:
-            raise ValueStructureError(
-                "The variables of the model have changed since its step was compiled.",
-                received=f"groups of {[len(group) for group in state]} variables, after "
-                f"{[len(group) for group in self.form]}.",
-                fix="call model.compile(...) again after freezing or adding layers.",
-            )
+        """The state packed, on the devices; single arrays are the same objects."""
         arrays = [[state[group][index] for group, index in places] for places in self.buffers]
         return Packed(self._join(arrays), self.without_packed(state))
 
@@ -166,24 +154,6 @@ class Packing:
 
     def _shape(self, place: Place) -> jax.ShapeDtypeStruct:
         return self.form[place[0]][place[1]]
-
-
-class Carried:
-    """A state between two steps, in the place of Keras's groups of values, which Keras would look through each time.
-
-    Args:
-        value: The state as the program takes it.
-        restore: Makes Keras's groups of it.
-    """
-
-    def __init__(self, value: Any, restore: Callable[[Any], State]) -> None:
-        self.value, self._restore = value, restore
-
-    def groups(self) -> State | None:
-        """Keras's groups of values; `None` where a step that failed has used them up."""
-        if any(array.is_deleted() for array in jax.tree.leaves(self.value)):
-            return None
-        return self._restore(self.value)
 
 
 def form_of(state: Sequence[Sequence[Any]]) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:

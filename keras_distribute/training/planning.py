@@ -9,13 +9,11 @@ from jax.experimental import sparse
 
 from keras_distribute import context
 from keras_distribute._compat import building
-from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import sharding
 from keras_distribute.training.batches import WHOLE, Placed, Spread
-from keras_distribute.training.packing import State, form_of
+from keras_distribute.training.packing import State
 from keras_distribute.training.steps import compiled_step
 
 GROUPS = ("parameters", "other state", "optimizer", "metrics")  # Of a training step's state, in Keras's order.
@@ -53,12 +51,8 @@ def training_step(trainer: Any, strategy: Strategy, mesh: ReplicaMesh, batch: An
         batch: The global batch that a step takes: arrays, or `jax.ShapeDtypeStruct`s.
     """
     with strategy.planned_on(mesh), context.entered(Frame(strategy, Mode.CROSS)):
-        step = compiled_step(strategy, trainer, "train", trainer.train_step)
-        groups = compat.state_variables(trainer, "train")
-        state = tuple(
-            [jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=own) for form, own in zip(*group, strict=True)]
-            for group in zip(form_of(groups), sharding.of_state(groups, mesh), strict=True)
-        )
+        step = compiled_step(strategy, trainer, "train")
+        state = step.form_of_groups(mesh)
         placed = placed_form(batch, mesh)
         with building.seen_as(mesh.devices):
             traced, num_steps = step.traced(state, placed, trainer.steps_per_execution)

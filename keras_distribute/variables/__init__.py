@@ -11,9 +11,10 @@ Both are `keras.Variable`s: layers, optimizers, saving and summaries never notic
 carries their values, as Keras does it; this room says what a read or an assignment means there.
 """
 
-from keras_distribute.variables.base import DistributedVariable, Layout, taken_error
+from keras_distribute.variables.base import DistributedVariable, Layout
 from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.components import spread_sum
+from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.ownership import given_away
 from keras_distribute.variables.reading import read_before
@@ -22,13 +23,14 @@ from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 
 __all__ = [
     "DistributedVariable",
+    "Holder",
     "Layout",
     "MirroredVariable",
     "SyncOnReadVariable",
     "check_same_values",
     "choose_class",
     "given_away",
+    "lost_error",
     "read_before",
     "spread_sum",
-    "taken_error",
 ]

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding
 
-from keras_distribute import context
+from keras_distribute import context, launches
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame
-from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.values import DistributedValues
 from keras_distribute.variables import reading
+from keras_distribute.variables.holding import Holder, Link, lost_error
 from keras_distribute.variables.ownership import owned
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Layout:
 
 class DistributedVariable(compat.Variable):
     """Base of the variables that live on all replicas of a strategy; made by `keras.Variable` under its scope."""
+
+    # Its own array, or where its holder has it. While there is a link, only that counts.
+    _own: jax.Array | None = None
+    _link: Link | None = None
 
     def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
@@ -81,6 +86,41 @@ class DistributedVariable(compat.Variable):
         raise NotImplementedError
 
     @property
+    def _value(self) -> jax.Array | None:
+        """Keras's name for the array; see `holding.py`."""
+        link = self._link
+        return self._own if link is None else link[0].stored(link[1], self)
+
+    @_value.setter
+    def _value(self, value: jax.Array | None) -> None:
+        with launches.lock:
+            link = self._link
+            if link is not None:
+                link[0].changed[link[1]] = self
+            self._own = value
+            self._link = None
+
+    def _link_to(self, holder: Holder, place: Any) -> None:
+        """From now on `holder` has the value, at `place`."""
+        link = self._link
+        if link is not None and link[0] is not holder:
+            link[0].changed[link[1]] = self
+        self._link = holder, place
+        self._own = None
+
+    def _as_stored(self, value: Any) -> Any:
+        """The array that is kept for a value, or for the components of the replicas."""
+        raise NotImplementedError
+
+    def _direct_assign(self, value: Any) -> None:
+        self._value = self._as_stored(value)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has a value, of its own or with a holder."""
+        return self._link is not None or self._own is not None
+
+    @property
     def stored(self) -> jax.Array | None:
         """The array that stands on the devices; `None` before the variable is initialized."""
         return self._value
@@ -90,7 +130,7 @@ class DistributedVariable(compat.Variable):
         """The components on this process's replicas, in replica order."""
         if compat.in_stateless_scope():
             return (self.value,)
-        return () if self._value is None else self._components()
+        return self._components() if self.is_initialized else ()
 
     @property
     def value(self) -> Any:
@@ -98,9 +138,9 @@ class DistributedVariable(compat.Variable):
         scoped = compat.stateless_value(self)
         if scoped is not None:
             return self._maybe_autocast(self._read_in_program(scoped, context.frame()))
-        if self._value is None and self._initializer is None:
-            raise taken_error(self)
-        if self._value is None:
+        if not self.is_initialized:
+            if self._initializer is None:
+                raise lost_error(self)
             return self._maybe_autocast(compat.uninitialized_value(self))
         return self._maybe_autocast(self._read_stored())
 
@@ -190,7 +230,7 @@ class DistributedVariable(compat.Variable):
 
     def _is_shown(self) -> bool:
         """Whether its text contains the value."""
-        return self._value is not None
+        return self.is_initialized
 
     def __repr__(self) -> str:
         value = f", value={keras.ops.convert_to_numpy(self._read_stored())}" if self._is_shown() else ""
@@ -198,12 +238,3 @@ class DistributedVariable(compat.Variable):
             f"<{type(self).__name__} path={self.path}, shape={self.shape}, dtype={self.dtype}, "
             f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
         )
-
-
-def taken_error(variable: Any) -> ContextError:
-    """The error for a variable whose value is with a `fit` that is running."""
-    return ContextError(
-        f"The value of {variable.path!r} is with the running fit, evaluate or predict.",
-        received="a read in the middle of an epoch.",
-        fix="ask for it through `self.model` in the callback, or call model.jax_state_sync() first.",
-    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from keras_distribute import launches
 from keras_distribute.cross_device import of_this_replica
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 
@@ -41,7 +42,8 @@ def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ())
             return jnp.zeros(shape, value.dtype).at[0].set(value)
         return jnp.broadcast_to(value, shape)
 
-    return jax.jit(spread, out_shardings=mesh.stacked(axes) if any(axes) else mesh.split)
+    sharding = mesh.stacked(axes) if any(axes) else mesh.split
+    return launches.ordered(jax.jit(spread, out_shardings=sharding))
 
 
 def spread_sum(mesh: ReplicaMesh) -> Any:
@@ -63,4 +65,4 @@ def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> 
         equal = jnp.all(stacked == stacked[:1], 0)
         return jnp.where(equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype))
 
-    return jax.jit(aggregate, out_shardings=sharding)
+    return launches.ordered(jax.jit(aggregate, out_shardings=sharding))

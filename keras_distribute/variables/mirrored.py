@@ -62,11 +62,11 @@ class MirroredVariable(DistributedVariable):
         if isinstance(self._value, jax.Array):
             self._value = self.replica_mesh.put(self._value, self.sharding)
 
-    def _direct_assign(self, value: Any) -> None:
+    def _as_stored(self, value: Any) -> Any:
         value, sharding = strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
             value = self.replica_mesh.put(value, sharding)
-        self._value = value
+        return value
 
     def _components(self) -> tuple[jax.Array, ...]:
         whole = jax.device_put(self._value, self.replica_mesh.replicated)
@@ -77,7 +77,8 @@ class MirroredVariable(DistributedVariable):
         return self._value
 
     def _is_shown(self) -> bool:
-        return super()._is_shown() and not is_divided_over_processes(self._value)
+        value = self._value
+        return value is not None and not is_divided_over_processes(value)
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         value = self.value

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_distribute import launches
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
@@ -33,8 +34,8 @@ class SyncOnReadVariable(DistributedVariable):
         if synchronization == "auto":
             synchronization, aggregation = "on_read", "sum" if compat.is_gradient_accumulator() else "mean"
         super().__init__(*args, synchronization=synchronization, aggregation=aggregation, **kwargs)
-        if self._value is not None:  # Keras took the shape of what is stored.
-            self._shape = self._value.shape[1:]
+        if self._own is not None:  # Keras took the shape of what is stored.
+            self._shape = self._own.shape[1:]
             self._ndim = len(self._shape)
 
     @property
@@ -55,21 +56,20 @@ class SyncOnReadVariable(DistributedVariable):
 
     @property
     def components(self) -> PerReplica | None:
-        """What is stored, to be assigned again as it is; `None` if the value is with a running `fit`."""
-        return None if self._value is None else PerReplica(stacked=self._value)
+        """What is stored, to be assigned again as it is; `None` before it is initialized."""
+        return PerReplica(stacked=self._value) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:
         if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
             return value
         return super()._checked(value)
 
-    def _direct_assign(self, value: Any) -> None:
+    def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             stacked = jnp.asarray(owned(value.stacked), self._dtype)
-            self._value = jax.device_put(stacked, self.sharding) if any(self.logical_axes) else stacked
-            return
+            return jax.device_put(stacked, self.sharding) if any(self.logical_axes) else stacked
         value = self.replica_mesh.put(strong(value), self.value_sharding)  # It may be on one device, for good.
-        self._value = self._spread(value)
+        return self._spread(value)
 
     def _spread(self, value: Any) -> jax.Array:
         return spread_over(self.replica_mesh, self.aggregation == "sum", self.logical_axes)(value)
@@ -84,15 +84,24 @@ class SyncOnReadVariable(DistributedVariable):
             return value
         if compat.in_stateless_scope():
             return super()._assign_change(change)
-        self._value = self._value + self._spread(strong(change))
+        with launches.lock:
+            stored = self._value
+            assert stored is not None
+            self._value = stored + self._spread(strong(change))
         return change if self.aggregation == "none" else self._read_stored()
 
     def _components(self) -> tuple[jax.Array, ...]:
-        stacked = jax.device_put(self._value, self.replica_mesh.split) if any(self.logical_axes) else self._value
+        stacked = self._value
+        assert stacked is not None
+        if any(self.logical_axes):
+            stacked = jax.device_put(stacked, self.replica_mesh.split)
         return tuple(jnp.squeeze(part, 0) for _, part in components(stacked))
 
     def _read_now(self) -> Any:
         self._check_readable()
+        held = None if self._link is None else self._link[0].across(self._link[1], self)
+        if held is not None:
+            return held
         liveness.together(self.replica_mesh.num_processes)
         return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
 

@@ -166,8 +166,7 @@ class Watch:
 
 def on_all_replicas(state: Any) -> bool:
     """Whether all arrays of `state`, of Keras's groups or as the package carries it, are on all replicas."""
-    first = state[0] if isinstance(state, tuple) and state else None
-    leaves = jax.tree.leaves(first.value if type(first).__name__ == "Carried" else state)
+    leaves = jax.tree.leaves(state)
     return all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == NUM_REPLICAS for leaf in leaves)
 
 

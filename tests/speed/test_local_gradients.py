@@ -46,10 +46,10 @@ def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
     texts: list[str] = []
     original = compiled.CompiledStep._one
 
-    def one(self: Any, carried: Any, placed: Any) -> Any:
-        texts.append(self.program.lower(carried, *placed).as_text())
-        texts.append(self.program.lower(carried, *placed).compile().as_text())
-        return original(self, carried, placed)
+    def one(self: Any, holder: Any, placed: Any) -> Any:
+        texts.append(self.executable(placed).lowered.as_text())
+        texts.append(self.executable(placed).compile().as_text())
+        return original(self, holder, placed)
 
     monkeypatch.setattr(compiled.CompiledStep, "_one", one)
     model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)

@@ -262,10 +262,10 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
 
         original = compiled.CompiledStep._one
 
-        def one(self: Any, carried: Any, placed: Any, original: Any = original, texts: Any = texts) -> Any:
+        def one(self: Any, holder: Any, placed: Any, original: Any = original, texts: Any = texts) -> Any:
             if not texts:
-                texts.append(self.program.lower(carried, *placed).compile().as_text())
-            return original(self, carried, placed)
+                texts.append(self.executable(placed).compile().as_text())
+            return original(self, holder, placed)
 
         monkeypatch.setattr(compiled.CompiledStep, "_one", one)
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)

@@ -1,0 +1,158 @@
+"""How programs reach the devices: one after the other, and none of their results lost.
+
+A program that takes donated arrays leaves nothing behind but its results. Python may
+raise a `KeyboardInterrupt` (or whatever a signal handler raises) between any two
+bytecodes, so also between the return of the program and the assignment of what it
+returned: the model would be gone. Here the results land in a list without a bytecode in
+between. `list.extend(map(program, ...))` calls the program and appends its result in C,
+where no exception can arrive from outside.
+
+JAX calls a program from C++ only from its second call on, and only if it has no host
+callbacks. Every other call goes through Python, so a thread of its own makes it, which
+no signal reaches; `settle` waits for it.
+
+Programs of several devices that are launched by several threads at once may reach the
+devices in different orders, and wait for each other for ever (XLA on a CPU crashes). So
+whoever launches one holds `lock`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from keras_distribute._compat import jax_internals
+
+Landing = list[tuple[Any, Any]]
+"""Where results land: pairs of outputs and state, the newest one last."""
+
+lock = threading.RLock()
+"""Held by the thread that launches a program, or reads what one has left behind."""
+
+tracing = threading.RLock()
+"""Held by the thread that traces a step: Keras's models note on themselves what they do."""
+
+_EXIT_SECONDS = 5.0
+
+
+class Executable:
+    """A program, compiled for one form of its arguments.
+
+    Args:
+        program: A function made by `jax.jit`, which returns a pair of outputs and state,
+            both lists of arrays: JAX unpacks other structures in Python.
+        arguments: What to compile it for: arrays, or `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(self, program: Any, *arguments: Any) -> None:
+        with tracing:
+            self.lowered = program.lower(*arguments)
+        self.logs: Any = None
+        self._compiles = threading.Lock()
+        self._direct: Callable[..., Any] | None = None
+
+    def compile(self) -> jax.stages.Compiled:
+        """The compiled program; compiled once."""
+        with self._compiles:
+            return self._compiled
+
+    @functools.cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
+
+    def launch(self, landing: Landing, *arguments: Any) -> None:
+        """Runs the program; its result lands whatever is raised. The caller holds `lock`.
+
+        Args:
+            landing: Where the result is appended.
+            arguments: Of the program.
+        """
+        settle()
+        if self._direct is None:
+            self._launch_in_thread(landing, arguments)
+            return
+        # No bytecode between the program's return and the append.
+        each = [(argument,) for argument in arguments]
+        landing.extend(map(self._direct, *each))
+
+    def _launch_in_thread(self, landing: Landing, arguments: Sequence[Any]) -> None:
+        global _unsettled
+        job = _unsettled = _Job(self.compile(), arguments, landing)
+        _worker().put(job)
+        job.done.wait()
+        _unsettled = None
+        if job.error is not None:
+            raise job.error
+        self._direct = jax_internals.call_without_python(self.compile())
+
+
+class _Job:
+    """A call of a program in the thread, from its request to its end."""
+
+    def __init__(self, program: Any, arguments: Sequence[Any], landing: Landing) -> None:
+        self._call: Any = functools.partial(program, *arguments)
+        self._landing = landing
+        self.claim = threading.Lock()
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        if self.claim.acquire(blocking=False):
+            try:
+                self._landing.append(self._call())
+            except BaseException as error:
+                self.error = error
+            self._call = None  # The arguments, which the program may have deleted.
+            self.done.set()
+
+
+_unsettled: _Job | None = None
+
+
+def settle() -> None:
+    """Waits for a program whose caller was interrupted. The caller holds `lock`."""
+    global _unsettled
+    if _unsettled is not None:
+        # An exception may have come before the thread was given the job: then nobody
+        # has claimed it, and nobody will.
+        if not _unsettled.claim.acquire(blocking=False):
+            _unsettled.done.wait()
+        _unsettled = None
+
+
+@functools.cache
+def _worker() -> queue.SimpleQueue[_Job]:
+    jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            jobs.get().run()
+
+    threading.Thread(target=work, name="keras_distribute first calls", daemon=True).start()
+    atexit.register(_finish)
+    return jobs
+
+
+def _finish() -> None:
+    """XLA cannot be torn down under a program that runs; one that hangs is left alone."""
+    job = _unsettled
+    if job is not None and not job.claim.acquire(blocking=False):
+        job.done.wait(_EXIT_SECONDS)
+
+
+def ordered(program: Callable[..., Any]) -> Callable[..., Any]:
+    """`program`, a jitted function that gives nothing away, launched under `lock`."""
+
+    @functools.wraps(program)
+    def launched(*arguments: Any) -> Any:
+        with lock:
+            settle()
+            return program(*arguments)
+
+    return launched

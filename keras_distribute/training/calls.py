@@ -1,0 +1,90 @@
+"""The public methods of trainers that a thread is in, and the feeds that they opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+from keras_distribute._compat import callbacks, epochs
+
+GROUP_SIZES = "_keras_distribute_group_sizes"
+
+
+@dataclasses.dataclass
+class Call:
+    """A public method that is running.
+
+    Attributes:
+        trainer: Whose method it is.
+        name: Of the method.
+        synced: Keras's note whether the variables have the values of `state`.
+        state: What Keras has got back from the last step.
+    """
+
+    trainer: Any
+    name: str
+    synced: bool = True
+    state: Any = None
+
+
+class _Stack(threading.local):
+    """Of each thread: its calls, outermost first, and the feeds that are open."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.feeds: list[Any] = []
+
+
+stack = _Stack()
+
+
+def innermost() -> Call | None:
+    """The method that runs."""
+    return stack.calls[-1] if stack.calls else None
+
+
+def of(trainer: Any) -> Call | None:
+    """The innermost of the trainer's methods that runs steps."""
+    for call in reversed(stack.calls):
+        if call.trainer is trainer and call.name != "compile":
+            return call
+    return None
+
+
+def follower() -> epochs.Follower | None:
+    """Who follows the innermost `fit`."""
+    fits = (call.trainer for call in reversed(stack.calls) if call.name == "fit")
+    return next(map(epochs.follower_of, fits), None)
+
+
+def followed_fit() -> epochs.Follower | None:
+    """Who follows the method that runs, if it is a `fit`."""
+    call = innermost()
+    return follower() if call is not None and call.name == "fit" else None
+
+
+def group_sizes_of(trainer: Any) -> Any:
+    """What sizes groups of steps, for `steps_per_execution="auto"`."""
+    return getattr(trainer, GROUP_SIZES, None)
+
+
+def group_sizes() -> epochs.Sizes | None:
+    """What sizes the groups of steps of this method, if it is a `fit` that may group them."""
+    call = innermost()
+    if call is None or call.name != "fit" or callbacks.see_steps(call.trainer):
+        return None
+    return group_sizes_of(call.trainer)
+
+
+def release(feed: Any) -> None:
+    """Releases one of the feeds."""
+    if feed in stack.feeds:
+        stack.feeds.remove(feed)
+        feed.release()
+
+
+def release_feeds() -> None:
+    """Releases all of them."""
+    while stack.feeds:
+        stack.feeds.pop().release()

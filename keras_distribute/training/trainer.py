@@ -1,0 +1,293 @@
+"""Keras's trainer under a strategy: a subclass that `keras.Model` gets as its base.
+
+Keras's loop, callbacks and history are used as they are. What is ours: how a step is
+compiled (`steps.py`), where batches come from (`epoch_iterator.py`), and who holds the
+values of the variables (`state.py`). A model without a strategy is trained by Keras.
+
+However a call ends, the thread is left as it was found: `_called` puts back what the
+call has opened with assignments that no exception from outside can come between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_distribute import context, launches
+from keras_distribute._compat import epochs, scopes
+from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.trainer import JAXTrainer
+from keras_distribute.errors import ContextError
+from keras_distribute.training import calls, steps
+from keras_distribute.training.calls import Call
+from keras_distribute.training.epoch_iterator import StrategyEpochIterator
+from keras_distribute.training.state import StateGroup
+from keras_distribute.variables import given_away
+
+# These use a model's metrics or change its weights.
+_ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+_GROUPS = ("trainable_variables", "non_trainable_variables", "metrics_variables")
+_STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
+_training: dict[int, tuple[int, str, str]] = {}
+
+
+class StrategyTrainer(JAXTrainer):
+    """The trainer of every `keras.Model`: on all replicas where a strategy is in force."""
+
+    def __init__(self) -> None:
+        steps.adopt(self)
+        super().__init__()
+
+    @functools.wraps(JAXTrainer.fit)
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "fit", super().fit, args, kwargs)
+
+    @functools.wraps(JAXTrainer.evaluate)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "evaluate", super().evaluate, args, kwargs)
+
+    @functools.wraps(JAXTrainer.predict)
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "predict", super().predict, args, kwargs)
+
+    @functools.wraps(JAXTrainer.train_on_batch)
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "train_on_batch", super().train_on_batch, args, kwargs)
+
+    @functools.wraps(JAXTrainer.test_on_batch)
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "test_on_batch", super().test_on_batch, args, kwargs)
+
+    @functools.wraps(JAXTrainer.predict_on_batch)
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, "predict_on_batch", super().predict_on_batch, args, kwargs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        return _made(self, "train", force, super().make_train_function)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        return _made(self, "test", force, super().make_test_function)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        return _made(self, "predict", force, super().make_predict_function)
+
+    def _get_jax_state(
+        self,
+        trainable_variables: bool = False,
+        non_trainable_variables: bool = False,
+        optimizer_variables: bool = False,
+        metrics_variables: bool = False,
+        purge_model_variables: bool = False,
+    ) -> tuple[Any, ...]:
+        """What Keras hands to a step: the values, which stay with whoever holds them."""
+        wanted = {
+            "trainable_variables": trainable_variables,
+            "non_trainable_variables": non_trainable_variables,
+            "optimizer_variables": optimizer_variables,
+            "metrics_variables": metrics_variables,
+        }
+        if steps.strategy_of(self) is None:
+            return super()._get_jax_state(**wanted, purge_model_variables=purge_model_variables)
+        groups = [getattr(self, name) for name in _GROUPS if wanted[name]]
+        if optimizer_variables:
+            optimizer = self.optimizer
+            groups.insert(-1 if metrics_variables else len(groups), optimizer.variables)
+        return tuple(StateGroup(list(group)) for group in groups)
+
+    def jax_state_sync(self) -> None:
+        """Gives the variables the values of a step that is not ours; the others have them."""
+        state = self._jax_state
+        if steps.strategy_of(self) is None:
+            compat.sync(self)
+        elif state and not self._jax_state_synced:
+            if not all(isinstance(group, StateGroup) for group in state.values()):
+                with given_away():
+                    compat.sync(self)
+            self._jax_state_synced = True
+
+    state_sync = jax_state_sync  # Keras 3.16 calls it so.
+
+    # Each call has its own: several threads may predict with one model.
+    @property
+    def _jax_state(self) -> Any:
+        call = calls.of(self)
+        return self.__dict__.get(_STATE) if call is None else call.state
+
+    @_jax_state.setter
+    def _jax_state(self, state: Any) -> None:
+        call = calls.of(self)
+        if call is None:
+            self.__dict__[_STATE] = state
+        else:
+            call.state = state
+
+    @property
+    def _jax_state_synced(self) -> bool:
+        call = calls.of(self)
+        return self.__dict__.get(_SYNCED, True) if call is None else call.synced
+
+    @_jax_state_synced.setter
+    def _jax_state_synced(self, synced: bool) -> None:
+        call = calls.of(self)
+        if call is None:
+            self.__dict__[_SYNCED] = synced
+        else:
+            call.synced = synced
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if isinstance(iterator, StrategyEpochIterator) and data_batch is None:
+            iterator = iterator.to_look_at()
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Of Keras 3.16, which would read the first batch from the adapter itself."""
+        self._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+
+def install() -> compat.Undo:
+    """Makes `StrategyTrainer` the trainer of all models, and returns what undoes it."""
+    return compat.install(StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch)
+
+
+def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.adopt(self)
+        if kwargs.get("steps_per_execution") == "auto":
+            sizes = steps.group_sizes(self)
+            object.__setattr__(self, calls.GROUP_SIZES, sizes)
+            # A model that is saved says 1, or plain Keras could not train it.
+            kwargs = kwargs if sizes is None else kwargs | {"steps_per_execution": 1}
+        else:
+            object.__setattr__(self, calls.GROUP_SIZES, None)
+        return _called(self, "compile", functools.partial(original, self), args, kwargs)
+
+    return compile
+
+
+def _host_batch(original: Callable[..., Any], data: Any, layouts: Any) -> Any:
+    """The batch as it is, but for Python numbers: Keras asks the leaves for a shape."""
+    if not steps.takes_host_batches():
+        return original(data, layouts)
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data)
+
+
+def _called(trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a public method of the trainer in its strategy's context, and cleans up."""
+    frames, outer = context.stack.frames, calls.stack.calls
+    opened, thread, claim = scopes.Opened(), threading.current_thread(), None
+    building: Any = contextlib.nullcontext()
+    try:
+        strategy = steps.strategy_of(trainer)
+        frame = steps.frame_for(strategy)
+        if strategy is not None and name in _ALONE:
+            claim = threading.get_ident(), name, thread.name
+            _check_alone(name, _training.setdefault(id(trainer), claim))
+        if strategy is not None and not trainer.built and name.startswith("predict"):
+            building = launches.tracing  # Or each thread would create the variables.
+        if name == "fit":
+            epochs.fit_ended(trainer)  # Of a `fit` that was broken off while it ended.
+        if frame is not None:
+            context.stack.frames = [*frames, frame]
+        calls.stack.calls = [*outer, Call(trainer, name)]
+        with building:
+            return method(*args, **kwargs)
+    finally:
+        context.stack.frames = frames
+        calls.stack.calls = outer
+        if claim is not None and _training.get(id(trainer)) is claim:
+            del _training[id(trainer)]
+        opened.restore()
+        if name == "fit":
+            epochs.fit_ended(trainer)
+        if not outer:
+            calls.release_feeds()
+
+
+def _check_alone(name: str, owner: tuple[int, str, str]) -> None:
+    ident, running, thread = owner
+    if ident != threading.get_ident():
+        raise ContextError(
+            "A model is trained and evaluated by one thread at a time.",
+            received=f"{name} in the thread {threading.current_thread().name!r}, while "
+            f"the thread {thread!r} is in {running} of the same model.",
+            fix="wait for it (a threading.Lock around both), or use a copy, "
+            "keras.models.clone_model(model); predict works from any thread.",
+        )
+
+
+def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any]) -> Any:
+    """Sets the function that runs a step, or a group of steps, on the next batches."""
+    name = f"{kind}_function"
+    if getattr(trainer, name) is not None and not force:
+        return getattr(trainer, name)
+    step = steps.compile_step(trainer, kind)
+    if step is None:
+        return original(force)
+    size: int | None = trainer.steps_per_execution
+    if calls.group_sizes_of(trainer) is not None:
+        size = None
+    if kind == "predict":
+        function = _joining(step, size or 1)
+    elif size == 1 or isinstance(step, steps.EagerStep):
+        function = _repeating(step, size or 1)
+    else:
+        function = _grouped(step.several, size)
+    setattr(trainer, name, function)
+    return function
+
+
+def _repeating(step: Any, size: int) -> Callable[..., Any]:
+    """Runs `size` steps, or those that are left; the logs are the last one's."""
+    if size == 1:
+        return lambda state, iterator: step(state, next(iterator))
+
+    def steps_of_a_group(state: Any, iterator: Iterator[Any]) -> Any:
+        logs = None
+        for batch in _next_of(iterator, size):
+            logs, state = step(state, batch)
+        return logs, state
+
+    return steps_of_a_group
+
+
+def _grouped(several: Callable[..., Any], every: int | None) -> Callable[..., Any]:
+    """Runs `every` so many steps at once; `None`: as many as the group says."""
+
+    def steps_of_a_group(state: Any, iterator: Iterator[Any]) -> Any:
+        size = every or getattr(iterator, "size", 1)
+        return several(state, list(_next_of(iterator, size)), size)
+
+    return steps_of_a_group
+
+
+def _joining(step: Any, size: int) -> Callable[..., Any]:
+    """Runs `size` steps of `predict`, and joins what they predict."""
+    if size == 1:
+        return _repeating(step, 1)
+
+    def steps_of_a_group(state: Any, iterator: Iterator[Any]) -> Any:
+        outputs: list[Any] = []
+        for batch in _next_of(iterator, size):
+            output, state = step(state, batch)
+            outputs.append(output)
+        with launches.lock:
+            launches.settle()
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
+
+    return steps_of_a_group
+
+
+def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
+    """The next `size` batches, or those that are left; `StopIteration` where none is."""
+    batches = [next(iterator)]
+    with contextlib.suppress(StopIteration):
+        while len(batches) < size:
+            batches.append(next(iterator))
+    return iter(batches)

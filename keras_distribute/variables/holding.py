@@ -1,0 +1,121 @@
+"""Where the value of a variable is while a program has it: in the program's state.
+
+A step is given the arrays of its variables, and XLA deletes them: only what the step
+returns is left. So the variables do not keep arrays while a program is called again and
+again; a `Holder` does, and each of its variables has a link to its place there. Nothing
+has to be put back when a loop ends, in whatever way: a variable that is read asks its
+holder, at any time, and one that is assigned leaves it, and is taken again by the next
+step.
+
+Each of these is one assignment, so that an exception which comes from outside, as
+Ctrl-C does, finds a value either before or after it:
+
+- the holder's state after a program (`launches.Executable.launch`);
+- a variable's `_link`, or its own array and no link.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_distribute import launches
+from keras_distribute._compat import jax_internals
+from keras_distribute.errors import ContextError
+
+if TYPE_CHECKING:
+    from keras_distribute.variables.base import DistributedVariable
+
+Place = Any
+Link = tuple["Holder", Place]
+
+
+class Holder:
+    """The values of some variables, between two calls of a program.
+
+    Attributes:
+        landing: What the program's results are appended to; empty before the first call.
+        changed: The variables, by their places, that are to be taken (again).
+    """
+
+    def __init__(self, variables: Iterable[tuple[Place, DistributedVariable]]) -> None:
+        self.landing: launches.Landing = []
+        self.changed = dict(variables)
+        self._thread: int | None = None
+
+    def take(self) -> Any:
+        """The state for the next call, with all that was assigned since the last one.
+
+        The caller holds `launches.lock`, and calls the program before releasing it.
+        """
+        launches.settle()
+        self._thread = threading.get_ident()
+        if self.changed:
+            changed = dict(self.changed)
+            self.landing[:] = [(None, self._with(changed))]
+            for place, variable in changed.items():
+                variable._link_to(self, place)
+                del self.changed[place]
+        return self.landing[-1][1]
+
+    def landed(self) -> Any:
+        """What the call returned beside the state."""
+        outputs, state = self.landing[-1]
+        self.landing[:] = [(None, state)]  # Outputs may be large, and are the caller's.
+        return outputs
+
+    def stored(self, place: Place, variable: DistributedVariable) -> Any:
+        """The array of one of the variables.
+
+        Raises:
+            ContextError: If a program that failed has used it up.
+        """
+        return self._read(place, variable, self._array)
+
+    def across(self, place: Place, variable: DistributedVariable) -> Any:
+        """What the variable reads across replicas, if that is in the state; else `None`."""
+        del place, variable
+        return None
+
+    def _read(self, place: Place, variable: DistributedVariable, find: Callable[..., Any]) -> Any:
+        with launches.lock:
+            launches.settle()
+            if not jax_internals.is_tracing():
+                return self._checked(find(place, variable), variable)
+            with jax.ensure_compile_time_eval():  # It takes 15 µs.
+                return self._checked(find(place, variable), variable)
+
+    def _checked(self, array: Any, variable: DistributedVariable) -> Any:
+        if array is None or array.is_deleted():
+            raise lost_error(variable)
+        # The thread that launches the next step gives the state's own arrays away.
+        return array if self._thread == threading.get_ident() else _copied(array)
+
+    def _with(self, changed: dict[Place, DistributedVariable]) -> Any:
+        """The state with the values of these variables, which are all at the first call."""
+        raise NotImplementedError
+
+    def _array(self, place: Place, variable: DistributedVariable) -> Any:
+        """The array at a place as the variable stores it; `None` if it cannot be had."""
+        raise NotImplementedError
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    if array.is_fully_addressable:
+        return jnp.copy(array)
+    # Of several processes this one alone reads: no program of all of them may run.
+    parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def lost_error(variable: Any) -> ContextError:
+    """The error for a variable whose memory a program that failed was given."""
+    return ContextError(
+        f"The value of {variable.path!r} is lost: it was given to a step that failed.",
+        received="an error while the step ran on the devices, after it had begun.",
+        fix="restore a checkpoint, load_weights(path), or create the model again.",
+    )
