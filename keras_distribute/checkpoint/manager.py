@@ -39,7 +39,8 @@ class CheckpointManager:
     Args:
         checkpoint: What to save.
         directory: The folder; it is made on the first save.
-        max_to_keep: How many of the latest steps to keep; `None` for all.
+        max_to_keep: How many of the latest steps to keep; `None` for all. What was saved last stays until the next
+            save, also with a lower step.
         keep_best: A metric's name and `"min"` or `"max"`: the best step by it is kept as well. Each `save` then needs
             that metric. A NaN is never the best.
         save_interval_steps: Steps closer than this to the last saved one are passed over by `save`.

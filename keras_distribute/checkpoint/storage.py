@@ -47,6 +47,7 @@ class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
     """Orbax's question which steps to keep, asked of a function of their numbers."""
 
     kept: Callable[[list[int]], set[int]]
+    saved: int | None = None  # Stays, also below later steps: `save` has returned it.
     going: frozenset[int] = frozenset()
 
     def should_preserve(
@@ -56,7 +57,7 @@ class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> Sequence[bool]:
         steps = [info.step for info in checkpoints]
-        kept = self.kept(steps)
+        kept = self.kept(steps) | {step for step in steps if step == self.saved}
         self.going = frozenset(steps) - kept
         return [step in kept for step in steps]
 
@@ -126,6 +127,7 @@ class Writer:
             _check_free(self._saving)
             if step in self._manager.all_steps():
                 self._recount()  # Another manager has deleted it.
+            self._policy.saved = step
             self._unfinished = True  # Also if Ctrl-C comes in the middle.
             try:
                 with _writing(self._saving):

@@ -85,6 +85,17 @@ def test_keeps_the_best(value: Value, mode: str, best: int) -> None:
     assert manager.restore(best).metrics == {"score": pytest.approx(scores[best]), "other": 1.0}
 
 
+def test_what_was_saved_last_stays_below_later_steps(value: Value) -> None:
+    """As after going back to an earlier step; it is not deleted as soon as it is written."""
+    with value.manager(max_to_keep=2) as manager:
+        for step in (20, 30, 10):
+            path = value.save(manager, step)
+        assert manager.all_steps() == [10, 20, 30]
+        assert Checkpoint(v=value.variable).restore(path).step == 10
+        value.save(manager, 11)
+    assert value.files == ["11", "20", "30"]
+
+
 def test_interval(value: Value) -> None:
     with value.manager(save_interval_steps=10, max_to_keep=None) as manager:
         saved = [step for step in range(3, 40, 3) if value.save(manager, step)]
