@@ -68,6 +68,21 @@ def compiled(model: Any, **compiling: Any) -> Any:
     return model
 
 
+def names_of_a_nan(strategy: Any, rows: int, row: int) -> str:
+    """What `RaiseOnNaN` says of a value that is no number, in one row of a batch."""
+    x = ROWS[:rows].copy()
+    x[row, 0] = np.nan
+    with strategy.scope():
+        model = dense_classifier()
+    guard = kd.callbacks.RaiseOnNaN()
+    options: Any = {"batch_size": rows, "shuffle": False, "verbose": 0}
+    try:
+        model.fit(x, LABELS[:rows], callbacks=[guard], **options)
+    except kd.errors.NonFiniteError as error:
+        return str(error).splitlines()[1].strip()
+    return "nothing"
+
+
 def on_hosts(folder: Any) -> dict[str, Any]:
     """What one of several processes trains, saves and gets back, with two logical devices a replica."""
     strategy = tpu_strategy(2, layout_map=HIDDEN)
@@ -94,5 +109,6 @@ def on_hosts(folder: Any) -> dict[str, Any]:
         "predictions": np.asarray(model.predict(ROWS, verbose=0)),
         "sums": [float(value) for value in strategy.run(step, args=(values,)).values],
         "total": float(strategy.reduce("SUM", strategy.run(step, args=(values,)), axis=None)),
+        "nan": names_of_a_nan(strategy, 16, 13),
         "placed": len(strategy.experimental_split_to_logical_devices(np.ones((2, 2)), [1, 2]).addressable_shards),
     }

@@ -25,6 +25,7 @@ from tests.logical import (
     compiled,
     dense_classifier,
     image_classifier,
+    names_of_a_nan,
     tpu_strategy,
 )
 
@@ -358,3 +359,15 @@ def test_variables_of_each_replica_may_be_divided() -> None:
     np.testing.assert_array_equal(variable.numpy(), np.arange(4.0) + 1)
     assert [component.shape for component in variable.values] == [(4,)] * 4
     assert jax.tree.leaves(variable.stored)[0].sharding.spec == PartitionSpec("replica", "logical")
+
+
+@pytest.mark.parametrize("num_logical", [2, 4, 8])
+@pytest.mark.parametrize(("rows", "row"), [(16, 6), (16, 15), (13, 12)])
+def test_a_nan_is_found_on_its_replica(num_logical: int, rows: int, row: int) -> None:
+    """Named once, whatever number of devices have its rows, and how they divide."""
+    strategy = tpu_strategy(num_logical, layout_map=HIDDEN)
+    each = -(-rows // (8 // num_logical))
+    assert names_of_a_nan(strategy, rows, row) == (
+        "Received: values that are not finite in x of "
+        f"replica {row // each} (process 0)."
+    )

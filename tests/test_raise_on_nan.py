@@ -44,3 +44,19 @@ def test_without_a_strategy_the_step_is_named():
     model.compile("sgd", "mse")
     with pytest.raises(kd.errors.NonFiniteError, match="since step 1 of epoch 1"):
         model.fit(np.full((8, 3), np.nan), np.ones((8, 1)), verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_rows_that_fill_up_a_batch_name_no_replica(steps_per_execution):
+    """Of 5 rows on 4 replicas the third has the last one, and the fourth has none."""
+    x = np.ones((10, 3))
+    x[9] = np.nan
+    with kd.MirroredStrategy([f"cpu:{i}" for i in range(4)]).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    guard = kd.callbacks.RaiseOnNaN()
+    with pytest.raises(kd.errors.NonFiniteError) as caught:
+        model.fit(
+            x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard]
+        )
+    assert "not finite in x of replica 2 (process 0).\n" in str(caught.value)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.experimental import sparse
 
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import NonFiniteError
 from keras_distribute.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.training import compiled
-from keras_distribute.training.batches import Placed
+from keras_distribute.training.batches import WHOLE, Placed
 
 _ARGUMENTS = ("x", "y", "sample_weight")  # Of a batch that is a tuple.
 
@@ -81,16 +82,32 @@ class RaiseOnNaN(keras.callbacks.Callback):
 
 def _found_in(placed: Placed) -> list[str]:
     """Which arrays hold values that are not finite, in words, for the replicas of this process."""
-    found: list[str] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(placed.data)[0]:
-        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
-            continue
-        replicas = ReplicaMesh(mesh_of_array(leaf)).devices
-        for shard in leaf.addressable_shards:
-            if not np.isfinite(np.asarray(shard.data, np.float64)).all():
-                replica = replicas.index(shard.device)
-                found.append(f"{_name_of(path)} of replica {replica} (process {shard.device.process_index})")
-    return found
+    found: dict[str, None] = {}  # The logical devices of a replica have the same rows.
+    leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=_is_sparse)[0]
+    for (path, leaf), rows in zip(leaves, placed.rows, strict=True):
+        for array in jax.tree.leaves(leaf):
+            if not jnp.issubdtype(array.dtype, jnp.inexact):
+                continue
+            mesh = ReplicaMesh(mesh_of_array(array))
+            for shard in array.addressable_shards:
+                if not np.isfinite(_true_part(shard, rows)).all():
+                    replica = mesh.devices.index(shard.device) // mesh.num_logical
+                    process = shard.device.process_index
+                    name = _name_of(path)
+                    found[f"{name} of replica {replica} (process {process})"] = None
+    return list(found)
+
+
+def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:
+    """A replica's rows, without those that repeat the batch's last one to fill it up."""
+    part = np.asarray(shard.data, np.float64)
+    if not isinstance(rows, int) or rows == WHOLE:
+        return part
+    return part[: max(0, rows - (shard.index[0].start or 0))]
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, sparse.JAXSparse)
 
 
 def _name_of(path: Any) -> str:

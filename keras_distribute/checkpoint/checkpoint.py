@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 import keras
 
 from keras_distribute import context
-from keras_distribute.checkpoint import matching, structures, tracking, values
+from keras_distribute.checkpoint import (
+    matching,
+    structures,
+    tracking,
+    under_way,
+    values,
+)
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
@@ -24,6 +31,7 @@ from keras_distribute.variables import DistributedVariable
 _EACH = "state of each process"
 Path = str | os.PathLike[str]
 OfAll = Callable[[list[Any]], Any]
+_warned_of_nothing = False
 _OF_ALL = "_keras_distribute_state_of_all"  # A method of objects whose state may go to another number of processes.
 
 
@@ -152,27 +160,33 @@ class Checkpoint:
         replicas, inside or outside the scope of the variables' strategy.
 
         Args:
-            save_path: The folder that `save` returned; `None` restores nothing, as in TF, so that
-                `restore(manager.latest_checkpoint)` also starts a new run.
+            save_path: The folder that `save` returned; one that is still being written is waited for. `None` restores
+                nothing, as in TF, so that `restore(manager.latest_checkpoint)` also starts a new run; it warns once.
             partial: Restore what has the same name in both, and leave the rest. Shapes and types must fit.
 
         Returns:
             What was restored, and with `partial` what was not.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or it is of something else; names every variable.
-            DamagedCheckpointError: If files are missing, cut off, or not what was saved.
+            CheckpointError: If there is no checkpoint, it could not be written, or it is of something else; names
+                every variable.
+            DamagedCheckpointError: If files are missing, cut off, or not what was saved; for the checkpoint of a
+                `CheckpointManager` in a folder with the number of another step.
         """
         if save_path is None:
-            return RestoreStatus()
+            return _nothing()
         path = load_storage().absolute(save_path)
         reading = self._read(path, partial=partial)
         reading.assign()
         self._counter = reading.manifest.counter
         return reading.status
 
-    def read(self, save_path: Path, *, partial: bool = False) -> RestoreStatus:
+    def read(
+        self, save_path: Path | None, *, partial: bool = False
+    ) -> RestoreStatus:
         """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
+        if save_path is None:
+            return _nothing()
         reading = self._read(load_storage().absolute(save_path), partial=partial)
         reading.assign()
         return reading.status
@@ -208,6 +222,7 @@ class Checkpoint:
         """Reads and verifies the checkpoint at `path`; nothing changes yet."""
         context.require_cross_replica("Restoring a checkpoint", "restore before strategy.run is called.")
         storage = load_storage()
+        under_way.before_reading(path, self.num_processes)
         manifest, records = storage.read_manifest(path)
         tracking.synchronize(self._objects)
         tracked = self._tracked_for(manifest)
@@ -285,6 +300,22 @@ def state_of(name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None
             fix=f"{len(states)} processes, or restore(..., partial=True) of the other objects.",
         )
     return states[processes.process_index()]
+
+
+def _nothing() -> RestoreStatus:
+    """What `None` restores; the first time in a process it says so."""
+    global _warned_of_nothing
+    if not _warned_of_nothing:
+        _warned_of_nothing = True
+        warnings.warn(
+            "Nothing was restored, since the path was None: everything keeps the values "
+            "that it has. At the first start of a run that is right: "
+            "manager.latest_checkpoint is None until something was saved. "
+            "manager.restore_or_initialize() does the same without this warning; "
+            "manager.restore() raises an error where there is no checkpoint.",
+            stacklevel=3,
+        )
+    return RestoreStatus()
 
 
 def load_storage() -> ModuleType:

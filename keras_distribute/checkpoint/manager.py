@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from keras_distribute import dropped
+from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
@@ -25,8 +26,12 @@ class CheckpointManager:
     """Keeps the checkpoints of a run in one folder, a subfolder for each step, and deletes old ones.
 
     Source: `tf.train.CheckpointManager`. `save` copies the state to host memory and returns; the files are written in
-    the background and appear under the step's name when they are complete. A save that fails, or is killed, leaves
-    the earlier ones as they were; its error is raised by the next `save`, `restore`, `wait` or `close`.
+    the background and appear under the step's name when they are complete. The step counts from the moment when `save`
+    returns: `latest_checkpoint` names it, those that it replaces are left out, and whatever reads it, also another
+    `Checkpoint` or manager of this program, waits for it. Other programs see it when it is complete, after `wait`.
+
+    A save that fails, or is killed, leaves the earlier ones as they were, and they count again; its error is raised by
+    what reads that step, and by the next `save`, `restore`, `wait` or `close`.
 
     Differs from TF: checkpoints are known by step, and there is no `checkpoint` file that could disagree with the
     folder; asynchronous by default; `keep_best`; `restore`.
@@ -34,7 +39,8 @@ class CheckpointManager:
     Args:
         checkpoint: What to save.
         directory: The folder; it is made on the first save.
-        max_to_keep: How many of the latest steps to keep; `None` for all.
+        max_to_keep: How many of the latest steps to keep; `None` for all. What was saved last stays until the next
+            save, also with a lower step.
         keep_best: A metric's name and `"min"` or `"max"`: the best step by it is kept as well. Each `save` then needs
             that metric. A NaN is never the best.
         save_interval_steps: Steps closer than this to the last saved one are passed over by `save`.
@@ -93,6 +99,7 @@ class CheckpointManager:
         self._interval, self._asynchronous = save_interval_steps, asynchronous
         self._writer: Any = None
         self._last_step: int | None = None
+        self._under_way: under_way.Save | None = None
         self._metrics: dict[int, dict[str, float] | None] = {}
         self._damaged: set[int] = set()
         self._always: dict[str, Callable[[], float]] = {}  # Numbers to keep with each save, asked for when it is made.
@@ -109,7 +116,7 @@ class CheckpointManager:
 
     @property
     def latest_step(self) -> int | None:
-        """The latest step whose checkpoint is complete; `None` without one."""
+        """The latest of `all_steps()`; `None` without one."""
         return max(self.all_steps(), default=None)
 
     @property
@@ -129,8 +136,13 @@ class CheckpointManager:
         return self._best(self.all_steps())
 
     def all_steps(self) -> list[int]:
-        """The steps whose checkpoints are complete, ascending. Looks at the folder, so another process may write it."""
-        return self._storage.steps_in(self._directory)
+        """The steps that were saved, ascending, with the one that is being written, and without those that it replaces.
+
+        Looks at the folder, so that another program may write it. A folder is a step if its name is the number as
+        Python writes it: `30`, not `030`.
+        """
+        complete = lambda: self._storage.steps_in(self._directory)  # noqa: E731
+        return under_way.steps(self._directory, complete)
 
     def _together(self, what: str, function: Callable[[], _T]) -> _T:
         """What `function` does or says in the first of the processes that share the variables, in all of them."""
@@ -147,7 +159,7 @@ class CheckpointManager:
         Waits for the save before it, if that is still being written. Call it across replicas.
 
         Args:
-            step: The step's number; by default one more than the last.
+            step: The step's number, from 0; by default one more than the last.
             metrics: Numbers to keep along with it, by name.
             force: Save even if `save_interval_steps` have not passed.
 
@@ -155,12 +167,12 @@ class CheckpointManager:
             The checkpoint's folder, which appears when it is complete; `None` if the step was passed over.
 
         Raises:
-            CheckpointError: If the step exists, `keep_best`'s metric is missing, or this save, or the one before it,
-                could not be written.
+            CheckpointError: If the step exists or is no whole number from 0, `keep_best`'s
+                metric is missing, or this save, or the one before it, could not be written.
         """
-        self._together("a save before in", self._raise_if_failed)
+        self._told("a save before in", self._raise_if_failed)
         last = self._last()
-        step = self._next_step() if step is None else int(step)
+        step = self._next_step() if step is None else _checked_step(step)
         if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
             return None
         numbers = self._checked(self._always_kept() | (metrics or {}) if self._always else metrics)
@@ -181,7 +193,7 @@ class CheckpointManager:
 
     def _write(self, step: int, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
         """Starts to write what `take` returns; it is called when the save before is complete."""
-        self.wait()
+        self._wait_for_all()
         steps = self._agreed_steps()
         for other in [other for other in steps if other >= step]:
             replaced = self._together(f"what step {other} is in", lambda other=other: self._is_in_between(other))
@@ -196,7 +208,14 @@ class CheckpointManager:
                 )
         manifest, arrays = take()
         self._metrics[step] = manifest.metrics
-        self._together(f"saving step {step} in", lambda: self._open().save(step, manifest, arrays))
+        going = self._together(
+            f"saving step {step} in",
+            lambda: self._open().save(step, manifest, arrays),
+        )
+        self._under_way = under_way.Save(
+            self._path(step), step, manifest.metrics, going, self._writer
+        )
+        under_way.begin(self._under_way)
         self._last_step = step
 
     def _last(self) -> int | None:
@@ -268,7 +287,7 @@ class CheckpointManager:
 
     def delete(self, step: int) -> None:
         """Deletes a step's checkpoint."""
-        self.wait()
+        self._wait_for_all()
         steps = self._agreed_steps()
         if step not in steps:
             raise CheckpointError(
@@ -284,11 +303,23 @@ class CheckpointManager:
         Raises:
             CheckpointError: If it failed; once.
         """
+        self._told("the save in", self._wait)
+        under_way.forget(self._under_way)
+
+    def _told(self, what: str, check: Callable[[], None]) -> None:
+        """Lets `check` raise the error of a save, after which the steps are what they were."""
         try:
-            self._together("the save in", self._wait)
-        except BaseException:
+            self._together(what, check)
+        except Exception:
             self._last_step = None
+            under_way.forget(self._under_way)
             raise
+
+    def _wait_for_all(self) -> None:
+        """Waits, as `wait`; also for what another manager writes here, which is told of its errors itself."""
+        self.wait()
+        processes = self._checkpoint.num_processes
+        under_way.forget(under_way.finish(self._directory, processes)[0])
 
     def _wait(self) -> None:
         if self._writer is not None:
@@ -303,12 +334,14 @@ class CheckpointManager:
             try:
                 self._wait()
             finally:
+                under_way.forget(self._under_way)
                 writer, self._writer = self._writer, None
                 writer.close()
 
     def _remove(self) -> None:
         """Deletes the folder."""
         self.close()
+        under_way.forget(self._under_way)
         self._together("removing", lambda: self._storage.remove(self._directory))
 
     def __enter__(self) -> CheckpointManager:
@@ -320,7 +353,8 @@ class CheckpointManager:
         except CheckpointError as failed:
             if error is None:
                 raise
-            error.add_note(str(failed))
+            if str(failed) != str(error):  # Else it was told by what has read it.
+                error.add_note(str(failed))
 
     def _open(self) -> Any:
         if self._writer is None:
@@ -371,9 +405,27 @@ class CheckpointManager:
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def _metrics_of(self, step: int) -> dict[str, float] | None:
+        save = under_way.in_folder(self._directory)
+        if save is not None and save.step == step:
+            return save.metrics
         if step not in self._metrics:
             try:
                 self._metrics[step] = self._storage.read_manifest(self._path(step))[0].metrics
             except CheckpointError:  # It cannot be the best of anything.
                 return None
         return self._metrics[step]
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = int(step)
+        fits = number >= 0 and bool(number == step)
+    except (TypeError, ValueError, OverflowError):
+        number, fits = 0, False
+    if not fits:
+        raise CheckpointError(
+            "A step is a whole number from 0.",
+            received=f"save({step!r}).",
+            fix="manager.save(step), with the count of the steps; or manager.save().",
+        )
+    return number

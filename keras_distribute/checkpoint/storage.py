@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
+import threading
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ from etils import epath
 from keras_distribute import dropped
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
+from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.checkpoint.manifest_item import ARRAYS, FILE, MANIFEST, ManifestHandler, ManifestSave, sync
 from keras_distribute.checkpoint.structures import Arrays
@@ -34,6 +38,8 @@ from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 # first, it is gone at once; the next save empties this, in the background.
 _TRASH = "being_deleted"
 _FALLBACK = "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the last good one."
+# Python and Orbax also take "030" or "３１" for a number: such a folder is nobody's step.
+_STEP = re.compile("0|[1-9][0-9]*")
 
 
 @dataclasses.dataclass
@@ -41,6 +47,8 @@ class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
     """Orbax's question which steps to keep, asked of a function of their numbers."""
 
     kept: Callable[[list[int]], set[int]]
+    saved: int | None = None  # Stays, also below later steps: `save` has returned it.
+    going: frozenset[int] = frozenset()
 
     def should_preserve(
         self,
@@ -48,8 +56,28 @@ class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
         *,
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> Sequence[bool]:
-        kept = self.kept([info.step for info in checkpoints])
-        return [info.step in kept for info in checkpoints]
+        steps = [info.step for info in checkpoints]
+        kept = self.kept(steps) | {step for step in steps if step == self.saved}
+        self.going = frozenset(steps) - kept
+        return [step in kept for step in steps]
+
+
+class _StepFolders(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
+    """Orbax's question which folders are the checkpoints of steps."""
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
+        for path in ocp.utils.checkpoint_steps_paths(base_path):
+            if _STEP.fullmatch(path.name):
+                yield ocp.path.step.Metadata(int(path.name), path)
+
+    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
+        for found in self.find_all(base_path):
+            if found.step == step:
+                return found
+        raise ValueError(f"There is no step {step} in {base_path}.")
 
 
 class Writer:
@@ -57,8 +85,10 @@ class Writer:
 
     def __init__(self, directory: str, kept: Callable[[list[int]], set[int]], *, asynchronous: bool) -> None:
         self._directory = directory
+        self._policy = _PreserveSome(kept)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_PreserveSome(kept),
+            preservation_policy=self._policy,
+            step_name_format=_StepFolders(),
             enable_async_checkpointing=asynchronous,
             # In the background, a folder that cannot be made leaves threads that wait for it for five minutes.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -69,7 +99,9 @@ class Writer:
             **_alone(create=False),  # Orbax makes no folder for one of several processes.
         )
         self._saving = directory
-        self._unsynced = False
+        self._unfinished = False
+        self._failure: Exception | None = None
+        self._lock = threading.RLock()  # Another thread may read what is being written.
         handlers: Any = {ARRAYS: _array_handler(), MANIFEST: ManifestHandler(self._empty_trash)}
         with _writing(directory):
             if jax.process_count() > 1:
@@ -81,27 +113,59 @@ class Writer:
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way in the background."""
-        return self._manager.is_saving_in_progress()
+        return self._unfinished and self._manager.is_saving_in_progress()
 
-    def save(self, step: int, manifest: Manifest, arrays: Arrays) -> None:
-        """Starts to write; the arrays must stay as they are until `wait` returns."""
-        self.wait()
-        self._saving = step_path(self._directory, step)
-        with self._reloading(), _writing(self._saving):
-            self._manager.save(step, args=_save_args(manifest, arrays), force=True)
-            self._unsynced = True
+    def save(self, step: int, manifest: Manifest, arrays: Arrays) -> frozenset[int]:
+        """Starts to write; the arrays must stay as they are until it has finished.
+
+        Returns:
+            The steps that will be deleted then.
+        """
+        with self._lock:
+            self.wait()
+            self._saving = step_path(self._directory, step)
+            _check_free(self._saving)
+            if step in self._manager.all_steps():
+                self._recount()  # Another manager has deleted it.
+            self._policy.saved = step
+            self._unfinished = True  # Also if Ctrl-C comes in the middle.
+            try:
+                with _writing(self._saving):
+                    args = _save_args(manifest, arrays)
+                    self._manager.save(step, args=args, force=True)
+            except Exception:
+                self._unfinished = False
+                self._recount()
+                raise
+            return self._policy.going
+
+    def finish(self) -> Exception | None:
+        """Returns when the last save has finished: with its error, until `wait` has raised it."""
+        with self._lock:
+            if self._unfinished:
+                try:
+                    with _writing(self._saving):
+                        self._manager.wait_until_finished()
+                        _sync_names(self._saving)
+                except Exception as error:
+                    self._failure = error
+                    self._recount()
+                self._unfinished = False
+            return self._failure
 
     def wait(self) -> None:
         """Returns when the save is complete; raises `CheckpointError` if it failed, once."""
-        with self._reloading(), _writing(self._saving):
-            unsynced, self._unsynced = self._unsynced, False
-            self._manager.wait_until_finished()
-            if unsynced:
-                _sync_names(self._saving)
+        with self._lock:
+            failure, self._failure = self.finish(), None
+            self._forget_errors()
+        if failure is not None:
+            raise failure
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
         with _writing(step_path(self._directory, step)):
+            if step not in self._manager.all_steps():
+                self._recount()  # Another manager has written it.
             self._manager.delete(step)
             self._empty_trash()
 
@@ -117,18 +181,20 @@ class Writer:
                 self._manager.close()
             self._empty_trash()
 
+    def _recount(self) -> None:
+        """Looks which steps there are: Orbax counts, also a failed step in, and what it was to delete out."""
+        with contextlib.suppress(Exception):  # It also reads files, which may be damaged.
+            self._manager.reload()
+
+    def _forget_errors(self) -> None:
+        """Lets Orbax raise here what it has raised in another thread, and would again."""
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+
     def _empty_trash(self) -> None:
         trash = epath.Path(self._directory) / _TRASH
         if trash.exists():
             trash.rmtree(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _reloading(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException:
-            self._manager.reload()  # Orbax has counted the failed step in, and steps to be deleted out.
-            raise
 
 
 _open_writers: set[Writer] = set()
@@ -136,8 +202,9 @@ _open_writers: set[Writer] = set()
 
 def _close_all() -> None:
     dropped.settle()
-    for writer in list(_open_writers):
-        writer.close()
+    with contextlib.ExitStack() as all_of_them:  # An error in one keeps none from closing.
+        for writer in list(_open_writers):
+            all_of_them.callback(writer.close)
 
 
 compat.before_exit(_close_all)
@@ -189,7 +256,9 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
             raise CheckpointError(
                 f"There is no checkpoint at {path!r}.",
                 received=f"{str(folder.parent)!r} holds {', '.join(beside)}." if beside else None,
-                fix="the path that checkpoint.save or manager.save returned; manager.all_steps() lists the steps.",
+                fix="manager.wait() in every process first: process 0 is writing it."
+                if under_way.is_elsewhere(path)
+                else "the path that checkpoint.save or manager.save returned; manager.all_steps() lists the steps.",
             )
         if not file.exists():
             raise DamagedCheckpointError(
@@ -200,8 +269,31 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
                 fix=_FALLBACK,
             )
         manifest, arrays, files = manifests.from_bytes(file.read_bytes(), str(file))
+        _check_name(folder, manifest)
         _check_files(folder / ARRAYS, files)
         return manifest, arrays
+
+
+def _check_free(path: str) -> None:
+    """Refuses the name of a file, or of a link to nothing, which Orbax would replace."""
+    if os.path.lexists(path) and not epath.Path(path).is_dir():
+        raise CheckpointError(
+            f"There is something at {path!r} already, and it is no checkpoint.",
+            received="a link to nothing." if os.path.islink(path) else "a file.",
+            fix="move it away, or save another step.",
+        )
+
+
+def _check_name(folder: epath.Path, manifest: Manifest) -> None:
+    """Refuses a folder that was copied or moved to another step's name."""
+    step, name = manifest.step, folder.name
+    if step is not None and _STEP.fullmatch(name) and int(name) != step:
+        raise DamagedCheckpointError(
+            f"{str(folder)!r} is not the checkpoint of step {name}.",
+            received=f"the checkpoint of step {step}, copied or moved to that name.",
+            fix=f"give the folder its name {step} again, or one that is no number; or "
+            + _FALLBACK,
+        )
 
 
 def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
@@ -265,7 +357,8 @@ def steps_in(directory: str) -> list[int]:
     """The steps whose checkpoints are complete, ascending; also those of a manager that was dropped while it saved."""
     dropped.settle()
     with _reading(directory):
-        return sorted(ocp.utils.checkpoint_steps(directory)) if epath.Path(directory).is_dir() else []
+        found = _StepFolders().find_all(directory) if epath.Path(directory).is_dir() else ()
+        return sorted(step.step for step in found)
 
 
 def remove(directory: str) -> None:

@@ -218,6 +218,84 @@ def test_damage_does_not_stop_a_manager(run: Run) -> None:
         assert manager.all_steps() == [4]
 
 
+NOT_STEPS = [
+    *("030", "00", "３１", "3１", "٣", "²", "-5", "+41", " 40", "40 ", "40\n"),
+    *("4_2", "45.0", "1e3", "0x2d", "44.bak", "step_43", "run_0030", "latest"),
+]
+
+
+def test_folders_that_are_no_steps_are_left_alone(run: Run) -> None:
+    """Python and Orbax take some of these names for numbers."""
+    for name in NOT_STEPS:
+        shutil.copytree(run.directory / "3", run.directory / name)
+    (run.directory / "50").write_text("a file")
+    os.symlink(run.directory / "nowhere", run.directory / "51")
+    shutil.copytree(run.directory / "3", run.directory / "9.orbax-checkpoint-tmp-12")
+    with run.manager(max_to_keep=2) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        run.set(7)
+        assert manager.restore(fallback=True).step == 3
+        manager.save(4)
+        manager.wait()
+        assert manager.all_steps() == [3, 4]
+        for step, what in ((50, "a file"), (51, "a link to nothing")):
+            with pytest.raises(CheckpointError, match=f"(?s)no checkpoint.*{what}.*Fix: "):
+                manager.save(step)
+    left = sorted(name for name in os.listdir(run.directory) if name != "being_deleted")
+    assert left == sorted([*NOT_STEPS, "50", "51", "3", "4"])
+    assert (run.directory / "50").read_text() == "a file"
+
+
+@pytest.mark.parametrize("place", [shutil.copytree, os.rename, os.symlink])
+def test_a_checkpoint_under_another_step_s_name(place: Any, run: Run) -> None:
+    """Refused whoever reads it, and no manager's best; by its own name it is as before."""
+    place(run.directory / "2", run.directory / "8")
+    run.set(7)
+    manager = run.manager(max_to_keep=None, keep_best=("loss", "min"))
+    assert manager.latest_step == 8 and manager.best_step is None
+    for restore in (
+        manager.restore,
+        manager.restore_or_initialize,
+        lambda: manager.restore(8),
+        lambda: run.checkpoint.restore(manager.latest_checkpoint),
+        lambda: run.checkpoint.read(run.directory / "8"),
+    ):
+        with pytest.raises(
+            DamagedCheckpointError,
+            match=r"(?s)/8' is not the checkpoint of step 8.*Received: the checkpoint of "
+            r"step 2,.*Fix: give the folder its name 2 again, or one that is no number",
+        ):
+            restore()
+        assert run.progress["step"] == 7
+    with pytest.warns(UserWarning, match="8' is not the checkpoint of step 8"):
+        assert manager.restore(fallback=True).step == 3
+    os.rename(run.directory / "8", run.directory / "good")
+    assert run.checkpoint.restore(run.directory / "good").step == 2
+    assert run.progress["step"] == 2
+
+
+def test_an_empty_folder_is_a_damaged_step(run: Run) -> None:
+    (run.directory / "4").mkdir()
+    with run.manager() as manager:
+        with pytest.raises(DamagedCheckpointError, match="a folder with nothing in it"):
+            manager.restore()
+        with pytest.warns(UserWarning, match="no complete checkpoint"):
+            assert manager.restore(fallback=True).step == 3
+        manager.save(4)
+    assert run.manager().restore().step == 4
+
+
+def test_a_link_to_a_step_elsewhere_is_deleted_without_it(run: Run) -> None:
+    elsewhere = run.directory.parent / "elsewhere"
+    os.rename(run.directory / "1", elsewhere)
+    os.symlink(elsewhere, run.directory / "1")
+    with run.manager(max_to_keep=2) as manager:
+        assert manager.restore(1).step == 1
+        manager.save(4)
+    assert run.manager().all_steps() == [3, 4]
+    assert run.checkpoint.restore(elsewhere).step == 1
+
+
 def test_a_folder_that_cannot_be_written_to(run: Run) -> None:
     """Not even by root: below a file."""
     (run.directory / "file").write_text("x")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pathlib
+import threading
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+import keras_distribute as kd
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager, under_way
+from keras_distribute.checkpoint import checkpoint as checkpoints
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
 from .support import Loop, assert_same_bits, bits, scope
@@ -76,6 +83,17 @@ def test_keeps_the_best(value: Value, mode: str, best: int) -> None:
             manager.save(5)
     assert value.files == [str(best), "4"]
     assert manager.restore(best).metrics == {"score": pytest.approx(scores[best]), "other": 1.0}
+
+
+def test_what_was_saved_last_stays_below_later_steps(value: Value) -> None:
+    """As after going back to an earlier step; it is not deleted as soon as it is written."""
+    with value.manager(max_to_keep=2) as manager:
+        for step in (20, 30, 10):
+            path = value.save(manager, step)
+        assert manager.all_steps() == [10, 20, 30]
+        assert Checkpoint(v=value.variable).restore(path).step == 10
+        value.save(manager, 11)
+    assert value.files == ["11", "20", "30"]
 
 
 def test_interval(value: Value) -> None:
@@ -214,3 +232,240 @@ def test_another_process_reads_while_this_one_writes(value: Value) -> None:
             assert reader.latest_step == step
             assert reader.restore().step == step
     assert value.files == ["0", "1", "2"]
+
+
+@contextlib.contextmanager
+def slow_writes(monkeypatch: Any, error: Exception | None = None) -> Iterator[Any]:
+    """Files are not complete before the program has gone on for a while."""
+    from keras_distribute.checkpoint import manifest
+
+    original, gate = manifest.to_bytes, threading.Event()
+
+    def write(*args: Any) -> bytes:
+        gate.wait(60)
+        if error is not None:
+            raise error
+        return original(*args)
+
+    monkeypatch.setattr(manifest, "to_bytes", write)
+    try:
+        yield lambda: threading.Timer(0.3, gate.set).start()
+    finally:
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "save_finalize":
+                thread.join()
+        monkeypatch.setattr(manifest, "to_bytes", original)
+
+
+def read_by_restore(value: Value, path: str) -> None:
+    Checkpoint(v=value.variable).restore(path)
+
+
+def read_by_read(value: Value, path: str) -> None:
+    Checkpoint(v=value.variable).read(path)
+
+
+def read_by_another_spelling(value: Value, path: str) -> None:
+    os.symlink(path, value.directory / "newest")
+    Checkpoint(v=value.variable).restore(value.directory / ".." / "run" / "newest")
+
+
+def read_by_another_manager(value: Value, path: str) -> None:
+    assert value.manager().restore().path == path
+
+
+def read_by_the_start_of_a_run(value: Value, path: str) -> None:
+    assert value.manager().restore_or_initialize() == path
+
+
+def read_by_a_handler_of_preemption(value: Value, path: str) -> None:
+    config = kd.experimental.TerminationConfig(termination_watcher_fn=lambda: True)
+    kd.experimental.PreemptionCheckpointHandler(
+        None, value.checkpoint, value.directory, config
+    )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_by_restore,
+        read_by_read,
+        read_by_another_spelling,
+        read_by_another_manager,
+        read_by_the_start_of_a_run,
+        read_by_a_handler_of_preemption,
+    ],
+)
+def test_what_was_saved_is_known_at_once_and_waited_for(
+    read: Any, value: Value, monkeypatch: Any
+) -> None:
+    with value.manager(max_to_keep=2) as manager, slow_writes(monkeypatch) as go_on:
+        path = value.save(manager, 1)
+        assert not os.path.exists(path or "")
+        assert manager.latest_checkpoint == path
+        assert manager.checkpoints == [path]
+        assert manager.latest_step == value.manager().latest_step == 1
+        value.variable.assign(9.0)
+        go_on()
+        read(value, path)
+        assert float(value.variable.value) == 1.0
+
+
+def test_a_save_under_way_replaces_what_it_will_delete(
+    value: Value, monkeypatch: Any
+) -> None:
+    """Those are there until it is complete, but a reader would lose them meanwhile."""
+    options: Any = {"max_to_keep": 1, "keep_best": ("loss", "min")}
+    with value.manager(**options) as manager:
+        for step, loss in enumerate((1.0, 3.0, 2.0)):
+            value.save(manager, step, metrics={"loss": loss})
+        manager.wait()
+        with slow_writes(monkeypatch) as go_on:
+            value.save(manager, 3, metrics={"loss": 0.5})
+            other = value.manager(**options)
+            for each in (manager, other):
+                assert (each.all_steps(), each.best_step) == ([3], 3)
+            assert value.files[:2] == ["0", "2"]
+            go_on()
+            with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+                Checkpoint(v=value.variable).restore(value.directory / "2")
+            assert other.restore().step == 3
+    assert value.files == ["3"]
+
+
+def test_a_save_that_fails_later_counts_until_its_error_is_told(
+    value: Value, monkeypatch: Any
+) -> None:
+    """By what reads it, and by its manager; then the last complete one is the latest."""
+    manager = value.manager(max_to_keep=1)
+    value.save(manager, 0)
+    manager.wait()
+    for read in (
+        lambda: Checkpoint(v=value.variable).restore(manager.latest_checkpoint),
+        lambda: value.manager().restore(),
+        lambda: value.manager().restore_or_initialize(),
+    ):
+        with slow_writes(monkeypatch, NO_SPACE) as go_on:
+            value.save(manager, 1)
+            assert manager.all_steps() == [1]
+            go_on()
+            with pytest.raises(
+                CheckpointError, match="(?s)/1' could not be written.*No space left"
+            ):
+                read()
+            assert manager.all_steps() == value.manager().all_steps() == [0]
+            with pytest.raises(CheckpointError, match="/1' could not be written"):
+                manager.save()
+        assert float(value.variable.value) == 1.0
+        assert manager.restore().step == 0
+    value.save(manager, 1)
+    manager.close()
+    assert value.files == ["1"]
+
+
+def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(
+    value: Value, monkeypatch: Any
+) -> None:
+    told: list[str] = []
+
+    def read(path: Any) -> None:
+        try:
+            Checkpoint(v=value.variable).restore(path)
+        except CheckpointError as error:
+            told.append(str(error).split("\n")[0])
+
+    with slow_writes(monkeypatch, NO_SPACE) as go_on:
+        manager = value.manager()
+        path = value.save(manager, 0)
+        thread = threading.Thread(target=read, args=[path])
+        thread.start()
+        go_on()
+        thread.join()
+        assert told == [
+            f"The checkpoint {path!r} could not be written; earlier ones are as they "
+            "were."
+        ]
+        with pytest.raises(CheckpointError, match="could not be written"):
+            manager.wait()
+    value.save(manager, 0)
+    manager.close()
+    assert value.files == ["0"]
+
+
+def test_the_with_block_does_not_repeat_what_was_read_in_it(
+    value: Value, monkeypatch: Any
+) -> None:
+    with (
+        pytest.raises(CheckpointError, match="could not be written") as error,
+        Refusing(monkeypatch, NO_SPACE),
+        value.manager() as manager,
+    ):
+        Checkpoint(v=value.variable).restore(value.save(manager, 0))
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_two_managers_of_one_folder_do_not_disturb_each_other(
+    value: Value, monkeypatch: Any
+) -> None:
+    """Numbers go on after what the other is writing; what it writes is waited for."""
+    first, second = value.manager(), value.manager()
+    with slow_writes(monkeypatch) as go_on:
+        value.variable.assign(5.0)
+        first.save()
+        go_on()
+        value.variable.assign(6.0)
+        assert second.save() == str(value.directory / "1")
+    second.close()
+    assert first.restore(0).step == 0 and float(value.variable.value) == 5.0
+    second.delete(0)
+    value.variable.assign(7.0)
+    first.save(0)
+    second.delete(0)
+    assert first.all_steps() == second.all_steps() == [1]
+    first.close()
+
+
+def test_the_save_of_a_dropped_manager_is_known_and_waited_for(
+    value: Value, monkeypatch: Any
+) -> None:
+    with slow_writes(monkeypatch) as go_on:
+        path = value.save(value.manager(), 3)
+        gc.collect()
+        go_on()
+        value.variable.assign(0.0)
+        Checkpoint(v=value.variable).restore(path)
+    assert float(value.variable.value) == 3.0
+
+
+def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
+    with value.manager() as manager:
+        value.save(manager, 1)
+    assert under_way.in_folder(manager.directory) is None
+    synchronous = value.manager(asynchronous=False)
+    value.save(synchronous, 2)
+    assert synchronous.all_steps() == [1, 2]
+    assert under_way.in_folder(manager.directory) is None
+
+
+def test_restoring_none_says_once_that_nothing_was_restored(
+    value: Value, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(checkpoints, "_warned_of_nothing", False)
+    manager = value.manager()
+    with pytest.warns(UserWarning, match="the path was None.*restore_or_initialize") as w:
+        assert value.checkpoint.restore(manager.latest_checkpoint).restored == ()
+    assert w[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value.checkpoint.restore(None).path is None
+        assert value.checkpoint.read(None).path is None
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "3", float("nan"), float("inf"), [1]])
+def test_a_step_is_a_whole_number(step: Any, value: Value) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"(?s)whole number from 0.*Received: save\(.*Fix: "
+    ):
+        value.manager().save(step)
+    assert not value.directory.exists()

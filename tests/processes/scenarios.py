@@ -1,6 +1,7 @@
 """What several processes do together; each function runs in every one of them, and returns what its test compares."""
 
 import os
+import time
 import traceback
 
 import jax
@@ -380,6 +381,52 @@ def checkpoint(folder, what):
     before = weights_of(model)
     model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
     return before, weights_of(model), manager.all_steps(), None
+
+
+def save_under_way(folder):
+    """Steps and errors as each process sees them, while process 0 is still writing."""
+    from keras_distribute.checkpoint import manifest
+
+    def to_bytes(*args):
+        time.sleep(0.5)
+        if failing:
+            raise OSError(28, "No space left on device")
+        return original(*args)
+
+    def told(function):
+        try:
+            return function()
+        except kd.errors.CheckpointError as error:
+            return str(error).split("\n")[0]
+
+    failing, original, manifest.to_bytes = [], manifest.to_bytes, to_bytes
+    with kd.MultiWorkerMirroredStrategy().scope():
+        variable = keras.Variable(1.0)
+    checkpoint = kd.Checkpoint(v=variable)
+    manager = kd.CheckpointManager(checkpoint, folder, max_to_keep=1)
+    steps = lambda: (manager.all_steps(), manager.latest_checkpoint)  # noqa: E731
+    seen = []
+    for step in (1, 2):
+        variable.assign(float(step))
+        manager.save(step)
+        seen.append(steps())
+        variable.assign(9.0)
+        checkpoint.restore(manager.latest_checkpoint)
+        seen.append(float(variable.numpy()))
+    failing.append(True)
+    manager.save(3)
+    seen.append(steps())
+    reader = kd.Checkpoint(v=variable)
+    seen.append(told(lambda: reader.restore(manager.latest_checkpoint)))
+    seen.append(steps())
+    seen.append(told(lambda: manager.save(4)))
+    failing.clear()
+    manager.save(4)
+    manager.close()  # Each process by itself; process 0 alone waits.
+    seen.append(steps())
+    seen.append(kd.CheckpointManager(checkpoint, folder).restore().step)
+    manifest.to_bytes = original
+    return seen
 
 
 def files(folder):

@@ -29,6 +29,7 @@ def job(tmp_path_factory):
         "narrow_sums": ("bfloat16",),
         "a_nan": (),
         "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
+        "save_under_way": (str(tmp_path_factory.mktemp("under_way")),),
         "files": (str(tmp_path_factory.mktemp("files")),),
     }
     results = kd.testing.run_in_processes(scenarios.several, 2, calls, cpu_devices=2, timeout=170)
@@ -158,6 +159,22 @@ def test_a_checkpoint_goes_on_in_any_number_of_processes(job):
     ):
         equal(restored, before)
         equal(trained, after)
+
+
+def test_a_save_under_way_is_known_to_all_processes(job):
+    """At once; they wait for it together, and hear together that it has failed."""
+    calls, results = job
+    folder = calls["save_under_way"][0]
+    failed = (
+        f"The checkpoint '{folder}/3' could not be written; earlier ones are as they were."
+    )
+    for result in results:
+        assert result["save_under_way"] == [
+            *(([1], f"{folder}/1"), 1.0, ([2], f"{folder}/2"), 2.0),
+            *(([3], f"{folder}/3"), failed, ([2], f"{folder}/2"), failed),
+            *(([4], f"{folder}/4"), 4),
+        ]
+    assert os.listdir(folder) == ["4"]
 
 
 def test_one_process_writes_the_files(job):

@@ -23,6 +23,8 @@ def test_two_hosts_train_and_save_what_one_device_does(tmp_path):
         np.testing.assert_allclose(result["predictions"], plain.predict(logical.ROWS, verbose=0), rtol=1e-4, atol=1e-5)
         assert result["sums"] == [4.0 * replica for replica in (2 * host, 2 * host + 1)]
         assert (result["total"], result["placed"]) == (24.0, 4)
+        where = "values that are not finite in x of replica 3 (process 1)."
+        assert result["nan"] == f"Received: {where}"
     loaded = keras.models.load_model(tmp_path / "model.keras")
     for ours, theirs in zip(loaded.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

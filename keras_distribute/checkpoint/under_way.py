@@ -1,0 +1,142 @@
+"""Which checkpoints are being written in the background. Knows no Orbax, and reads no files.
+
+One process writes, and all that save together know of it: what a folder holds is the same
+to all of them, from the moment when `save` returns. Whether a write has failed they learn
+together, too: when they read that checkpoint, or when its manager waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from keras_distribute.cluster import agreement
+
+
+class Writing(Protocol):
+    """What writes in the background."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether it has not finished."""
+        ...
+
+    def finish(self) -> Exception | None:
+        """Returns when it has finished: with the error, if it failed."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class Save:
+    """A checkpoint that is being written.
+
+    Args:
+        path: Where it will be.
+        step: Of a `CheckpointManager`.
+        metrics: The numbers that it will hold.
+        going: The steps that will be deleted when it is complete.
+        writer: What writes it; `None` in a process that does not.
+    """
+
+    path: str
+    step: int
+    metrics: dict[str, float] | None
+    going: frozenset[int]
+    writer: Writing | None
+    seen: bool = False
+
+
+_saves: dict[str, Save] = {}  # By folder: before a manager writes, it waits for any other.
+
+
+def begin(save: Save) -> None:
+    """Another checkpoint of its folder is being written."""
+    _saves[_folder_of(save.path)] = save
+
+
+def forget(save: Save | None) -> None:
+    """What the folder holds is the truth again: it is complete, or its error was told."""
+    if save is not None and _saves.get(_folder_of(save.path)) is save:
+        del _saves[_folder_of(save.path)]
+
+
+def in_folder(directory: str) -> Save | None:
+    """The save that is under way in a folder, or whose error nobody was told yet."""
+    return _saves.get(_key(directory))
+
+
+def steps(directory: str, complete: Callable[[], list[int]]) -> list[int]:
+    """The steps of a folder, as if the save that is under way there were complete.
+
+    Args:
+        directory: The folder.
+        complete: The steps that are complete, as the folder has them now.
+    """
+    save = in_folder(directory)
+    writer = None if save is None else save.writer
+    if writer is not None and not writer.is_saving and writer.finish() is None:
+        forget(save)
+        save = None
+    found = set(complete())
+    if save is None:
+        return sorted(found)
+    # Where it was seen, and is no more, somebody has deleted it.
+    save.seen = save.seen or save.step in found
+    return sorted((found if save.seen else found | {save.step}) - save.going)
+
+
+def finish(directory: str, num_processes: int) -> tuple[Save | None, Exception | None]:
+    """Returns when nothing is being written to a folder any more.
+
+    Args:
+        directory: The folder.
+        num_processes: How many processes call this together.
+
+    Returns:
+        The save that was under way, and its error.
+    """
+
+    def finished() -> Exception | None:
+        save = in_folder(directory)
+        return None if save is None or save.writer is None else save.writer.finish()
+
+    error = agreement.from_chief("a save under way", finished, num_processes)
+    save = in_folder(directory)
+    if save is not None and error is None and (save.writer or num_processes > 1):
+        forget(save)
+    return save, error
+
+
+def before_reading(path: str, num_processes: int) -> None:
+    """Returns when `path` is complete, if it is being written.
+
+    A save that is under way beside it also ends first, since it may delete it.
+
+    Args:
+        path: A checkpoint.
+        num_processes: How many processes read it together.
+
+    Raises:
+        CheckpointError: If it could not be written.
+    """
+    save, error = finish(_folder_of(path), num_processes)
+    if error is not None and save is not None and _key(save.path) == _key(path):
+        forget(save)
+        raise error
+
+
+def is_elsewhere(path: str) -> bool:
+    """Whether another process writes `path`, as far as this one knows."""
+    save = _saves.get(_folder_of(path))
+    return save is not None and save.writer is None and _key(save.path) == _key(path)
+
+
+def _folder_of(path: str) -> str:
+    return os.path.dirname(_key(path))
+
+
+def _key(path: str) -> str:
+    """One name for a folder, however it is written."""
+    return path if "://" in path else os.path.realpath(path)
