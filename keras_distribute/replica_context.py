@@ -83,34 +83,43 @@ class ReplicaContext:
         """Joins the replicas' values along `axis`, in replica order; each replica gets the result.
 
         Args:
-            value: An array of at least one dimension, or a structure of them.
+            value: An array of at least one dimension, or a structure of them. Along `axis` the replicas' arrays may
+                differ in size; some may have no rows.
             axis: The axis to join along.
             options: Accepted for compatibility.
 
         Returns:
-            The structure of `value`, `num_replicas_in_sync` times as long along `axis`. Its gradient is the sum of the
-            replicas' gradients of this replica's part.
+            The structure of `value`, along `axis` as long as those of all replicas together. Its gradient is the sum of
+            the replicas' gradients of this replica's part.
 
         Raises:
             ContextError: Outside `Strategy.run`.
-            ValueStructureError: For a value without that axis.
+            ValueStructureError: For a value without that axis, and for values that differ in size along another one, in
+                rank or in dtype.
+
+        Example:
+            >>> import numpy as np, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> rows = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.arange(context.replica_id_in_sync_group + 1.0))
+            >>> joined = strategy.run(lambda x: kd.get_replica_context().all_gather(x, axis=0), args=(rows,))
+            >>> [v.tolist() for v in joined.values]
+            [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
         """
         self._require("all_gather", "strategy.gather(value, axis=0)")
 
-        def gather(leaf: Any) -> jax.Array:
-            leaf = jnp.asarray(leaf)
+        leaves, structure = jax.tree.flatten(value)
+        leaves = list(map(jnp.asarray, leaves))
+        for leaf in leaves:
             if leaf.ndim == 0:
                 raise ValueStructureError(
                     "A value without dimensions cannot be gathered along an axis.",
                     received=f"a scalar and axis={axis}.",
                     fix="value[None], or keras.ops.reshape(value, (1,)).",
                 )
-            if not context.frame().per_replica:
-                collectives.check_axis(axis, leaf.ndim)
-                return leaf
-            return collectives.all_gather_local(leaf, axis)
-
-        return jax.tree.map(gather, value)
+            collectives.check_axis(axis, leaf.ndim)
+        gathered = collectives.all_gather_locals(leaves, axis) if context.frame().per_replica else leaves
+        return jax.tree.unflatten(structure, gathered)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Calls `merge_fn(strategy, *args, **kwargs)` once, in the cross-replica context, amid the replicas' program.

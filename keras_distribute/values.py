@@ -76,7 +76,7 @@ class PerReplica(DistributedValues):
             return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)))
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
-        array = mesh.joined([_with_leading_one(a, largest) for a in arrays])
+        array = mesh.joined([filled_up(a, largest)[None] for a in arrays])
         return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
 
     @property
@@ -187,13 +187,16 @@ class Mirrored(DistributedValues):
         return f"Mirrored({self._value!r})"
 
 
-def _with_leading_one(array: Any, shape: tuple[int, ...]) -> Any:
-    """The array in shape `(1, *shape)`, filled up with zeros at the end of each dimension."""
-    if array.shape != shape and jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers.
-        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)[None]
+def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array in `shape`, filled up with zeros at the end of each dimension."""
+    if array.shape == shape:
+        return array
     widths = [(0, after - before) for before, after in zip(array.shape, shape, strict=True)]
-    module = jnp if isinstance(array, jax.Array) else np
-    return (array if array.shape == shape else module.pad(array, widths))[None]
+    if not isinstance(array, jax.Array):
+        return np.pad(array, widths)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers: XLA cannot pad them.
+        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)
+    return lax.pad(array, lax.full((), 0, array.dtype), [(before, after, 0) for before, after in widths])
 
 
 def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

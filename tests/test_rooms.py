@@ -16,6 +16,7 @@ ROOMS = [
     "mesh",
     "cluster",
     "tpu",
+    "told",
     "values",
     "context",
     "input",
