@@ -82,6 +82,9 @@ def _gathered(value: jax.Array, shapes: Shapes, axis: int) -> jax.Array:
     return gather_and_cut(filled_up(value, largest), shapes, axis)
 
 
+JOINING = "gather_and_cut"  # The name in a program of the calls of what follows.
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def gather_and_cut(value: jax.Array, shapes: Shapes, axis: int) -> jax.Array:
     """The replicas' values joined at their true shapes, to the largest of which they are filled up.

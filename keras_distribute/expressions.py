@@ -219,7 +219,7 @@ def _body(equation: Any) -> Any:
 
 def _joins(equation: Any) -> bool:
     """Whether it joins values of different sizes: one operation over the replicas, which knows all sizes."""
-    return equation.params.get("name") == collectives.gather_and_cut.__name__
+    return equation.params.get("name") == collectives.JOINING
 
 
 def _opened(equation: Any) -> Any:

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute import context, ragged
+from keras_distribute import context, ragged, structures
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.call import Call, Static, Variant, is_leaf
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import ValueStructureError, VariableScopeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.told import BrokenOff, RaggedTrace, Told
 from keras_distribute.values import Mirrored, PerReplica
@@ -121,9 +121,10 @@ def _trace_variant(
         with scope, noting as folded:
             program = jax.make_jaxpr(local, axis_env=axes)(given, call.shapes)
     except (BrokenOff, Exception):
-        if not telling.broken_off:
-            raise
-    if telling.broken_off:
+        if telling.broken_off:
+            return scope, None
+        raise
+    if telling.broken_off:  # The function has caught it.
         return scope, None
     if scope.foreign:
         raise _foreign_error(strategy, list(scope.foreign.values()))
@@ -152,7 +153,7 @@ def _trace_local(
             if variant.empty and frame.ragged is not None:  # Replicas with rows were traced before, and raised nothing.
                 raise _no_rows_error(variant, error) from error
             raise
-    leaves, output["structure"] = jax.tree.flatten(result, is_leaf=is_leaf)
+    leaves, output["structure"] = structures.flatten(result, is_leaf)
     leaves = [_unwrapped(leaf) for leaf in leaves]
     output["leaves"] = [None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves]
     output["written"] = list(scope.updated.values())
@@ -168,6 +169,13 @@ def _unwrapped(leaf: Any) -> Any:
         return jnp.asarray(leaf.value)
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.asarray(leaf)
+    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
+        raise StructureTypeError(
+            "The function given to strategy.run returned an object that holds arrays and is no structure of them.",
+            received=f"a {type(leaf).__name__}.",
+            fix="return a dict, a list, a tuple or a dataclass of the arrays, or register the class with JAX: "
+            "jax.tree_util.register_pytree_node.",
+        )
     return leaf
 
 

@@ -16,6 +16,7 @@ ROOMS = [
     "mesh",
     "cluster",
     "tpu",
+    "structures",
     "told",
     "values",
     "context",
