@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_distribute import structures
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import ContextError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
@@ -76,7 +77,7 @@ class Call:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: ReplicaMesh) -> None:
-        leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
+        leaves, self._structure = structures.flatten((args, kwargs), is_leaf)
         self.arrays: list[Any] = []
         self.split: list[bool] = []
         self.leaves: list[Any] = []

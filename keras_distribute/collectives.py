@@ -26,8 +26,9 @@ from keras_distribute.cross_device import checked_arrays, compiled, of_this_repl
 from keras_distribute.cross_device import mesh_of as mesh_of
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS, mesh_of_array
+from keras_distribute.told import Form
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values import PerReplica
+from keras_distribute.values import PerReplica, filled_up
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -57,10 +58,44 @@ def _narrowed(value: jax.Array, dtype: str | None) -> jax.Array:
     return value.astype(dtype) if dtype is not None and wider else value
 
 
-def all_gather_local(value: Any, axis: int) -> jax.Array:
-    """The replicas' values joined along `axis`, inside a program."""
-    value = jnp.asarray(value)
-    return lax.all_gather(value, REPLICA_AXIS, axis=check_axis(axis, value.ndim), tiled=True)
+def all_gather_locals(values: Sequence[Any], axis: int) -> list[jax.Array]:
+    """The replicas' values joined along `axis`, inside a program; their sizes may differ."""
+    values = [jnp.asarray(value) for value in values]
+    axes = [check_axis(axis, value.ndim) for value in values]
+    trace = context.ragged_trace()
+    if trace is None:
+        shapes = [(value.shape,) * lax.axis_size(REPLICA_AXIS) for value in values]
+    else:
+        of_all = trace.of_all([(value.shape, str(value.dtype)) for value in values])
+        _check_joinable(of_all, axes)
+        shapes = [tuple(shape for shape, _ in forms) for forms in zip(*of_all, strict=True)]
+    return [_gathered(*each) for each in zip(values, shapes, axes, strict=True)]
+
+
+def _gathered(value: jax.Array, shapes: Shapes, axis: int) -> jax.Array:
+    """The replicas' values joined, of which these are the true shapes."""
+    largest = tuple(map(max, zip(*shapes, strict=True)))
+    if 0 in largest:  # XLA does not gather what has no elements.
+        return jnp.zeros(_joined_shape(shapes, axis), value.dtype)
+    if len(set(shapes)) == 1:
+        return lax.all_gather(value, REPLICA_AXIS, axis=axis, tiled=True)
+    return gather_and_cut(filled_up(value, largest), shapes, axis)
+
+
+JOINING = "gather_and_cut"  # The name in a program of the calls of what follows.
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def gather_and_cut(value: jax.Array, shapes: Shapes, axis: int) -> jax.Array:
+    """The replicas' values joined at their true shapes, to the largest of which they are filled up.
+
+    One call in the program: its shapes stay beside its communication, and `ragged.py` sees where the traces of two
+    replicas do not agree on them.
+    """
+    length = value.shape[axis]
+    whole = lax.all_gather(value, REPLICA_AXIS, axis=axis, tiled=True)
+    parts = [lax.slice_in_dim(whole, i * length, i * length + s[axis], axis=axis) for i, s in enumerate(shapes)]
+    return jnp.concatenate(parts, axis)
 
 
 def total_count(count: int) -> Any:
@@ -115,7 +150,7 @@ def reduce_values(ops: CrossDeviceOps, reduce_op: ReduceOp, value: PerReplica, a
 def gather_values(value: PerReplica, axis: int) -> jax.Array:
     """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every replica."""
     if value.local is not None:
-        return all_gather_local(value.local, axis)
+        return all_gather_locals([value.local], axis)[0]
     array = value.padded if value.stacked is None else value.stacked
     if array is None:
         parts = checked_arrays(value.values, "gathered")
@@ -126,15 +161,16 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
     if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
         raise _ungatherable([(array.dtype, shape) for shape in shapes], axis)
     if not array.size:
-        return jnp.zeros((*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :]), array.dtype)
+        return jnp.zeros(_joined_shape(shapes, axis), array.dtype)
 
     def gather(local: jax.Array) -> jax.Array:
-        if value.shapes is None:
-            return all_gather_local(local, axis)
-        whole = lax.all_gather(local, REPLICA_AXIS)
-        return jnp.concatenate([lax.slice(whole[i], (0,) * local.ndim, s) for i, s in enumerate(shapes)], axis)
+        return all_gather_locals([local], axis)[0] if value.shapes is None else gather_and_cut(local, shapes, axis)
 
     return compiled(None, None, (axis, value.shapes), mesh_of_array(array), gather)(array)
+
+
+def _joined_shape(shapes: Shapes, axis: int) -> tuple[int, ...]:
+    return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
 
 
 def check_axis(axis: int, ndim: int) -> int:
@@ -195,6 +231,19 @@ def _check_reducible(reduced: Sequence[Any], shapes: Sequence[Any], axes: tuple[
             received=", ".join(map(str, shapes)) + f" with axis={list(axes) or None}.",
             fix="reduce over the axis whose size differs: strategy.reduce(op, value, axis=0).",
         )
+
+
+def _check_joinable(of_all: Sequence[tuple[Form, ...]], axes: Sequence[int]) -> None:
+    """Raises unless all replicas gather as many values, which differ in size along the axis alone."""
+    if len({len(forms) for forms in of_all}) > 1:
+        raise ValueStructureError(
+            "The replicas gather structures of different numbers of values.",
+            received=", ".join(f"{len(forms)} on replica {i}" for i, forms in enumerate(of_all)) + ".",
+            fix="gather the same structure on every replica.",
+        )
+    for axis, forms in zip(axes, zip(*of_all, strict=True), strict=True):
+        if len({(dtype, len(shape), shape[:axis], shape[axis + 1 :]) for shape, dtype in forms}) > 1:
+            raise _ungatherable([(dtype, shape) for shape, dtype in forms], axis)
 
 
 def _ungatherable(forms: Sequence[tuple[Any, Any]], axis: int) -> ValueStructureError:

@@ -19,6 +19,7 @@ from keras_distribute.errors import ContextError, StructureTypeError
 if TYPE_CHECKING:
     from keras_distribute.replica_context import ReplicaContext
     from keras_distribute.strategies.base import Strategy
+    from keras_distribute.told import RaggedTrace
 
 
 class Mode(enum.Enum):
@@ -42,7 +43,7 @@ class Frame:
         rows: In a step of `fit`, how many rows its batch has.
         whole: In a step of `fit`, whether each replica has all of them.
         named: Whether the user opened it with `scope()`: these guard against mixed strategies.
-        ragged: Whether the replicas of the program that is being traced hold arrays of different shapes.
+        ragged: The trace, where the replicas of its program hold arrays of different shapes.
     """
 
     strategy: Strategy
@@ -53,7 +54,7 @@ class Frame:
     rows: int = 0
     whole: bool = False
     named: bool = False
-    ragged: bool = False
+    ragged: RaggedTrace | None = None
 
 
 class _Stack(threading.local):
@@ -89,7 +90,13 @@ def frame() -> Frame:
 
 def in_ragged_program() -> bool:
     """Whether a program is being traced whose replicas hold different shapes, so that no count is known from one."""
-    return any(entry.ragged for entry in stack.frames)
+    return ragged_trace() is not None
+
+
+def ragged_trace() -> RaggedTrace | None:
+    """The trace of this thread, if its replicas hold different shapes."""
+    traces = (entry.ragged for entry in reversed(stack.frames))
+    return next((trace for trace in traces if trace is not None), None)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute import replication
+from keras_distribute import collectives, replication
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _RECOMPUTED = {
@@ -49,6 +49,11 @@ class Node:
     pure: bool
     key: Hashable
 
+    @property
+    def name(self) -> str:
+        """What it is called where the user reads of it."""
+        return "a joining all_gather" if _joins(self.equation) else self.equation.primitive.name
+
     def __call__(self, *operands: Any) -> list[Any]:
         """Its results, while a program is traced."""
         invars = [core.Var(atom.aval) for atom in self.equation.invars]
@@ -59,7 +64,7 @@ class Node:
 
     def __repr__(self) -> str:
         operands = ", ".join(f"{atom.aval.dtype}{list(atom.aval.shape)}" for atom in self.equation.invars)
-        return f"{self.equation.primitive.name} of {operands}"
+        return f"{self.name} of {operands}"
 
 
 @dataclasses.dataclass
@@ -212,9 +217,16 @@ def _body(equation: Any) -> Any:
     return next((equation.params[name] for name in _BODIES if equation.params.get(name) is not None), None)
 
 
+def _joins(equation: Any) -> bool:
+    """Whether it joins values of different sizes: one operation over the replicas, which knows all sizes."""
+    return equation.params.get("name") == collectives.JOINING
+
+
 def _opened(equation: Any) -> Any:
     """The body of a call, whose equations are as good in the place of the call; `None` for other equations."""
     name = equation.primitive.name
+    if _joins(equation):
+        return None
     if name in _CALLS or (name in _RECOMPUTED and replication.communicates(equation)):
         return _body(equation)
     return None

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -30,6 +29,7 @@ from jax.extend import core
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.expressions import Listing, Node, Numbering
 from keras_distribute.mesh import REPLICA_AXIS
+from keras_distribute.values import filled_up
 
 # Computed again in each branch that needs them, rather than handed on from branch to branch.
 _LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "slice", "squeeze", "expand_dims"}
@@ -265,12 +265,7 @@ def _fitted(value: Any, place: _Place) -> Any:
     value = jnp.asarray(value)
     if value.dtype != place.dtype or value.weak_type:
         value = lax.convert_element_type(value, place.dtype)
-    if value.shape == place.shape:
-        return value
-    if jnp.issubdtype(place.dtype, jax.dtypes.extended):  # Keys of random numbers: XLA cannot pad them.
-        return lax.dynamic_update_slice(_zeros(place), value, (0,) * value.ndim)
-    widths = [(0, after - before, 0) for before, after in zip(value.shape, place.shape, strict=True)]
-    return lax.pad(value, lax.full((), 0, place.dtype), widths)
+    return filled_up(value, place.shape)
 
 
 def _zeros(place: _Place) -> Any:
@@ -287,7 +282,7 @@ def _check_alike(listings: list[Listing], variant_of: Sequence[int]) -> None:
             f"replica {replica}: {'nothing more' if node is None else node}"
             for replica, node in zip(replicas, together, strict=True)
         )
-        names = {"" if node is None else node.equation.primitive.name for node in together}
+        names = {"" if node is None else node.name for node in together}
         fix = _FIXES.get(names.pop() if len(names) == 1 else "", _FIX)
         raise ValueStructureError(
             "The replicas hold different numbers of rows, and would communicate in different ways.",
@@ -301,10 +296,15 @@ def _forms(node: Node) -> list[Any]:
 
 
 _FIX = "communicate in the same order, and values of the same shapes, whatever the number of rows"
+_BEFORE = "communicate outside of it, or all_gather the rows before: what goes in needs one shape on all replicas"
 _REDUCE = 'reduce over the rows first, all_reduce("SUM", keras.ops.sum(value, axis=0))'
 _FIXES = {
     "psum": _REDUCE,
     "pmax": "reduce over the rows first",
     "pmin": "reduce over the rows first",
-    "all_gather": "return the rows and join them outside, strategy.gather(strategy.run(fn, args=...), axis=0)",
+    "scan": _BEFORE,
+    "while": _BEFORE,
+    "cond": _BEFORE,
+    "all_gather": "kd.get_replica_context().all_gather(value, axis=0), which joins values of different sizes",
+    "a joining all_gather": "all_gather outside of functions under jax.jit, which are traced once for several calls",
 }

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from keras_distribute import collectives, context
+from keras_distribute import collectives, context, structures
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values import PerReplica
+from keras_distribute.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -73,9 +74,9 @@ class ReplicaContext:
         """
         self._require("all_reduce", 'strategy.reduce("SUM", value, axis=None)')
         op = ReduceOp.parse(reduce_op)
-        leaves, structure = jax.tree.flatten(value)
+        leaves, structure = structures.flatten(value)
         if not context.frame().per_replica:
-            return jax.tree.map(jnp.asarray, value)
+            return jax.tree.unflatten(structure, list(map(jnp.asarray, leaves)))
         reduced = collectives.reduce_locals(self._strategy.extended.cross_device_ops, op, leaves, options)
         return jax.tree.unflatten(structure, reduced)
 
@@ -83,40 +84,50 @@ class ReplicaContext:
         """Joins the replicas' values along `axis`, in replica order; each replica gets the result.
 
         Args:
-            value: An array of at least one dimension, or a structure of them.
+            value: An array of at least one dimension, or a structure of them. Along `axis` the replicas' arrays may
+                differ in size; some may have no rows.
             axis: The axis to join along.
             options: Accepted for compatibility.
 
         Returns:
-            The structure of `value`, `num_replicas_in_sync` times as long along `axis`. Its gradient is the sum of the
-            replicas' gradients of this replica's part.
+            The structure of `value`, along `axis` as long as those of all replicas together. Its gradient is the sum of
+            the replicas' gradients of this replica's part.
 
         Raises:
             ContextError: Outside `Strategy.run`.
-            ValueStructureError: For a value without that axis.
+            ValueStructureError: For a value without that axis, and for values that differ in size along another one, in
+                rank or in dtype.
+
+        Example:
+            >>> import numpy as np, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> rows = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.arange(context.replica_id_in_sync_group + 1.0))
+            >>> joined = strategy.run(lambda x: kd.get_replica_context().all_gather(x, axis=0), args=(rows,))
+            >>> [v.tolist() for v in joined.values]
+            [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
         """
         self._require("all_gather", "strategy.gather(value, axis=0)")
 
-        def gather(leaf: Any) -> jax.Array:
-            leaf = jnp.asarray(leaf)
+        leaves, structure = structures.flatten(value)
+        leaves = list(map(jnp.asarray, leaves))
+        for leaf in leaves:
             if leaf.ndim == 0:
                 raise ValueStructureError(
                     "A value without dimensions cannot be gathered along an axis.",
                     received=f"a scalar and axis={axis}.",
                     fix="value[None], or keras.ops.reshape(value, (1,)).",
                 )
-            if not context.frame().per_replica:
-                collectives.check_axis(axis, leaf.ndim)
-                return leaf
-            return collectives.all_gather_local(leaf, axis)
-
-        return jax.tree.map(gather, value)
+            collectives.check_axis(axis, leaf.ndim)
+        gathered = collectives.all_gather_locals(leaves, axis) if context.frame().per_replica else leaves
+        return jax.tree.unflatten(structure, gathered)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Calls `merge_fn(strategy, *args, **kwargs)` once, in the cross-replica context, amid the replicas' program.
 
         Args:
-            merge_fn: Gets the strategy, then the arguments, whose arrays are `PerReplica`.
+            merge_fn: Gets the strategy, then the arguments, whose arrays are `PerReplica`. `strategy.run` in it calls
+                a function for each replica again, as a part of the same program.
             args: Arguments of this replica.
             kwargs: Named arguments of this replica.
 
@@ -134,18 +145,12 @@ class ReplicaContext:
                 fix="merge_call(lambda strategy, x: ..., args=(x,))",
             )
         per_replica = context.frame().per_replica
-
-        def wrap(leaf: Any) -> Any:
-            return PerReplica(local=leaf) if isinstance(leaf, jax.Array) and per_replica else leaf
-
-        def unwrap(leaf: Any) -> Any:
-            return leaf.local if isinstance(leaf, PerReplica) and leaf.local is not None else leaf
-
-        wrapped = jax.tree.map(wrap, args)
-        wrapped_named = {name: jax.tree.map(wrap, value) for name, value in (kwargs or {}).items()}
+        args, kwargs = tuple(args), dict(kwargs or {})
+        if per_replica:
+            args, kwargs = structures.mapped(_wrapped, (args, kwargs), _is_value)
         with context.entered(Frame(self._strategy, Mode.CROSS, per_replica=per_replica)):
-            result = merge_fn(self._strategy, *wrapped, **wrapped_named)
-        return jax.tree.map(unwrap, result, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return structures.mapped(_unwrapped, result, _is_value)
 
     def _require(self, what: str, fix: str) -> None:
         current = context.frame()
@@ -158,3 +163,37 @@ class ReplicaContext:
 
     def __repr__(self) -> str:
         return f"ReplicaContext({self._strategy!r})"
+
+
+def run_in_merge_call(
+    strategy: Strategy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`strategy.run` in a `merge_call`: calls `function` in this replica, in the program that is being traced."""
+    args, kwargs = structures.mapped(_own, (args, kwargs), _is_value)
+    with context.entered(Frame(strategy, Mode.REPLICA, strategy.make_replica_context(), per_replica=True)):
+        result = function(*args, **kwargs)
+    return structures.mapped(_wrapped, result, _is_value)
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues)
+
+
+def _wrapped(leaf: Any) -> Any:
+    """This replica's array as one that differs per replica."""
+    return PerReplica(local=jnp.asarray(leaf)) if isinstance(leaf, jax.Array | np.ndarray | np.generic) else leaf
+
+
+def _unwrapped(leaf: Any) -> Any:
+    return leaf.local if isinstance(leaf, PerReplica) and leaf.local is not None else leaf
+
+
+def _own(leaf: Any) -> Any:
+    """What this replica has of a value."""
+    if isinstance(leaf, PerReplica) and leaf.local is None:
+        raise ValueStructureError(
+            "A value from outside of the program was passed to strategy.run in merge_call.",
+            received=f"{leaf!r}.",
+            fix="pass it to the outer strategy.run, strategy.run(fn, args=(value,)), and on to merge_call.",
+        )
+    return leaf.value if isinstance(leaf, Mirrored) else _unwrapped(leaf)

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute import context, ragged
+from keras_distribute import context, ragged, structures
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.call import Call, Static, Variant, is_leaf
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import ValueStructureError, VariableScopeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError, VariableScopeError
 from keras_distribute.mesh import REPLICA_AXIS
+from keras_distribute.told import BrokenOff, RaggedTrace, Told
 from keras_distribute.values import Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable
 
@@ -76,38 +77,55 @@ def traced(
         ValueStructureError: Where replicas with other shapes do something that is not one program.
     """
     variables, created = list(guess), list[Any]()
+    told = Told(strategy.num_replicas_in_sync)
     while True:
         new: dict[int, Any] = {}
         traces: list[Trace] = []
-        for variant in call.variants:
-            scope, trace = _trace_variant(strategy, function, call, mode, variables, variant)
-            traces.append(trace)
+        telling = [told.trace(variant.replicas) for variant in call.variants]
+        for variant, ragged_trace in zip(call.variants, telling, strict=True):
+            scope, trace = _trace_variant(strategy, function, call, mode, variables, variant, ragged_trace)
             known = {id(v) for v in variables}
             new |= {key: v for key, v in (scope.unknown | scope.updated).items() if key not in known}
+            if trace is None:
+                continue
+            traces.append(trace)
             if created and scope.created:
                 raise _creating_error(list(scope.created.values()))
             created = created or list(scope.created.values())
-        if not new:
+        if not told.learn(telling) and not new:
             return (traces[0] if len(traces) == 1 else _joined(traces, variables)), variables
         variables = [*variables, *new.values()]
 
 
 def _trace_variant(
-    strategy: Strategy, function: Callable[..., Any], call: Call, mode: Mode, variables: list[Any], variant: Variant
-) -> tuple[_Capture, Trace]:
+    strategy: Strategy,
+    function: Callable[..., Any],
+    call: Call,
+    mode: Mode,
+    variables: list[Any],
+    variant: Variant,
+    telling: RaggedTrace,
+) -> tuple[_Capture, Trace | None]:
+    """One trace; `None` where it was broken off."""
     scope, output = _Capture(strategy), dict[str, Any]()
     is_ragged = len(variant.replicas) < strategy.num_replicas_in_sync
     replica_context = strategy.make_replica_context() if mode is Mode.REPLICA else None
-    frame = Frame(strategy, mode, replica_context, per_replica=True, ragged=is_ragged)
+    frame = Frame(strategy, mode, replica_context, per_replica=True, ragged=telling if is_ragged else None)
     local = functools.partial(_trace_local, function, call, frame, variables, variant, scope, output)
     # JAX keeps the traces of inner functions (`jit`, `checkpoint`, `scan`, ...) by their context. A name that no
     # other trace has keeps one trace from finding what another left behind.
     axes = [(REPLICA_AXIS, strategy.num_replicas_in_sync), (f"trace {next(_traces)}", 1)]
     noting = jax_internals.noting_folded_sums(REPLICA_AXIS) if is_ragged else contextlib.nullcontext(list[Any]())
-    with scope, noting as folded:
-        program = jax.make_jaxpr(local, axis_env=axes)(
-            [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables], call.shapes
-        )
+    given = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables]
+    try:
+        with scope, noting as folded:
+            program = jax.make_jaxpr(local, axis_env=axes)(given, call.shapes)
+    except (BrokenOff, Exception):
+        if telling.broken_off:
+            return scope, None
+        raise
+    if telling.broken_off:  # The function has caught it.
+        return scope, None
     if scope.foreign:
         raise _foreign_error(strategy, list(scope.foreign.values()))
     shapes: list[Any] = [None] * sum(leaf is None for leaf in output["leaves"])
@@ -132,10 +150,10 @@ def _trace_local(
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            if variant.empty and frame.ragged:  # Replicas with rows were traced before, and raised nothing.
+            if variant.empty and frame.ragged is not None:  # Replicas with rows were traced before, and raised nothing.
                 raise _no_rows_error(variant, error) from error
             raise
-    leaves, output["structure"] = jax.tree.flatten(result, is_leaf=is_leaf)
+    leaves, output["structure"] = structures.flatten(result, is_leaf)
     leaves = [_unwrapped(leaf) for leaf in leaves]
     output["leaves"] = [None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves]
     output["written"] = list(scope.updated.values())
@@ -151,6 +169,13 @@ def _unwrapped(leaf: Any) -> Any:
         return jnp.asarray(leaf.value)
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.asarray(leaf)
+    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
+        raise StructureTypeError(
+            "The function given to strategy.run returned an object that holds arrays and is no structure of them.",
+            received=f"a {type(leaf).__name__}.",
+            fix="return a dict, a list, a tuple or a dataclass of the arrays, or register the class with JAX: "
+            "jax.tree_util.register_pytree_node.",
+        )
     return leaf
 
 

@@ -8,7 +8,8 @@ being traced, as this replica's own component alone (`PerReplica.local`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from keras_distribute import structures
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.mesh import components as mesh_components
@@ -26,21 +29,77 @@ from keras_distribute.mesh import copies as mesh_copies
 Forms = Sequence[Any]
 
 
-class DistributedValues:
-    """Base of values with one component for each replica. Source: `tf.distribute.DistributedValues`."""
+class DistributedValues(NDArrayOperatorsMixin):
+    """Base of values with one component for each replica. Source: `tf.distribute.DistributedValues`.
+
+    Where it stands for one array, it can be computed with like that array.
+    """
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The components of this process's replicas, in replica order."""
         raise NotImplementedError
 
+    def _as_one(self) -> Any:
+        """The one array that it stands for."""
+        raise NotImplementedError
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's functions and all operators, by JAX."""
+        arrays = [value._as_one() if isinstance(value, DistributedValues) else value for value in inputs]
+        if any(isinstance(out, DistributedValues) for out in kwargs.get("out", ())):
+            del kwargs["out"]  # `value += 1`: a new array takes the name.
+        function = getattr(jnp, ufunc.__name__, None)
+        if function is None or method != "__call__" or kwargs:
+            return getattr(ufunc, method)(*map(np.asarray, arrays), **kwargs)
+        return function(*arrays)
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - NumPy has none.
+        return object.__hash__(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self._as_one(), dtype=dtype) if copy else np.asarray(self._as_one(), dtype=dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._as_one()[key]
+
+    def __len__(self) -> int:
+        return len(self._as_one())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_one())
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self._as_one()
+
+    def __bool__(self) -> bool:
+        return bool(self._as_one())
+
+    def __float__(self) -> float:
+        return float(self._as_one())
+
+    def __int__(self) -> int:
+        return int(self._as_one())
+
+    def __complex__(self) -> complex:
+        return complex(self._as_one())
+
+    def __index__(self) -> int:
+        return operator.index(self._as_one())
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self._as_one(), ndigits or 0)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._as_one(), spec) if spec else repr(self)
+
 
 class PerReplica(DistributedValues):
     """A value that differs per replica: what `Strategy.run` returns.
 
     Not made by hand: see `Strategy.run` and `Strategy.experimental_distribute_values_from_function`. A `PerReplica`
-    of one replica converts to an array or a number; with more, read `values`, or `strategy.reduce` or
-    `strategy.gather` it.
+    of one replica converts to an array or a number, and can be computed with; with more, that is an error: read
+    `values`, `strategy.reduce` or `strategy.gather` it, or compute in `strategy.run`.
     """
 
     def __init__(
@@ -76,7 +135,7 @@ class PerReplica(DistributedValues):
             return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)))
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
-        array = mesh.joined([_with_leading_one(a, largest) for a in arrays])
+        array = mesh.joined([filled_up(a, largest)[None] for a in arrays])
         return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
 
     @property
@@ -129,26 +188,20 @@ class PerReplica(DistributedValues):
         shape = value.shape if self._shapes is None else self._shapes[replica]
         return value if shape == value.shape else lax.slice(value, (0,) * value.ndim, shape)
 
-    def _only(self) -> Any:
+    def _as_one(self) -> Any:
         if self._local is None and len(self.values) == 1:
             return self.values[0]
         raise StructureTypeError(
             "A value that differs per replica is not one array.",
             received=f"{self!r}.",
-            fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, axis=0), or value.values.',
+            fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, axis=0), or value.values; to compute '
+            "with each component, strategy.run(lambda x: x + 1, args=(value,)).",
         )
 
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self._only())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self._only(), dtype=dtype)
-
-    def __float__(self) -> float:
-        return float(self._only())
-
-    def __int__(self) -> int:
-        return int(self._only())
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:
+        value = self._as_one()  # An error where JAX looks, rather than its own, which says nothing of replicas.
+        return lambda: jnp.asarray(value)
 
     def __repr__(self) -> str:
         if self._local is not None:
@@ -158,7 +211,18 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on every replica, stored as one replicated array."""
+    """A value that is the same on every replica, stored as one replicated array.
+
+    It can be used like that array, in operators and functions; the result is an array.
+
+    Example:
+        >>> import numpy as np, keras_distribute as kd
+        >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> value = strategy.experimental_distribute_values_from_function(lambda context: np.arange(2.0))
+        >>> total = strategy.extended.reduce_to("SUM", value, value)
+        >>> type(total).__name__, 1 + total
+        ('Mirrored', Array([1., 3.], dtype=float32))
+    """
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -174,26 +238,35 @@ class Mirrored(DistributedValues):
             return mesh_copies(self._value)
         return (self._value,)
 
+    def _as_one(self) -> Any:
+        return self._value
+
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self._value)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self._value, dtype=dtype)
-
-    def __float__(self) -> float:
-        return float(self._value)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Also where a copy has no value yet.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._value, name)
 
     def __repr__(self) -> str:
         return f"Mirrored({self._value!r})"
 
 
-def _with_leading_one(array: Any, shape: tuple[int, ...]) -> Any:
-    """The array in shape `(1, *shape)`, filled up with zeros at the end of each dimension."""
-    if array.shape != shape and jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers.
-        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)[None]
+# The arguments of JAX's own functions are structures of arrays.
+jax.tree_util.register_pytree_node(Mirrored, lambda value: ((value.value,), None), lambda _, part: Mirrored(part[0]))
+
+
+def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array in `shape`, filled up with zeros at the end of each dimension."""
+    if array.shape == shape:
+        return array
     widths = [(0, after - before) for before, after in zip(array.shape, shape, strict=True)]
-    module = jnp if isinstance(array, jax.Array) else np
-    return (array if array.shape == shape else module.pad(array, widths))[None]
+    if not isinstance(array, jax.Array):
+        return np.pad(array, widths)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers: XLA cannot pad them.
+        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)
+    return lax.pad(array, lax.full((), 0, array.dtype), [(before, after, 0) for before, after in widths])
 
 
 def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -237,45 +310,25 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
         ValueStructureError: Where the replicas disagree in structure.
     """
     first = per_replica[0]
-    if isinstance(first, dict | list | tuple):
-        for i, other in enumerate(per_replica):
-            if type(other) is not type(first) or _keys(other) != _keys(first):
-                raise ValueStructureError(
-                    "The replicas returned different structures.",
-                    received=f"{_form(first)} from replica 0, {_form(other)} from replica {i}.",
-                    fix="return the same structure from every replica.",
-                )
-        rows = [_items(structure) for structure in per_replica]
-        return _like(first, [regroup(column, group) for column in zip(*rows, strict=True)])
-    wrong = next((i for i, other in enumerate(per_replica) if isinstance(other, dict | list | tuple)), None)
-    if wrong is not None:
-        raise ValueStructureError(
-            "The replicas returned different structures.",
-            received=f"{_form(first)} from replica 0, {_form(per_replica[wrong])} from replica {wrong}.",
-            fix="return the same structure from every replica.",
-        )
-    return group(per_replica)
-
-
-def _keys(structure: Any) -> Any:
-    return tuple(structure) if isinstance(structure, dict) else len(structure)
-
-
-def _items(structure: Any) -> list[Any]:
-    return list(structure.values()) if isinstance(structure, dict) else list(structure)
-
-
-def _like(structure: Any, items: list[Any]) -> Any:
-    if isinstance(structure, dict):
-        return type(structure)(zip(structure, items, strict=True))
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*items)
-    return type(structure)(items)
+    kinds = list(map(structures.is_structure, per_replica))
+    found = [structures.contents(value) if kind else None for value, kind in zip(per_replica, kinds, strict=True)]
+    if found[0] is None and not any(kinds):
+        return group(per_replica)
+    items: list[list[Any]] = []
+    for i, (value, own) in enumerate(zip(per_replica, found, strict=True)):
+        if own is None or found[0] is None or type(value) is not type(first) or own[0] != found[0][0]:
+            raise ValueStructureError(
+                "The replicas returned different structures.",
+                received=f"{_form(first)} from replica 0, {_form(value)} from replica {i}.",
+                fix="return the same structure from every replica.",
+            )
+        items.append(own[1])
+    return structures.filled(first, [regroup(column, group) for column in zip(*items, strict=True)])
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a dict with the keys {list(value)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

@@ -367,3 +367,79 @@ def test_options_of_a_strategy_of_several_processes():
     late = kd.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
     with pytest.raises(errors.ClusterError, match="JAX has started already, as a process of its own"):
         kd.MultiWorkerMirroredStrategy(late)
+
+
+def test_run_in_merge_call_is_part_of_the_program(strategy):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+
+    def again(x, *, factor):
+        context = kd.get_replica_context()
+        assert not kd.in_cross_replica_context()
+        variable.assign(context.all_reduce("SUM", x["x"]))
+        return {"scaled": x["x"] * factor + variable, "id": context.replica_id_in_sync_group, "name": "replica"}
+
+    def merged(strategy, x):
+        result = strategy.run(again, args=({"x": x},), kwargs={"factor": 2.0})
+        assert isinstance(result["scaled"], kd.PerReplica) and result["name"] == "replica"
+        total = strategy.reduce("SUM", result["scaled"], axis=None)
+        return strategy.run(lambda scaled, total: scaled + total, args=(result["scaled"], total)), result["id"]
+
+    def fn(x):
+        return kd.get_replica_context().merge_call(merged, args=(x,))
+
+    scaled, ids = strategy.run(fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),))
+    total = n * (n - 1) / 2
+    own = [2.0 * i + total for i in range(n)]
+    assert [float(v) for v in scaled.values] == [value + sum(own) for value in own]
+    assert [int(v) for v in ids.values] == list(range(n)) and float(variable.numpy()) == total
+
+
+def test_refusals_of_run_in_merge_call(strategy):
+    outside = distributed(strategy, [np.float32(i) for i in range(strategy.num_replicas_in_sync)])
+    other = mirrored(3)
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+    for merged, error, text in (
+        (
+            lambda s: s.run(lambda x: x, args=(outside,)),
+            errors.ValueStructureError,
+            "value from outside of the program",
+        ),
+        (lambda s: other.run(lambda: 1), errors.ContextError, "in the scope of the same strategy"),
+        (
+            lambda s: s.extended.update(variable, lambda v: s.run(lambda: 1)),
+            errors.ContextError,
+            "inside the program or the scope",
+        ),
+        (lambda s: s.run(lambda: s.run(lambda: 1)), errors.ContextError, "strategy.run was called inside a replica"),
+    ):
+        with pytest.raises(error, match=f"(?s){text}.*Fix|Fix.*{text}"):
+            strategy.run(lambda merged=merged: kd.get_replica_context().merge_call(merged))
+
+
+def test_merge_call_of_the_default_strategy():
+    variable = keras.Variable(1.0)
+
+    def merged(strategy, x, *, factor):
+        assert kd.in_cross_replica_context() and kd.get_replica_context() is None
+        twice = strategy.run(lambda x: kd.get_replica_context().all_reduce("SUM", x) * factor, args=(x,))
+        strategy.extended.update(variable, lambda v, t: v.assign_add(t[0]), args=(twice,))
+        return {
+            "twice": twice,
+            "reduced": strategy.reduce("SUM", twice, axis=0),
+            "to": strategy.extended.reduce_to("MEAN", twice, variable),
+            "gathered": strategy.gather(twice, axis=0),
+            "local": strategy.experimental_local_results(x),
+        }
+
+    x = jnp.asarray([1.0, 2.0])
+    result = kd.get_replica_context().merge_call(merged, args=(x,), kwargs={"factor": 2})
+    assert result["twice"].tolist() == result["gathered"].tolist() == result["to"].tolist() == [2, 4]
+    assert float(result["reduced"]) == 6 and result["local"][0] is x
+    assert float(variable.numpy()) == 3
+    inside = kd.get_strategy().run(
+        lambda: kd.get_replica_context().merge_call(lambda s, x: s.run(lambda y: y + 1, (x,)), (x,))
+    )
+    assert inside.tolist() == [2, 3]

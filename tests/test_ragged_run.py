@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -559,6 +560,9 @@ def gather(x):
     return kd.get_replica_context().all_gather(x, axis=0)
 
 
+GATHER = jax.jit(gather)
+
+
 def scanned(x):
     return lax.scan(lambda c, row: (c + lax.psum(row, "replica"), None), 0.0, x)[0]
 
@@ -568,15 +572,35 @@ def reshaped(x):
 
 
 REFUSED = {
-    "gathered rows": (
-        gather,
-        r"replica 0: all_gather of float32\[3\]; replica 1: .*Fix: return the rows and join them",
+    "gathered by JAX": (
+        lambda x: lax.all_gather(x, "replica"),
+        r"replica 0: all_gather of float32\[3\]; replica 1: .*Fix: kd.get_replica_context\(\).all_gather",
+    ),
+    "gathered along another axis": (
+        lambda x: kd.get_replica_context().all_gather(x[None], axis=0),
+        r"gathered along axis 0; .*float32\[1, 3\], float32\[1, 2\].*Fix: gather along the axis whose size differs",
+    ),
+    "gathered ranks": (
+        lambda x: kd.get_replica_context().all_gather(x if x.shape[0] > 2 else x[None], axis=0),
+        r"must be equal.*float32\[3\], float32\[1, 2\].*Fix",
+    ),
+    "gathered dtypes": (
+        lambda x: kd.get_replica_context().all_gather(x if x.shape[0] > 2 else x.astype("int32"), axis=0),
+        r"must be equal.*float32\[3\], int32\[2\].*Fix",
+    ),
+    "gathered structures": (
+        lambda x: kd.get_replica_context().all_gather([x] * x.shape[0], axis=0),
+        r"structures of different numbers of values.*3 on replica 0, 2 on replica 1.*Fix: gather the same structure",
+    ),
+    "gathered in a loop": (
+        lambda x: lax.scan(lambda c, _: (c + jnp.sum(gather(x)), None), 0.0, None, length=2),
+        r"scan of .*Fix: communicate outside of it, or all_gather the rows before",
+    ),
+    "gathered by a function that JAX traces once for two calls": (
+        lambda x: [GATHER(part) for part in ((x, x[:1], x) if x.shape[0] > 2 else (x, x, x[:1]))],
+        r"replica 0: all_gather of float32\[1\]; replica 1: a joining all_gather of float32\[3\].*Fix",
     ),
     "reduced rows": (lambda x: kd.get_replica_context().all_reduce("SUM", x), r"Fix: reduce over the rows first"),
-    "gathered in merge_call": (
-        lambda x: kd.get_replica_context().merge_call(lambda s, x: s.gather(x, axis=0), args=(x,)),
-        "Fix: return the rows and join",
-    ),
     "one more": (
         lambda x: gather(jnp.sum(x)[None]) if x.shape[0] > 2 else x,
         r"all_gather of float32\[1\]; replica 1: nothing more.*Fix: communicate in the same order",
@@ -585,7 +609,7 @@ REFUSED = {
         lambda x: lax.pmax(jnp.sum(x), "replica") if x.shape[0] > 2 else lax.pmin(jnp.sum(x), "replica"),
         r"pmax of float32\[\]; replica 1: pmin of float32\[\].*Fix: communicate in the same order",
     ),
-    "in a loop over the rows": (scanned, r"scan of .*Fix: communicate in the same order"),
+    "in a loop over the rows": (scanned, r"scan of .*Fix: communicate outside of it"),
     "a number": (
         lambda x: x.shape[0],
         r"different results.*3 from replica 0, 2 from replica 1.*Fix.*convert_to_tensor",
@@ -602,6 +626,155 @@ def test_refusals(name):
     fn, text = REFUSED[name]
     with pytest.raises(errors.ValueStructureError, match=f"(?s){text}"):
         mirrored(2).run(fn, args=(ragged([np.ones(3, "float32"), np.ones(2, "float32")]),))
+
+
+def unlike_each_time():
+    lengths = itertools.count(1)
+    return lambda x: gather(jnp.ones(next(lengths)))
+
+
+def test_gathering_something_else_in_each_trace_is_refused():
+    x = ragged([np.ones(3), np.ones(2)])
+    with pytest.raises(errors.ValueStructureError, match=r"(?s)other shapes each time it is traced.*Fix: let what"):
+        mirrored(2).run(unlike_each_time(), args=(x,))
+
+
+GATHERED = {
+    "a replica without rows": ([3, 0], 0, "float32"),
+    "no rows at all": ([0, 0], 0, "float32"),
+    "few rows of many replicas": ([1, 2, 3, 0, 0, 1, 2, 5], 0, "int32"),
+    "columns": ([2, 1, 0, 4], 1, "bool"),
+    "from the end": ([2, 1, 3, 1], -1, "int8"),
+    "rows from the end": ([1, 4], -3, "bfloat16"),
+    "one size": ([2, 2, 2, 2], 1, "float16"),
+    "one replica": ([3], 0, "complex64"),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", GATHERED)
+def test_all_gather_joins_what_differs_in_size(name):
+    sizes, axis, dtype = GATHERED[name]
+    parts = [np.moveaxis((5 * RNG.randn(size, 2, 3)).astype(dtype), 0, axis) for size in sizes]
+
+    def fn(x):
+        joined = kd.get_replica_context().all_gather({"x": x, "nested": (x[:1],)}, axis=axis)
+        twice = gather(jnp.ravel(joined["x"])[: x.size])  # Its size is known from the first one.
+        merged = kd.get_replica_context().merge_call(lambda s, x: s.gather(x, axis=axis), args=(x,))
+        return joined, twice, merged
+
+    joined, twice, merged = mirrored(len(sizes)).run(fn, args=(ragged(parts),))
+    whole = np.concatenate(parts, axis)
+    firsts = np.concatenate([part[:1] for part in parts], axis)
+    flat = np.concatenate([np.ravel(whole)[: part.size] for part in parts])
+    for results, values in ((joined["x"], whole), (joined["nested"][0], firsts), (twice, flat), (merged, whole)):
+        for value in results.values:
+            assert value.dtype == values.dtype
+            np.testing.assert_array_equal(np.asarray(value), values)
+    np.testing.assert_array_equal(np.asarray(mirrored(len(sizes)).gather(ragged(parts), axis=axis)), whole)
+
+
+def test_keys_of_random_numbers_are_gathered():
+    keys = ragged([jax.random.split(jax.random.key(i), i + 1) for i in range(2)])
+    data = mirrored(2).run(lambda x: jax.random.key_data(gather(x)), args=(keys,))
+    expected = np.concatenate([jax.random.key_data(part) for part in keys.values])
+    for value in data.values:
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 0, 1, 0), (1, 2, 3, 0, 2, 1, 0, 1)], ids=str)
+def test_gradients_through_rows_that_are_gathered_are_those_of_one_device(sizes):
+    """A contrastive loss: each replica's rows against those of all."""
+    parts = [RNG.randn(size, 4).astype("float32") for size in sizes]
+    start = RNG.randn(4, 3).astype("float32")
+    rows, count = np.concatenate(parts), len(sizes)
+
+    def loss_of(own, every, first):
+        scores = own @ every.T
+        targets = jnp.arange(len(every)) == first + jnp.arange(len(own))[:, None]
+        return jnp.sum(jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(targets, scores, 0.0), 1)) / len(rows)
+
+    def on_one_device(kernel, rows):
+        every = jnp.sin(rows @ kernel)
+        return loss_of(every, every, 0)
+
+    strategy = mirrored(count)
+    with strategy.scope():
+        kernel = keras.Variable(start, name="kernel")
+    firsts = ragged([np.int32(sum(sizes[:i])) for i in range(count)])
+
+    def step(x, first):
+        def loss(x):
+            own = jnp.sin(x @ kernel.value)
+            return loss_of(own, gather(own), first)
+
+        value, (gradient,) = kd.value_and_grad(lambda: loss(x), [kernel])()
+        total = kd.get_replica_context().all_reduce("SUM", gradient)
+        by_rows = jax.grad(loss)(x), jax.grad(lambda x: loss(jax.checkpoint(jnp.tanh)(x)))(x)
+        kernel.assign(kernel - total)
+        return value, total, *by_rows
+
+    value, total, own, again = strategy.run(step, args=(ragged(parts), firsts))
+    expected, (by_kernel, by_rows) = jax.value_and_grad(on_one_device, (0, 1))(start, rows)
+    by_tanh = jax.grad(lambda rows: on_one_device(start, jnp.tanh(rows)))(rows)
+    np.testing.assert_allclose(strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5)
+    for gradient in total.values:
+        np.testing.assert_allclose(gradient, by_kernel, rtol=1e-4, atol=1e-5)
+    assert_copies_equal([kernel])
+    np.testing.assert_allclose(kernel.numpy(), start - by_kernel, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(strategy.gather(own, axis=0), by_rows, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(strategy.gather(again, axis=0), by_tanh, rtol=1e-4, atol=1e-5)
+
+
+def test_gathering_where_all_replicas_decide_alike():
+    def fn(x):
+        every = gather(x)
+        twice = lax.cond(jnp.sum(every) > 3, lambda y: gather(y[:2]) + 1, lambda y: gather(-y[:2]), every)
+        _, sums = lax.scan(lambda c, _: (c + 1, jnp.sum(gather(c))), every[:1], None, length=2)
+        return twice, sums, jax.vmap(gather, in_axes=1, out_axes=1)(jnp.stack([x, 2 * x], 1))
+
+    twice, sums, columns = mirrored(2).run(fn, args=(ragged([np.ones(3, "float32"), np.ones(1, "float32")]),))
+    for value, expected in ((twice, [2, 2, 2, 2]), (sums, [2, 4]), (columns, [[1, 2]] * 4)):
+        for component in value.values:
+            np.testing.assert_array_equal(component, expected)
+
+
+class Centred(keras.layers.Layer):
+    """Made of layers that are built when it is called, before and after it gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(3), keras.layers.Dense(2)
+
+    def call(self, x):
+        x = self.first(x)
+        return self.last(x - keras.ops.mean(gather(x), axis=0))
+
+
+def test_a_layer_is_built_while_it_gathers():
+    with mirrored(2).scope():
+        layer = Centred()
+    parts = [RNG.randn(size, 4).astype("float32") for size in (3, 1)]
+    result = mirrored(2).run(layer, args=(ragged(parts),))
+    x = np.concatenate(parts) @ layer.first.kernel.numpy()
+    expected = (x - x.mean(0)) @ layer.last.kernel.numpy()
+    assert [v.path for v in layer.variables] == [
+        f"{layer.name}/{part}"
+        for part in (
+            f"{layer.first.name}/kernel",
+            f"{layer.first.name}/bias",
+            f"{layer.last.name}/kernel",
+            f"{layer.last.name}/bias",
+        )
+    ]
+    np.testing.assert_allclose(mirrored(2).gather(result, axis=0), expected, rtol=1e-4, atol=1e-5)
+    assert sorted(len(v) for v in result.values) == [1, 3]
+
+
+def test_gathering_in_a_function_that_makes_layers_each_time_is_refused():
+    with pytest.raises(errors.VariableScopeError, match="creates variables each time it is called"):
+        mirrored(2).run(lambda x: gather(keras.layers.Dense(2)(x)), args=(ragged([np.ones((2, 3)), np.ones((1, 3))]),))
 
 
 def test_a_sum_of_ones_is_the_number_of_replicas():
@@ -744,6 +917,12 @@ OPERATIONS = {
     "all_gather": (
         lambda rows, vector: (rows, jnp.max(lax.all_gather(vector, "replica"), 0) - vector),
         over_all(lambda vectors: [np.max(vectors, 0) - vector for vector in vectors]),
+    ),
+    "gather rows": (
+        lambda rows, vector: (rows, jnp.tanh(vector + jnp.sum(gather(rows)[::2], 0))),
+        lambda states: [
+            (rows, np.tanh(vector + np.sum(np.concatenate([r for r, _ in states])[::2], 0))) for rows, vector in states
+        ],
     ),
     "ppermute": (
         lambda rows, vector: (rows, lax.ppermute(vector, "replica", [(i, (i + 1) % 4) for i in range(4)])),

@@ -17,6 +17,8 @@ ROOMS = [
     "mesh",
     "cluster",
     "tpu",
+    "structures",
+    "told",
     "values",
     "context",
     "input",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_distribute import collectives, context, program, values
+from keras_distribute import collectives, context, program, replica_context, structures, values
 from keras_distribute.cluster import agreement, liveness
 from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
@@ -140,7 +140,7 @@ class Strategy:
             The structure that `fn` returns, with a `PerReplica` for each array; other objects as they are.
 
         Raises:
-            ContextError: Inside another `run`, or inside a function that JAX traces.
+            ContextError: Inside another `run` (but in its `merge_call`), or inside a function that JAX traces.
             ValueStructureError: For components whose ranks or dtypes differ, and for communication that would differ.
             VariableScopeError: When `fn` assigns variables that are not this strategy's.
             AggregationError: When the replicas would assign different values to a mirrored variable.
@@ -155,6 +155,8 @@ class Strategy:
             )
         """
         self._check_run(fn, args, options)
+        if context.frame().per_replica:
+            return replica_context.run_in_merge_call(self, fn, tuple(args), dict(kwargs or {}))
         return program.run(self, fn, tuple(args), dict(kwargs or {}), options=options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
@@ -188,7 +190,7 @@ class Strategy:
         )
         op = ReduceOp.parse(reduce_op)
         axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
-        return jax.tree.map(lambda leaf: self.reduce_one(op, leaf, axes), value, is_leaf=is_value)
+        return structures.mapped(lambda leaf: self.reduce_one(op, leaf, axes), value, is_value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' components joined along `axis`, in replica order.
@@ -223,7 +225,7 @@ class Strategy:
             collectives.check_axis(axis, array.ndim)
             return array
 
-        return jax.tree.map(gather_leaf, value, is_leaf=is_value)
+        return structures.mapped(gather_leaf, value, is_value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this process's replicas, in replica order; `(value,)` if it has none.
@@ -234,9 +236,9 @@ class Strategy:
         """
         if isinstance(value, DistributedValues | DistributedVariable):
             return value.values
-        if not isinstance(value, dict | list | tuple):
+        if not structures.is_structure(value):
             return (value,)
-        leaves, structure = jax.tree.flatten(value, is_leaf=is_value)
+        leaves, structure = structures.flatten(value, is_value)
         count = len(self.replica_mesh.local_replicas)
         parts = [
             leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
@@ -402,7 +404,7 @@ class Strategy:
         context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
         current = context.frame()
         foreign = context.has_strategy() and current.strategy is not self
-        if current.per_replica or current.mode is Mode.UPDATE or foreign:
+        if current.mode is Mode.UPDATE or foreign or (current.per_replica and current.strategy is not self):
             raise ContextError(
                 "strategy.run was called inside the program or the scope of another call or strategy.",
                 received=context.describe(current),

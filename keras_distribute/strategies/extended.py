@@ -121,6 +121,10 @@ class StrategyExtended:
                 fix="create it inside `with strategy.scope():`.",
             )
         current = context.frame()
+        if self._strategy is context.default_strategy():  # Keras's own variable.
+            with context.entered(Frame(self._strategy, Mode.UPDATE)):
+                result = fn(var, *args, **(kwargs or {}))
+            return result if group else (result,)
         if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
             return current.replica_context.merge_call(
                 lambda strategy, *a: strategy.extended.update(var, fn, a, kwargs, group), args=tuple(args)

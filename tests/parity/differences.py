@@ -10,7 +10,6 @@ DIFFERENCES = {
     "no 64-bit": "MEAN of integers is float32, for one replica too; TensorFlow gives float64, or that one integer.",
     "numbers become arrays": "Python numbers become arrays when distributed or reduced; TensorFlow keeps some.",
     "traced replica id": "The replica id is a traced integer in `run`; TensorFlow's is a Python number per replica.",
-    "one shape": "`all_gather` needs one shape on all replicas; TensorFlow's joins rows of different numbers.",
     "values in run": "Values are distributed outside `run`; TensorFlow lets each replica distribute values to all.",
     # Collectives
     "negative axes": "Axes may count from the end in `gather` and `all_gather`; TensorFlow fails.",

@@ -62,7 +62,6 @@ REFUSED = {
     "an unknown device": "ValueError",
     "exit scopes in wrong order": "RuntimeError",
     "run in update": "RuntimeError",
-    "run in merge_call": "RuntimeError",
     "scope in update": "RuntimeError",
 }
 

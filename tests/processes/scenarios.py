@@ -187,6 +187,12 @@ def values():
         mirrored.assign_add(context.all_reduce("MEAN", value.sum()) * np.ones(3))
         return {"sum": value.sum(), "id": context.replica_id_in_sync_group}
 
+    def joining(value):
+        joined = kd.get_replica_context().all_gather(value, axis=0)
+        gradient = jax.grad(lambda x: jax.numpy.sum(kd.get_replica_context().all_gather(x, axis=0) ** 2))(value)
+        return joined, gradient
+
+    joined, gradient = strategy.run(joining, args=(ragged,))
     result = strategy.run(step, args=(even,))
     errors = {}
     for name, wrong in {
@@ -203,6 +209,8 @@ def values():
         "context": (strategy.input_context.num_input_pipelines, strategy.input_context.input_pipeline_id),
         "gathered": np.asarray(strategy.gather(even, axis=0)).tolist(),
         "ragged": np.asarray(strategy.gather(ragged, axis=0)).tolist(),
+        "joined": [np.asarray(v).tolist() for v in joined.values],
+        "gradient": np.asarray(strategy.gather(gradient, axis=0)).tolist(),
         "ragged sum": float(strategy.reduce("SUM", ragged, axis=0)),
         "mean": np.asarray(strategy.reduce("MEAN", even, axis=None)).tolist(),
         "local": [np.asarray(v).tolist() for v in strategy.experimental_local_results(even)],

@@ -104,6 +104,8 @@ def test_values_and_variables(job):
     for name in ("gathered", "ragged", "ragged sum", "mean", "mirrored", "on_read", "eager", "unseeded", "numpy"):
         assert first[name] == second[name], name
     assert first["gathered"] == [0, 1, 1, 1, 2, 1, 3, 1]
+    assert first["joined"] == second["joined"] == [[0, 0, 1, 0, 1, 2]] * 2
+    assert first["gradient"] == second["gradient"] == [0, 0, 8, 0, 8, 16]
     assert first["ragged"] == [0, 0, 1, 0, 1, 2] and first["ragged sum"] == 4
     assert first["mean"] == [1.5, 1]
     assert (first["local"], second["local"]) == ([[0, 1], [1, 1]], [[2, 1], [3, 1]])

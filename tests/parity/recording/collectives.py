@@ -18,6 +18,8 @@ INT_MATRICES = [np.arange(6, dtype=np.int32).reshape(2, 3) + index for index in 
 RAGGED_ROWS = [np.arange(3 * rows, dtype=F32).reshape(rows, 3) for rows in (3, 1, 2, 1)]
 EMPTY_ROWS = [np.arange(2 * rows, dtype=F32).reshape(rows, 2) for rows in (2, 0, 1, 0)]
 RAGGED_COLUMNS = [np.arange(2 * columns, dtype=F32).reshape(2, columns) for columns in (1, 3, 2, 1)]
+RAGGED_CUBES = [np.arange(4 * size, dtype=F32).reshape(2, size, 2) for size in (2, 1, 3, 1)]
+RAGGED_VECTORS = [np.arange(1, size + 1, dtype=F32) * (index + 1) for index, size in enumerate((2, 3, 0, 1))]
 MIXED_RANKS = [np.ones((2,), F32), np.ones((2, 1), F32), np.ones((2,), F32), np.ones((2,), F32)]
 
 REDUCED: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -49,6 +51,9 @@ GATHERED: dict[str, tuple[Any, tuple[int, ...]]] = {  # for what cannot be gathe
     "ragged rows": (RAGGED_ROWS, (0,)),
     "an empty replica": (EMPTY_ROWS, (0,)),
     "ragged columns": (RAGGED_COLUMNS, (1, -1)),
+    "ragged cubes": (RAGGED_CUBES, (1,)),
+    "ragged cubes, turned": ([np.moveaxis(cube, 1, 2) for cube in RAGGED_CUBES], (2,)),
+    "ragged rows of a dict": ([{"a": a, "b": b} for a, b in zip(RAGGED_ROWS, EMPTY_ROWS, strict=True)], (0,)),
     "dict per replica": ([{"a": a, "b": b} for a, b in zip(MATRICES, INT_MATRICES, strict=True)], (0,)),
 }
 STRUCTURES: dict[str, Any] = {
@@ -150,19 +155,20 @@ def gradients(replicas: int) -> Iterator[Entry]:
     `y` is the collective of `x`, and the weights are 1, 2, 3, ... by element of `y`.
     """
     strategy = mirrored(replicas)
-    points = [np.asarray([1, 2], F32) * (index + 1) for index in range(4)]
-    components = list(zip(points, COEFFICIENTS, strict=True))
+    even = [np.asarray([1, 2], F32) * (index + 1) for index in range(4)]
 
     def step(value: Any, collective: str, power: int) -> Any:
         x, coefficient = value
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = _context().all_gather(x, axis=0) if collective == "all_gather" else _context().all_reduce(collective, x)
+            gathers = "all_gather" in collective
+            y = _context().all_gather(x, axis=0) if gathers else _context().all_reduce(collective, x)
             weights = tf.range(1, tf.size(y) + 1, dtype=tf.float32)
             loss = coefficient * tf.reduce_sum(weights * y**power)
         return tape.gradient(loss, x)
 
-    for collective in ("SUM", "MEAN", "all_gather"):
+    for collective in ("SUM", "MEAN", "all_gather", "ragged all_gather"):
+        components = list(zip(RAGGED_VECTORS if "ragged" in collective else even, COEFFICIENTS, strict=True))
         for power in (1, 2):
             result = _in_run(strategy, partial(step, collective=collective, power=power), components)
             value = stored(components, replicas)
