@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
@@ -46,7 +46,8 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            per_replica_value: A `PerReplica`.
+            per_replica_value: A `PerReplica`; of a `Mirrored` or a variable, the copies
+                or components on the replicas are reduced.
             destinations: Accepted for compatibility: the result is on every replica of the strategy.
             options: How to pack and communicate.
 
@@ -65,14 +66,7 @@ class CrossDeviceOps:
         op = ReduceOp.parse(reduce_op)
         options = options or CommunicationOptions()
         options.refuse_for_one_collective()
-        values = [pair[0] for pair in value_destination_pairs]
-        for value in values:
-            if not isinstance(value, PerReplica):
-                raise StructureTypeError(
-                    "Only values that differ per replica can be reduced.",
-                    received=f"{value!r}.",
-                    fix="pass a result of strategy.run, or strategy.experimental_distribute_values_from_function.",
-                )
+        values = [as_per_replica(value) for value, _ in checked_pairs(value_destination_pairs)]
         if not values:
             return []
         if values[0].local is not None:
@@ -221,6 +215,51 @@ def mesh_of(destinations: Any) -> ReplicaMesh | None:
         return own
     sharding = getattr(destinations, "sharding", None)
     return ReplicaMesh(mesh_of_array(destinations)) if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """The pairs of values and destinations that are reduced together."""
+    what = "Values are reduced together as a list of pairs of a value and destinations."
+    pairs_of = list(pairs) if isinstance(pairs, list | tuple) else None
+    for pair in (None,) if pairs_of is None else pairs_of:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            received = f"value_destination_pairs={checks.shown(pairs)}."
+            raise StructureTypeError(what, received=received, fix="[(value, None)]")
+    return [(value, destinations) for value, destinations in pairs_of or ()]
+
+
+def as_per_replica(value: Any) -> PerReplica:
+    """What each replica has of a distributed value or variable.
+
+    Raises:
+        StructureTypeError: For anything else.
+    """
+    own = getattr(value, "components", None)  # Of a variable that differs per replica.
+    if isinstance(value, PerReplica):
+        return value
+    mesh = mesh_of(value)
+    if mesh is None or not hasattr(value, "value"):
+        raise StructureTypeError(
+            "Only distributed values and variables can be reduced.",
+            received=f"{checks.shown(value)}.",
+            fix="pass a result of strategy.run, or "
+            "strategy.experimental_distribute_values_from_function.",
+        )
+    if context.frame().per_replica:
+        return PerReplica(local=value.value)
+    if isinstance(own, PerReplica):
+        return own
+    return PerReplica(stacked=_copied(mesh)(value.value))
+
+
+@functools.lru_cache(maxsize=64)
+def _copied(mesh: ReplicaMesh) -> Callable[[Any], jax.Array]:
+    """Each replica's copy of an array that all have."""
+
+    def copies(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(array, (mesh.num_replicas, *array.shape))
+
+    return jax.jit(copies, out_shardings=mesh.split)
 
 
 def of_this_replica(value: Any) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(enum.StrEnum):
     """When the copies of a variable are made equal.
 
     `AUTO`: the strategy chooses. `NONE`: one copy only. `ON_WRITE`: at each assignment (a `MirroredVariable`).
     `ON_READ`: at each read across replicas (a `SyncOnReadVariable`).
-    Source: `tf.VariableSynchronization`. Keras spells them in lower case, `keras.Variable(synchronization="on_read")`.
+    Source: `tf.VariableSynchronization`. They are the strings that Keras has for them,
+    and `keras.Variable` takes either: `keras.Variable(1.0, synchronization="on_read")`.
     """
 
     AUTO = "auto"
@@ -23,8 +24,11 @@ class VariableSynchronization(enum.Enum):
     ON_READ = "on_read"
 
 
-class VariableAggregation(enum.Enum):
-    """How the replicas' values of a variable become one. Source: `tf.VariableAggregation`."""
+class VariableAggregation(enum.StrEnum):
+    """How the replicas' values of a variable become one. Source: `tf.VariableAggregation`.
+
+    They are the strings that Keras has for them, and `keras.Variable` takes either.
+    """
 
     NONE = "none"
     SUM = "sum"

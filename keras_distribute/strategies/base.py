@@ -183,10 +183,11 @@ class Strategy:
             >>> strategy.reduce("MEAN", value, axis=0)
             Array(1., dtype=float32)
         """
-        context.require_cross_replica(
-            "strategy.reduce", f'kd.get_replica_context().all_reduce("{ReduceOp.parse(reduce_op).name}", value)'
-        )
         op = ReduceOp.parse(reduce_op)
+        self._require_cross_replica(
+            "strategy.reduce",
+            f'kd.get_replica_context().all_reduce("{op.name}", value)',
+        )
         axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
         return jax.tree.map(lambda leaf: self.reduce_one(op, leaf, axes), value, is_leaf=is_value)
 
@@ -213,7 +214,9 @@ class Strategy:
             >>> strategy.gather(value, axis=0)
             Array([0., 0., 1.], dtype=float32)
         """
-        context.require_cross_replica("strategy.gather", f"kd.get_replica_context().all_gather(value, axis={axis})")
+        self._require_cross_replica(
+            "strategy.gather", f"kd.get_replica_context().all_gather(value, axis={axis})"
+        )
 
         def gather_leaf(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -255,7 +258,9 @@ class Strategy:
             ContextError: Inside `run`.
             ValueStructureError: Where the replicas' structures differ.
         """
-        context.require_cross_replica("experimental_distribute_values_from_function", "call it outside strategy.run")
+        self._require_cross_replica(
+            "experimental_distribute_values_from_function", "call it outside strategy.run"
+        )
         if not callable(value_fn):
             raise StructureTypeError(
                 "Values are made by a function of a ValueContext.",
@@ -303,7 +308,9 @@ class Strategy:
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
-        context.require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
         return sharing.distribute(dataset, self.replica_mesh, self.input_context, options)
 
     def distribute_datasets_from_function(
@@ -334,7 +341,9 @@ class Strategy:
             >>> [[part.tolist() for part in batch.values] for batch in dataset]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        context.require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
         return sharing.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
@@ -397,6 +406,9 @@ class Strategy:
     def make_replica_context(self) -> ReplicaContext:
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)
+
+    def _require_cross_replica(self, what: str, fix: str) -> None:
+        context.require_cross_replica(what, fix, self)
 
     def _check_run(self, fn: Any, args: Any, options: Any) -> None:
         context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")

@@ -51,12 +51,18 @@ class DefaultStrategy(Strategy):
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """`dataset` itself."""
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
         return dataset
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
         """What `dataset_fn` returns."""
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
         return dataset_fn(self.input_context)
 
 

@@ -12,6 +12,7 @@ from keras_distribute import context, program
 from keras_distribute.cluster import liveness
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode
+from keras_distribute.cross_device import checked_pairs
 from keras_distribute.errors import StructureTypeError, VariableScopeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import DistributedValues, PerReplica
@@ -85,8 +86,12 @@ class StrategyExtended:
     ) -> list[Any]:
         """`reduce_to` of several values together; one result for each pair of a value and its destinations."""
         op = ReduceOp.parse(reduce_op)
-        context.require_cross_replica("reduce_to", f'kd.get_replica_context().all_reduce("{op.name}", value)')
-        pairs = list(value_destination_pairs)
+        context.require_cross_replica(
+            "reduce_to",
+            f'kd.get_replica_context().all_reduce("{op.name}", value)',
+            self._strategy,
+        )
+        pairs = checked_pairs(value_destination_pairs)
         results: list[Any] = [None] * len(pairs)
         differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
         liveness.together(self._strategy.replica_mesh.num_processes)
@@ -120,6 +125,7 @@ class StrategyExtended:
                 received=f"a variable of {self._owner(var)!r}.",
                 fix="create it inside `with strategy.scope():`.",
             )
+        context.require_own("update", self._strategy)
         current = context.frame()
         if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
             return current.replica_context.merge_call(

@@ -10,7 +10,7 @@ import jax
 from keras_distribute import context
 from keras_distribute.cluster.google_cloud import TPUClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver
-from keras_distribute.errors import ContextError, DeviceError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import DeviceError, StructureTypeError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies import logical
 from keras_distribute.strategies.base import Strategy
@@ -153,7 +153,7 @@ class TPUStrategy(Strategy):
                 received=f"logical_device_id={logical_device_id!r}.",
                 fix="one of them.",
             )
-        self._check_current("experimental_assign_to_logical_device")
+        context.require_own("experimental_assign_to_logical_device", self)
         return logical.replicate(self.replica_mesh, tensor, "experimental_assign_to_logical_device")
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
@@ -176,7 +176,7 @@ class TPUStrategy(Strategy):
             ValueStructureError: For another number of dimensions, another product, or a dimension that does not divide.
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
-        self._check_current("experimental_split_to_logical_devices")
+        context.require_own("experimental_split_to_logical_devices", self)
         return logical.split(self.replica_mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
@@ -193,17 +193,8 @@ class TPUStrategy(Strategy):
         Raises:
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
-        self._check_current("experimental_replicate_to_logical_devices")
+        context.require_own("experimental_replicate_to_logical_devices", self)
         return logical.replicate(self.replica_mesh, tensor)
-
-    def _check_current(self, method: str) -> None:
-        current = context.frame()
-        if context.has_strategy() and current.strategy is not self:
-            raise ContextError(
-                f"{method} is about the logical devices of its own strategy.",
-                received=f"a call on {self!r} in {context.describe(current)}",
-                fix=f"kd.get_strategy().{method}(...)",
-            )
 
     def __repr__(self) -> str:
         mesh = self.replica_mesh
