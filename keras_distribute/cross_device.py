@@ -64,7 +64,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """`reduce` of several values together; one result for each pair of a value and its destinations."""
         op = ReduceOp.parse(reduce_op)
-        options = options or CommunicationOptions()
+        options = CommunicationOptions.checked(options)
         options.refuse_for_one_collective()
         values = [as_per_replica(value) for value, _ in checked_pairs(value_destination_pairs)]
         if not values:
@@ -102,6 +102,14 @@ class CrossDeviceOps:
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies one array to the devices of `destinations`."""
         mesh = mesh_of(destinations)
+        known = is_array(destinations) or hasattr(destinations, "__array__")
+        if mesh is None and not known:
+            raise StructureTypeError(
+                "The destinations of a broadcast are the devices of something.",
+                received=f"destinations={checks.shown(destinations)}.",
+                fix="a variable, a distributed value, or an array.",
+            )
+        tensor = as_array(tensor, "Only arrays can be copied to the replicas.")
         return Mirrored(tensor if mesh is None else mesh.put_replicated(tensor))
 
 
@@ -109,13 +117,10 @@ class _Packed(CrossDeviceOps):
     """Reduces values as a few flat buffers a dtype, or one by one."""
 
     def __init__(self, num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
-        if num_packs < 0:
-            raise ValueStructureError(
-                "num_packs is the number of buffers; 0 reduces each value by itself.",
-                received=f"num_packs={num_packs}.",
-                fix="a number >= 0.",
-            )
-        self._num_packs, self._bytes_per_pack = num_packs, bytes_per_pack
+        what = "num_packs is the number of buffers; 0 reduces each value by itself."
+        fix = "a number >= 0."
+        self._num_packs = checks.count("num_packs", num_packs, what=what, fix=fix)
+        self._bytes_per_pack = checks.count("bytes_per_pack", bytes_per_pack, fix=fix)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -192,6 +197,12 @@ class ReductionToOneDevice(CrossDeviceOps):
     def __init__(
         self, reduce_to_device: Any = None, accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None
     ) -> None:
+        checks.function(
+            "accumulation_fn",
+            accumulation_fn or _add_in_order,
+            "Components are added by a function of a list of them.",
+            "ReductionToOneDevice(accumulation_fn=sum), or None.",
+        )
         self._accumulate = accumulation_fn or _add_in_order
 
     def reduce_implementation(
@@ -371,6 +382,20 @@ def checked_arrays(components: Sequence[Any], verb: str) -> list[Any]:
                 fix="strategy.experimental_local_results(value) gives the objects themselves.",
             )
     return [np.asarray(c) if isinstance(c, int | float | complex) else c for c in components]
+
+
+def as_array(value: Any, what: str) -> jax.Array:
+    """The value as JAX's array; a `StructureTypeError` for what is none."""
+    try:
+        return jnp.asarray(value)
+    except StructureTypeError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StructureTypeError(
+            what,
+            received=f"{checks.shown(value)}, a {type(value).__name__}.",
+            fix="an array of numbers, or a number of at most 32 bits.",
+        ) from error
 
 
 def _stacked(value: PerReplica) -> jax.Array:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 
-from keras_distribute import context, program
+from keras_distribute import checks, context, program
 from keras_distribute.cluster import liveness
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode
 from keras_distribute.cross_device import checked_pairs
-from keras_distribute.errors import StructureTypeError, VariableScopeError
+from keras_distribute.errors import VariableScopeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import DistributedValues, PerReplica
 
@@ -54,8 +54,8 @@ class StrategyExtended:
         Raises:
             StructureTypeError: For anything that is not a variable.
         """
-        if not isinstance(v, keras.Variable):
-            raise StructureTypeError("Only variables have a scope.", received=f"{v!r}.", fix="pass a keras.Variable.")
+        what = "Only variables have a scope."
+        checks.instance("v", v, keras.Variable, what, "pass a keras.Variable.")
         return self._owner(v) is self._strategy
 
     def value_container(self, value: Any) -> Any:
@@ -92,6 +92,7 @@ class StrategyExtended:
             self._strategy,
         )
         pairs = checked_pairs(value_destination_pairs)
+        options = CommunicationOptions.checked(options)
         results: list[Any] = [None] * len(pairs)
         differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
         liveness.together(self._strategy.replica_mesh.num_processes)
@@ -126,6 +127,10 @@ class StrategyExtended:
                 fix="create it inside `with strategy.scope():`.",
             )
         context.require_own("update", self._strategy)
+        fix = "strategy.extended.update(var, lambda v, x: v.assign(x), args=(x,))"
+        checks.function("fn", fn, "A variable is updated by a function of it.", fix)
+        check_arguments("update", args, kwargs, fix)
+        checks.flag("group", group)
         current = context.frame()
         if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
             return current.replica_context.merge_call(
@@ -141,6 +146,16 @@ class StrategyExtended:
 
     def _owner(self, variable: Any) -> Strategy:
         return getattr(variable, "distribute_strategy", None) or context.default_strategy()
+
+
+def check_arguments(what: str, args: Any, kwargs: Any, fix: str) -> None:
+    """Raises `StructureTypeError` for what are no arguments of a function."""
+    tuples, names = tuple | list, Mapping | None
+    text = f"The arguments of {what} come as a tuple"
+    checks.instance("args", args, tuples, f"{text}.", fix)
+    checks.instance("kwargs", kwargs, names, f"{text} and a dict.", f"{fix} and kwargs")
+    for name in kwargs or ():
+        checks.instance("kwargs", name, str, f"{text} and a dict by name.", fix)
 
 
 def is_value(leaf: Any) -> bool:
