@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.checkpoint import matching, structures, tracking, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
@@ -130,6 +130,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If the folder exists or cannot be written; nothing is left of it then.
         """
+        checks.path("file_prefix", file_prefix, error=CheckpointError)
         self._counter += 1
         try:
             return self.write(f"{os.fspath(file_prefix)}-{self._counter}")
@@ -139,6 +140,7 @@ class Checkpoint:
 
     def write(self, file_prefix: Path) -> str:
         """Saves to the folder `file_prefix` itself, which must not exist; otherwise as `save`."""
+        checks.path("file_prefix", file_prefix, error=CheckpointError)
         storage = load_storage()
         path = storage.absolute(file_prefix)
         snapshot = self._snapshot()
@@ -163,8 +165,10 @@ class Checkpoint:
             CheckpointError: If there is no checkpoint, or it is of something else; names every variable.
             DamagedCheckpointError: If files are missing, cut off, or not what was saved.
         """
+        checks.flag("partial", partial)
         if save_path is None:
             return RestoreStatus()
+        checks.path("save_path", save_path, error=CheckpointError)
         path = load_storage().absolute(save_path)
         reading = self._read(path, partial=partial)
         reading.assign()
@@ -173,6 +177,8 @@ class Checkpoint:
 
     def read(self, save_path: Path, *, partial: bool = False) -> RestoreStatus:
         """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
+        checks.path("save_path", save_path, error=CheckpointError)
+        checks.flag("partial", partial)
         reading = self._read(load_storage().absolute(save_path), partial=partial)
         reading.assign()
         return reading.status
