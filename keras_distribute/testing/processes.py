@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.cluster.job import Job
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
@@ -85,6 +86,22 @@ class MultiProcessRunner:
         echo: bool = False,
         by_value: bool = False,
     ) -> None:
+        fix = "run_in_processes(function, 2)"
+        checks.function("function", function, "Processes run a function.", fix)
+        checks.count("num_processes", num_processes, 1)
+        checks.instance("args", args, list | tuple, "Arguments come as a tuple.", fix)
+        for given, names in (("kwargs", kwargs), ("environment", environment)):
+            what = f"{given} is a dict by name."
+            checks.instance(given, names, Mapping | None, what, fix)
+            for key, value in (names or {}).items():
+                checks.instance(given, key, str, what, fix)
+                if given == "environment":
+                    checks.instance(given, value, str, f"{what}, of texts", fix)
+        if cpu_devices is not None:
+            checks.count("cpu_devices", cpu_devices, 1)
+        checks.number("timeout", timeout)
+        for given, flag in (("echo", echo), ("by_value", by_value)):
+            checks.flag(given, flag)
         name = getattr(function, "__qualname__", "")
         if not by_value and (not name or "<" in name):
             raise StructureTypeError(
