@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers import trainer as base_trainer
 
+from keras_distribute import checks
 from keras_distribute._compat import callbacks, epochs
 
 Undo = Callable[[], None]
@@ -146,7 +148,12 @@ def install(seams: Seams) -> Undo:
 
     def grouping(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sizes = seams.group_sizes(self) if kwargs.get("steps_per_execution") == "auto" else None
+            sizes, size = seams.group_sizes(self), _steps_per_execution(args, kwargs)
+            automatic = isinstance(size, str) and size == "auto"
+            if sizes is not None and not automatic:
+                what = 'steps_per_execution is a number of steps, or "auto".'
+                checks.count("steps_per_execution", size, 1, what=what)
+            sizes = sizes if automatic else None
             object.__setattr__(self, _GROUP_SIZES, sizes)
             # A model that is saved says 1, or plain Keras could not train it.
             return original(self, *args, **(kwargs if sizes is None else kwargs | {"steps_per_execution": 1}))
@@ -315,6 +322,12 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+
+
+def _steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """That argument of `compile`, by its name or in its place."""
+    names = list(inspect.signature(base_trainer.Trainer.compile).parameters)[1:]
+    return (dict(zip(names, args, strict=False)) | kwargs).get("steps_per_execution", 1)
 
 
 def _remember(owner: Any, state: Any) -> None:
