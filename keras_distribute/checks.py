@@ -74,7 +74,7 @@ def path(
     name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
 ) -> None:
     """Raises unless `value` names a file or folder."""
-    kinds, what = str | os.PathLike, f"{name} is a path."
+    kinds, what = (str, os.PathLike), f"{name} is a path."
     instance(name, value, kinds, what, fix or f'{name}="folder"', error)
     if "\0" in os.fspath(value):
         wrong = ValueStructureError if error is StructureTypeError else error
@@ -143,7 +143,8 @@ def number(
         ValueStructureError: For one that is not finite, or too small.
     """
     right = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if right and _is_finite(value) and (value > 0 or (zero and value == 0)):
+    given: Any = value
+    if right and _is_finite(given) and (given > 0 or (zero and given == 0)):
         return
     limits = "of at least 0" if zero else "above 0"
     raise (error or (ValueStructureError if right else StructureTypeError))(

@@ -252,8 +252,8 @@ def require_own(what: str, strategy: Strategy) -> None:
         raise ContextError(
             f"{what} was called inside the scope of another strategy.",
             received=f"a method of {strategy!r} in {describe(current)}",
-            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or leave "
-            "that one's scope first.",
+            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or "
+            "leave that one's scope first.",
         )
 
 

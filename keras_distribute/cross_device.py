@@ -66,7 +66,8 @@ class CrossDeviceOps:
         op = ReduceOp.parse(reduce_op)
         options = CommunicationOptions.checked(options)
         options.refuse_for_one_collective()
-        values = [as_per_replica(value) for value, _ in checked_pairs(value_destination_pairs)]
+        pairs = checked_pairs(value_destination_pairs)
+        values = [as_per_replica(value) for value, _ in pairs]
         if not values:
             return []
         if values[0].local is not None:
@@ -197,13 +198,10 @@ class ReductionToOneDevice(CrossDeviceOps):
     def __init__(
         self, reduce_to_device: Any = None, accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None
     ) -> None:
-        checks.function(
-            "accumulation_fn",
-            accumulation_fn or _add_in_order,
-            "Components are added by a function of a list of them.",
-            "ReductionToOneDevice(accumulation_fn=sum), or None.",
-        )
-        self._accumulate = accumulation_fn or _add_in_order
+        what = "Components are added by a function of a list of them."
+        fix = "ReductionToOneDevice(accumulation_fn=sum), or None."
+        self._accumulate = _add_in_order if accumulation_fn is None else accumulation_fn
+        checks.function("accumulation_fn", self._accumulate, what, fix)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions

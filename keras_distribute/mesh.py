@@ -27,7 +27,8 @@ from keras_distribute.errors import DeviceError
 
 REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
-_NAME = re.compile(r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?([a-z]+)(?::([0-9]{1,9}))?$")
+_PLACE = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
+_NAME = re.compile(rf"^{_PLACE}([a-z]+)(?::([0-9]{{1,9}}))?$")
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 

@@ -26,9 +26,9 @@ class VariableSynchronization(enum.StrEnum):
 
 
 class VariableAggregation(enum.StrEnum):
-    """How the replicas' values of a variable become one. Source: `tf.VariableAggregation`.
+    """How the replicas' values of a variable become one.
 
-    They are the strings that Keras has for them, and `keras.Variable` takes either.
+    Source: `tf.VariableAggregation`. They are the strings that Keras has for them, and `keras.Variable` takes either.
     """
 
     NONE = "none"
@@ -142,7 +142,7 @@ class CommunicationOptions:
 
     Raises:
         ValueStructureError: For numbers that make no sense.
-        StructureTypeError: For what is no number, and for an implementation that is none.
+        StructureTypeError: For what is no number, and what is no implementation.
     """
 
     bytes_per_pack: int = 0

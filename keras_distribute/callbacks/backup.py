@@ -152,7 +152,8 @@ def _check(options: Options) -> None:
         checks.count("save_freq", freq, 1, what=what, fix=fix, error=error)
     if seconds is not None:
         what, fix = "save_seconds is a positive number.", "save_seconds=600"
-        checks.number("save_seconds", seconds, what=what, fix=fix, error=CheckpointError)
+        error = CheckpointError
+        checks.number("save_seconds", seconds, what=what, fix=fix, error=error)
     checks.count("max_to_keep", options.max_to_keep, 1, error=CheckpointError)
     for name, flag in (
         ("delete_checkpoint", options.delete_checkpoint),

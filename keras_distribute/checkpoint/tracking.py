@@ -47,8 +47,9 @@ def check_trackable(name: str, value: Any) -> None:
         StructureTypeError: For a plain value, which has no place to be restored into, and for other objects.
     """
     own = is_stateful(value) and not isinstance(value, type)
+    plain = (keras.random.SeedGenerator, keras.Variable, dict)
     kinds = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
-    if isinstance(value, (*kinds, keras.random.SeedGenerator, keras.Variable, dict)) or own:
+    if isinstance(value, (*kinds, *plain)) or own:
         return
     raise StructureTypeError(
         f"Checkpoint cannot keep {name!r}.",

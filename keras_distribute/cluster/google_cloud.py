@@ -74,7 +74,7 @@ class GCEClusterResolver(ClusterResolver):
         self._place = {"project": project, "zone": zone}
         self._group, self._port = instance_group, port
         self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
-        self._service = service or _service("compute", credentials)
+        self._service = _service("compute", credentials) if service is None else service
 
     @property
     def task_type(self) -> str | None:
@@ -198,7 +198,8 @@ class TPUClusterResolver(ClusterResolver):
             zone = zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
             self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
             url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
-            self._service = service or _service("tpu", credentials, url)
+            own = _service("tpu", credentials, url) if service is None else service
+            self._service = own
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:

@@ -67,7 +67,8 @@ class KubernetesClusterResolver(ClusterResolver):
         )
         self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         self._port, self._rpc_layer = tf_server_port, rpc_layer
-        self._client = override_client or _logged_in(executable_location)
+        client = override_client
+        self._client = _logged_in(executable_location) if client is None else client
 
     def cluster_spec(self) -> ClusterSpec:
         """The pods that Kubernetes names now.
@@ -99,8 +100,15 @@ def _logged_in(location: KubernetesExecutableLocation) -> Any:
         raise BackendError(
             "The pods are asked for by Kubernetes' own client.", received=f"{error}.", fix="pip install kubernetes"
         ) from error
-    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-        config.load_incluster_config()
-    else:
-        config.load_kube_config()
+    try:
+        if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+            config.load_incluster_config()
+        else:
+            config.load_kube_config()
+    except config.ConfigException as error:
+        raise ClusterError(
+            "Kubernetes could not be logged in to.",
+            received=f"{location}: {error}.",
+            fix="the location where this process runs, or override_client.",
+        ) from error
     return client.CoreV1Api()

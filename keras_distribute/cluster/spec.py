@@ -137,7 +137,8 @@ def _dense(tasks: Tasks) -> bool:
 
 def _index(index: Any, job: Any, tasks: Any) -> int:
     """The number of a task, which JSON has as text."""
-    number = int(index) if isinstance(index, str) and index.isdecimal() else index
+    written = isinstance(index, str) and index.isdecimal() and len(index) < 10
+    number: Any = int(index) if written else index
     if not checks.is_integer(number) or not 0 <= number < _MOST_TASKS:
         raise _not_addresses(job, tasks)
     return int(number)

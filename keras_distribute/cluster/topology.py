@@ -117,8 +117,8 @@ def check_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | No
             raise ClusterError(f"A cluster has at most one {single}.", received=f"{cluster!r}.", fix=f"one {single}.")
     if task_type is None or not cluster or (task_type == "evaluator" and task_type not in cluster.jobs):
         return
-    known = checks.is_integer(task_id)
-    if task_type not in cluster.jobs or task_id is None or not known or not 0 <= task_id < cluster.num_tasks(task_type):
+    known = task_type in cluster.jobs and checks.is_integer(task_id)
+    if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",
             received=f"{cluster!r}.",

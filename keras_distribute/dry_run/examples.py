@@ -27,7 +27,9 @@ def batch_of(model: Any, batch: Any) -> Any:
     """
     if checks.is_integer(batch):
         what, fix, error = "A batch has at least one row.", "batch=256", InputError
-        rows = checks.count("batch", batch, 1, what=what, fix=fix, error=error)
+        rows = checks.count(
+            "batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error
+        )
         return _from_model(model, rows)
     given = batch if isinstance(batch, tuple) else (batch,)
     forms = jax.tree.map(_form, given)
@@ -58,12 +60,12 @@ def _form(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-        if leaf.dtype.kind not in "biufc":
-            raise InputError(
-                "A batch is made of arrays of numbers.",
-                received=f"{checks.shown(leaf)}, of the dtype {leaf.dtype}.",
-                fix=_FIX,
-            )
+    if getattr(leaf.dtype, "kind", "f") in "OSUM":
+        raise InputError(
+            "A batch is made of arrays of numbers.",
+            received=f"{checks.shown(leaf)}, of the dtype {leaf.dtype}.",
+            fix=_FIX,
+        )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), keras.config.floatx() if "float" in dtype else dtype)
 

@@ -41,7 +41,8 @@ class ArrayDataset:
         self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int | None = None, drop_remainder: bool = False
     ) -> None:
         leaves: list[Any] = jax.tree.leaves(arrays, is_leaf=lambda leaf: hasattr(leaf, "shape"))
-        if not leaves or not compat.can_convert_arrays(arrays):
+        formed = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+        if not leaves or not formed or not compat.can_convert_arrays(arrays):
             raise InputError(
                 "An ArrayDataset is made of arrays.",
                 received=f"{type(arrays).__name__} with {sorted({type(leaf).__name__ for leaf in leaves})}.",
@@ -63,7 +64,12 @@ class ArrayDataset:
             )
         what = "A batch has at least one row."
         self.batch_size = checks.count(
-            "batch_size", batch_size, 1, what=what, fix="batch_size=64", error=InputError
+            "batch_size",
+            batch_size,
+            1,
+            what=what,
+            fix="batch_size=64",
+            error=InputError,
         )
         checks.flag("shuffle", shuffle, InputError)
         checks.flag("drop_remainder", drop_remainder, InputError)

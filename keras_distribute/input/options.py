@@ -110,7 +110,8 @@ class InputOptions:
     auto_shard_policy: AutoShardPolicy | None = None
 
     def __post_init__(self) -> None:
-        size, fetch = self.experimental_per_replica_buffer_size, self.experimental_fetch_to_device
+        size = self.experimental_per_replica_buffer_size
+        fetch = self.experimental_fetch_to_device
         if size is not None:
             checks.count(
                 "experimental_per_replica_buffer_size",

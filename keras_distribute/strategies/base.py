@@ -202,7 +202,10 @@ class Strategy:
             f'kd.get_replica_context().all_reduce("{op.name}", value)',
         )
         several = isinstance(axis, list | tuple)
-        axes = () if axis is None else tuple(axis) if several else (axis,)
+        axes: Any = () if axis is None else tuple(axis) if several else (axis,)
+        for one in axes:
+            if not checks.is_integer(one):
+                checks.instance("axis", one, (), "An axis is an integer.", "axis=0")
         return jax.tree.map(lambda leaf: self.reduce_one(op, leaf, axes), value, is_leaf=is_value)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -229,7 +232,8 @@ class Strategy:
             Array([0., 0., 1.], dtype=float32)
         """
         self._require_cross_replica(
-            "strategy.gather", f"kd.get_replica_context().all_gather(value, axis={axis})"
+            "strategy.gather",
+            f"kd.get_replica_context().all_gather(value, axis={axis})",
         )
 
         def gather_leaf(leaf: Any) -> Any:
@@ -273,13 +277,15 @@ class Strategy:
             ValueStructureError: Where the replicas' structures differ.
         """
         self._require_cross_replica(
-            "experimental_distribute_values_from_function", "call it outside strategy.run"
+            "experimental_distribute_values_from_function",
+            "call it outside strategy.run",
         )
         checks.function(
             "value_fn",
             value_fn,
             "Values are made by a function of a ValueContext.",
-            "strategy.experimental_distribute_values_from_function(lambda context: ...)",
+            "strategy.experimental_distribute_values_from_function("
+            "lambda context: ...)",
         )
         mesh = self.replica_mesh
         made = [value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas]
@@ -513,8 +519,8 @@ def check_communication_dtype(dtype: Any) -> None:
     """Raises `StructureTypeError` for what is no dtype that gradients may travel in."""
     if not isinstance(dtype, str | None) or dtype not in (None, *_COMMUNICATION_DTYPES):
         raise StructureTypeError(
-            "communication_dtype is a narrower float, in which gradients are summed over "
-            "the replicas.",
+            "communication_dtype is a narrower float, in which gradients are summed "
+            "over the replicas.",
             received=f"communication_dtype={checks.shown(dtype)}.",
             fix='"bfloat16", "float16", or None for the dtype that they have.',
         )

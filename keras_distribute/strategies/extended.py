@@ -150,7 +150,7 @@ class StrategyExtended:
 
 def check_arguments(what: str, args: Any, kwargs: Any, fix: str) -> None:
     """Raises `StructureTypeError` for what are no arguments of a function."""
-    tuples, names = tuple | list, Mapping | None
+    tuples, names = (tuple, list), (Mapping, type(None))
     text = f"The arguments of {what} come as a tuple"
     checks.instance("args", args, tuples, f"{text}.", fix)
     checks.instance("kwargs", kwargs, names, f"{text} and a dict.", f"{fix} and kwargs")

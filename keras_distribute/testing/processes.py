@@ -21,6 +21,7 @@ from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
 
+_MOST_PROCESSES = 2**12  # And virtual devices of each: more are a slip.
 _STOP_SECONDS = 2.0
 _FOLLOWING_SECONDS = 10.0  # Until the others have heard of a failure, and ended.
 
@@ -88,7 +89,7 @@ class MultiProcessRunner:
     ) -> None:
         fix = "run_in_processes(function, 2)"
         checks.function("function", function, "Processes run a function.", fix)
-        checks.count("num_processes", num_processes, 1)
+        checks.count("num_processes", num_processes, 1, most=_MOST_PROCESSES)
         checks.instance("args", args, list | tuple, "Arguments come as a tuple.", fix)
         for given, names in (("kwargs", kwargs), ("environment", environment)):
             what = f"{given} is a dict by name."
@@ -98,7 +99,7 @@ class MultiProcessRunner:
                 if given == "environment":
                     checks.instance(given, value, str, f"{what}, of texts", fix)
         if cpu_devices is not None:
-            checks.count("cpu_devices", cpu_devices, 1)
+            checks.count("cpu_devices", cpu_devices, 1, most=_MOST_PROCESSES)
         checks.number("timeout", timeout)
         for given, flag in (("echo", echo), ("by_value", by_value)):
             checks.flag(given, flag)

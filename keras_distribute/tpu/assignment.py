@@ -129,15 +129,18 @@ class DeviceAssignment:
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """The number of a logical device in its process."""
-        return self._topology.tpu_device_ordinal_at_coordinates(self._core(replica, logical_core))
+        place = self._core(replica, logical_core)
+        return self._topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """The name of the CPU of a logical device's host, as TensorFlow writes it."""
-        return self._topology.cpu_device_name_at_coordinates(self._core(replica, logical_core), job)
+        place = self._core(replica, logical_core)
+        return self._topology.cpu_device_name_at_coordinates(place, job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """The name of a logical device, as TensorFlow writes it."""
-        return self._topology.tpu_device_name_at_coordinates(self._core(replica, logical_core), job)
+        place = self._core(replica, logical_core)
+        return self._topology.tpu_device_name_at_coordinates(place, job)
 
     @staticmethod
     def build(

@@ -126,8 +126,8 @@ class Topology:
 
     def _place(self, device_coordinates: Any) -> tuple[int, ...]:
         place = integers("device_coordinates", device_coordinates)
-        inside = place.shape == (RANK,) and ((0 <= place) & (place < self._mesh_shape)).all()
-        if not inside:
+        four, shape = place.shape == (RANK,), self._mesh_shape
+        if not four or not ((place >= 0) & (place < shape)).all():
             raise DeviceError(
                 "The coordinates of a device are four integers inside of the mesh.",
                 received=f"device_coordinates={checks.shown(device_coordinates)} in "
@@ -179,7 +179,8 @@ def integers(name: str, given: Any) -> Array:
 
 
 def _of_job(job: str | None) -> str:
-    checks.instance("job", job, str | None, "A job has a name.", 'job="worker"', DeviceError)
+    what, fix = "A job has a name.", 'job="worker"'
+    checks.instance("job", job, str | None, what, fix, DeviceError)
     return "" if job is None else f"/job:{job}"
 
 

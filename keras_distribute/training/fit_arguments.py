@@ -35,6 +35,12 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
                 fix="the arrays or dataset that the value was made of; or "
                 "strategy.run(step, args=(value,)) in a loop of your own.",
             )
+        if any(getattr(leaf, "shape", None) == () for leaf in leaves):
+            raise InputError(
+                "The arrays of a batch have rows.",
+                received=f"{name}={checks.shown(structure)}, of the shape ().",
+                fix="arrays of one length: model.fit(x, y)",
+            )
     if not jax.tree.leaves(x):
         raise InputError(
             "There is nothing to train, evaluate or predict on.",
