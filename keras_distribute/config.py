@@ -13,10 +13,12 @@ import re
 
 import jax
 
+from keras_distribute import checks
 from keras_distribute._compat import jax_internals, libtpu
 from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
+_COUNT = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _pool_size: int | None = None  # threads of XLA's CPU pool where we could choose it, else None
 
@@ -40,12 +42,14 @@ def set_prefetch_steps(num_steps: int) -> None:
         >>> import keras_distribute as kd
         >>> kd.config.set_prefetch_steps(2)
     """
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
-        raise ValueStructureError(
-            "Batches are made ready for a number of steps.",
-            received=f"set_prefetch_steps({num_steps!r}).",
-            fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is due.",
-        )
+    checks.count(
+        "num_steps",
+        num_steps,
+        what="Batches are made ready for a number of steps.",
+        fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is "
+        "due.",
+        error=ValueStructureError,
+    )
     global _prefetch_steps
     _prefetch_steps = num_steps
 
@@ -71,12 +75,14 @@ def set_cpu_devices(num_devices: int) -> None:
         >>> import keras_distribute as kd
         >>> kd.config.set_cpu_devices(8)
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise DeviceError(
-            "The number of CPU devices is an integer of at least 1.",
-            received=f"{num_devices!r}.",
-            fix="kd.config.set_cpu_devices(8)",
-        )
+    checks.count(
+        "num_devices",
+        num_devices,
+        1,
+        what="The number of CPU devices is an integer of at least 1.",
+        fix="kd.config.set_cpu_devices(8)",
+        error=DeviceError,
+    )
     if jax_internals.backends_are_initialized():
         existing = jax.device_count("cpu")
         if existing != num_devices:
@@ -108,7 +114,7 @@ def check_pool(num_devices: int) -> None:
     Raises:
         DeviceError: When JAX started its CPU client, with too few threads, before we could choose their number.
     """
-    threads = max(_pool_size or 0, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1)
+    threads = max(_pool_size or 0, _threads_asked_for(), os.cpu_count() or 1)
     if num_devices > threads:
         raise DeviceError(
             f"Training on {num_devices} CPU devices with XLA's pool of {threads} threads would deadlock.",
@@ -118,10 +124,16 @@ def check_pool(num_devices: int) -> None:
         )
 
 
+def _threads_asked_for() -> int:
+    """What `NPROC` says; XLA takes what is no number for none, and so do we."""
+    text = os.environ.get("NPROC", "")
+    return int(text) if _COUNT.fullmatch(text) else 0
+
+
 def _size_pool(num_devices: int) -> None:
     global _pool_size
     cores = os.cpu_count() or 1
     needed = max(cores, _THREADS_PER_DEVICE * num_devices) if num_devices > 1 else 0
-    if needed > int(os.environ.get("NPROC") or 0) and needed > cores:
+    if needed > _threads_asked_for() and needed > cores:
         os.environ["NPROC"] = str(needed)
-    _pool_size = max(cores, int(os.environ.get("NPROC") or 0))
+    _pool_size = max(cores, _threads_asked_for())

@@ -11,10 +11,12 @@ import contextlib
 import dataclasses
 import enum
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
-from keras_distribute.errors import ContextError, StructureTypeError
+from keras_distribute import checks
+from keras_distribute.errors import ContextError
 
 if TYPE_CHECKING:
     from keras_distribute.replica_context import ReplicaContext
@@ -63,6 +65,9 @@ class _Stack(threading.local):
 
 
 stack = _Stack()
+_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
+    weakref.WeakKeyDictionary()
+)
 _process_strategy: Strategy | None = None
 _default_strategy: Callable[[], Strategy] | None = None
 
@@ -149,10 +154,13 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
         own = Frame(self._strategy, Mode.CROSS, named=True)
         stack.frames.append(own)
         self._entered.append(own)
+        _scopes[own] = threading.current_thread()
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
         own = self._entered.pop() if self._entered else None
+        if own is not None:
+            _scopes.pop(own, None)
         if not stack.frames or stack.frames[-1] is not own:
             if own is not None and own in stack.frames:
                 stack.frames.remove(own)
@@ -207,19 +215,32 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes `strategy` the current one from here on, in every thread, without a `with` block; `None` undoes it.
 
     Raises:
-        ContextError: Inside a scope or inside `Strategy.run`.
+        ContextError: Inside `Strategy.run`, and while this or another thread is in
+            a scope.
         StructureTypeError: For anything that is not a strategy.
     """
     global _process_strategy
-    if strategy is not None and not hasattr(strategy, "top_frame"):
-        raise StructureTypeError(
-            "experimental_set_strategy takes a strategy.", received=f"{strategy!r}.", fix="kd.MirroredStrategy()"
+    own = getattr(strategy, "top_frame", None)
+    if strategy is not None and not isinstance(own, Frame):
+        checks.instance(
+            "strategy",
+            strategy,
+            (),
+            "experimental_set_strategy takes a strategy.",
+            "kd.MirroredStrategy()",
         )
-    if stack.frames:
+    scopes = list(_scopes.items())
+    opened = [(one, thread) for one, thread in scopes if thread.is_alive()]
+    if stack.frames or opened:
+        inside = describe(frame())
+        if not stack.frames:
+            one, thread = opened[0]
+            inside = f"the thread {thread.name!r} in {describe(one)}"
         raise ContextError(
             "The strategy of the process cannot be changed inside a scope.",
-            received=describe(frame()),
-            fix="call experimental_set_strategy at the top level of the program.",
+            received=inside,
+            fix="call experimental_set_strategy at the top level of the program, "
+            "before its threads enter scopes.",
         )
     _process_strategy = None if strategy is None or strategy is default_strategy() else strategy
 
@@ -231,9 +252,31 @@ def describe(current: Frame) -> str:
     return f"the {current.mode.value} context of {type(current.strategy).__name__} ({replicas})."
 
 
-def require_cross_replica(what: str, fix: str) -> None:
-    """Raises `ContextError` unless called across replicas (or where no strategy is in force)."""
+def require_own(what: str, strategy: Strategy) -> None:
+    """Raises `ContextError` where another strategy than `strategy` is in force."""
     current = frame()
+    if has_strategy() and current.strategy is not strategy:
+        raise ContextError(
+            f"{what} was called inside the scope of another strategy.",
+            received=f"a method of {strategy!r} in {describe(current)}",
+            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or "
+            "leave that one's scope first.",
+        )
+
+
+def require_cross_replica(
+    what: str, fix: str, strategy: Strategy | None = None
+) -> None:
+    """Raises `ContextError` unless called across replicas, or where none is in force.
+
+    Args:
+        what: Was called.
+        fix: What to write in a replica instead.
+        strategy: Whose method it is: another one must not be current, as in TensorFlow.
+    """
+    current = frame()
+    if strategy is not None:
+        require_own(what, strategy)
     if current.mode is not Mode.REPLICA or current is default_strategy().top_frame:
         return
     raise ContextError(f"{what} was called inside a replica.", received=describe(current), fix=fix)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute import context, launches
+from keras_distribute import checks, context, launches
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
@@ -46,7 +46,8 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            per_replica_value: A `PerReplica`.
+            per_replica_value: A `PerReplica`; of a `Mirrored` or a variable, the copies
+                or components on the replicas are reduced.
             destinations: Accepted for compatibility: the result is on every replica of the strategy.
             options: How to pack and communicate.
 
@@ -63,16 +64,10 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """`reduce` of several values together; one result for each pair of a value and its destinations."""
         op = ReduceOp.parse(reduce_op)
-        options = options or CommunicationOptions()
+        options = CommunicationOptions.checked(options)
         options.refuse_for_one_collective()
-        values = [pair[0] for pair in value_destination_pairs]
-        for value in values:
-            if not isinstance(value, PerReplica):
-                raise StructureTypeError(
-                    "Only values that differ per replica can be reduced.",
-                    received=f"{value!r}.",
-                    fix="pass a result of strategy.run, or strategy.experimental_distribute_values_from_function.",
-                )
+        pairs = checked_pairs(value_destination_pairs)
+        values = [as_per_replica(value) for value, _ in pairs]
         if not values:
             return []
         if values[0].local is not None:
@@ -108,6 +103,14 @@ class CrossDeviceOps:
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies one array to the devices of `destinations`."""
         mesh = mesh_of(destinations)
+        known = is_array(destinations) or hasattr(destinations, "__array__")
+        if mesh is None and not known:
+            raise StructureTypeError(
+                "The destinations of a broadcast are the devices of something.",
+                received=f"destinations={checks.shown(destinations)}.",
+                fix="a variable, a distributed value, or an array.",
+            )
+        tensor = as_array(tensor, "Only arrays can be copied to the replicas.")
         return Mirrored(tensor if mesh is None else mesh.put_replicated(tensor))
 
 
@@ -115,13 +118,10 @@ class _Packed(CrossDeviceOps):
     """Reduces values as a few flat buffers a dtype, or one by one."""
 
     def __init__(self, num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
-        if num_packs < 0:
-            raise ValueStructureError(
-                "num_packs is the number of buffers; 0 reduces each value by itself.",
-                received=f"num_packs={num_packs}.",
-                fix="a number >= 0.",
-            )
-        self._num_packs, self._bytes_per_pack = num_packs, bytes_per_pack
+        what = "num_packs is the number of buffers; 0 reduces each value by itself."
+        fix = "a number >= 0."
+        self._num_packs = checks.count("num_packs", num_packs, what=what, fix=fix)
+        self._bytes_per_pack = checks.count("bytes_per_pack", bytes_per_pack, fix=fix)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -198,7 +198,10 @@ class ReductionToOneDevice(CrossDeviceOps):
     def __init__(
         self, reduce_to_device: Any = None, accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None
     ) -> None:
-        self._accumulate = accumulation_fn or _add_in_order
+        what = "Components are added by a function of a list of them."
+        fix = "ReductionToOneDevice(accumulation_fn=sum), or None."
+        self._accumulate = _add_in_order if accumulation_fn is None else accumulation_fn
+        checks.function("accumulation_fn", self._accumulate, what, fix)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -221,6 +224,51 @@ def mesh_of(destinations: Any) -> ReplicaMesh | None:
         return own
     sharding = getattr(destinations, "sharding", None)
     return ReplicaMesh(mesh_of_array(destinations)) if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """The pairs of values and destinations that are reduced together."""
+    what = "Values are reduced together as a list of pairs of a value and destinations."
+    pairs_of = list(pairs) if isinstance(pairs, list | tuple) else None
+    for pair in (None,) if pairs_of is None else pairs_of:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            received = f"value_destination_pairs={checks.shown(pairs)}."
+            raise StructureTypeError(what, received=received, fix="[(value, None)]")
+    return [(value, destinations) for value, destinations in pairs_of or ()]
+
+
+def as_per_replica(value: Any) -> PerReplica:
+    """What each replica has of a distributed value or variable.
+
+    Raises:
+        StructureTypeError: For anything else.
+    """
+    own = getattr(value, "components", None)  # Of a variable that differs per replica.
+    if isinstance(value, PerReplica):
+        return value
+    mesh = mesh_of(value)
+    if mesh is None or not hasattr(value, "value"):
+        raise StructureTypeError(
+            "Only distributed values and variables can be reduced.",
+            received=f"{checks.shown(value)}.",
+            fix="pass a result of strategy.run, or "
+            "strategy.experimental_distribute_values_from_function.",
+        )
+    if context.frame().per_replica:
+        return PerReplica(local=value.value)
+    if isinstance(own, PerReplica):
+        return own
+    return PerReplica(stacked=_copied(mesh)(value.value))
+
+
+@functools.lru_cache(maxsize=64)
+def _copied(mesh: ReplicaMesh) -> Callable[[Any], jax.Array]:
+    """Each replica's copy of an array that all have."""
+
+    def copies(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(array, (mesh.num_replicas, *array.shape))
+
+    return jax.jit(copies, out_shardings=mesh.split)
 
 
 def of_this_replica(value: Any) -> Any:
@@ -333,6 +381,20 @@ def checked_arrays(components: Sequence[Any], verb: str) -> list[Any]:
                 fix="strategy.experimental_local_results(value) gives the objects themselves.",
             )
     return [np.asarray(c) if isinstance(c, int | float | complex) else c for c in components]
+
+
+def as_array(value: Any, what: str) -> jax.Array:
+    """The value as JAX's array; a `StructureTypeError` for what is none."""
+    try:
+        return jnp.asarray(value)
+    except StructureTypeError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StructureTypeError(
+            what,
+            received=f"{checks.shown(value)}, a {type(value).__name__}.",
+            fix="an array of numbers, or a number of at most 32 bits.",
+        ) from error
 
 
 def _stacked(value: PerReplica) -> jax.Array:

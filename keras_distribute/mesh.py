@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from keras_distribute import launches
+from keras_distribute import checks, launches
 from keras_distribute._compat import jax_internals
 from keras_distribute.errors import DeviceError
 
 REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
-_NAME = re.compile(r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?([a-z]+)(?::(\d+))?$")
+_PLACE = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
+_NAME = re.compile(rf"^{_PLACE}([a-z]+)(?::([0-9]{{1,9}}))?$")
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
@@ -337,7 +338,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
     if match is None:
         raise DeviceError(
             "A device is named by its kind and its number.",
-            received=f"{name!r}.",
+            received=f"{checks.shown(name)}.",
             fix='"GPU:0", "/gpu:1", "cpu:3", "TPU:0", or a jax.Device.',
         )
     kind = _PLATFORMS.get(match.group(1), match.group(1))
@@ -364,6 +365,12 @@ def parse_devices(names: Sequence[str | jax.Device] | None) -> tuple[jax.Device,
         return tuple(jax.local_devices())
     if isinstance(names, str | jax.Device):
         names = [names]
+    if not isinstance(names, list | tuple):
+        raise DeviceError(
+            "The devices come as a list.",
+            received=f"devices={checks.shown(names)}.",
+            fix='["GPU:0", "GPU:1"], or None for all.',
+        )
     devices = tuple(parse_device(name) for name in names)
     if not devices:
         raise DeviceError("A strategy needs at least one device.", received="[].", fix='["GPU:0", "GPU:1"], or None.')

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from keras_distribute import collectives, context
 from keras_distribute.context import Mode
+from keras_distribute.cross_device import as_array
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
@@ -45,7 +45,7 @@ def compute_average_loss(
         1.0
     """
     _require_replica("compute_average_loss")
-    losses = jnp.asarray(per_example_loss)
+    losses = as_array(per_example_loss, "The losses of the examples are numbers.")
     if losses.ndim == 0:
         raise ValueStructureError(
             "compute_average_loss takes one loss for each example.",
@@ -55,7 +55,8 @@ def compute_average_loss(
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype("float32")
     if sample_weight is not None:
-        weights = jnp.asarray(sample_weight, losses.dtype)
+        weights = as_array(sample_weight, "The weights of the examples are numbers.")
+        weights = weights.astype(losses.dtype)
         if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
         weights = jnp.reshape(weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim))
@@ -91,7 +92,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         ContextError: In the cross-replica context.
     """
     _require_replica("scale_regularization_loss")
-    total = jnp.sum(jnp.asarray(regularization_loss))
+    total = as_array(regularization_loss, "A regularization loss is a number.").sum()
     return total / context.get_strategy().num_replicas_in_sync
 
 
@@ -106,7 +107,7 @@ def _require_replica(name: str) -> None:
 
 
 def _checked_size(size: Any) -> Any:
-    array = np.asarray(size) if not isinstance(size, jax.Array) else size
+    array = as_array(size, "global_batch_size is a number of examples.")
     if array.ndim:
         raise ValueStructureError("global_batch_size is one number.", received=f"shape {array.shape}.", fix="64")
     if not jnp.issubdtype(array.dtype, jnp.integer):

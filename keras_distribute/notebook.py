@@ -60,7 +60,7 @@ def notebook_launcher(
         num_processes,
         args=args,
         cpu_devices=cpu_devices,
-        timeout=timeout or _FOREVER,
+        timeout=_FOREVER if timeout is None else timeout,
         echo=True,
         by_value=True,
     )

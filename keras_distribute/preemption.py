@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 from keras_distribute.cluster import agreement
 from keras_distribute.errors import CheckpointError, StructureTypeError
@@ -61,14 +62,17 @@ class TerminationConfig:
 
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise StructureTypeError(
-                    f"{name} is a function.", received=f"{getattr(self, name)!r}.", fix="exit_fn=lambda: sys.exit(3)"
-                )
-        seconds: Any = self.grace_period
-        if seconds is not None and (not isinstance(seconds, int | float) or seconds < 0):
-            raise StructureTypeError(
-                "grace_period is a number of seconds.", received=f"{seconds!r}.", fix="grace_period=60.0"
+            given, fix = getattr(self, name), "exit_fn=lambda: sys.exit(3)"
+            if given is not None:
+                checks.function(name, given, f"{name} is a function.", fix)
+        if self.grace_period is not None:
+            checks.number(
+                "grace_period",
+                self.grace_period,
+                zero=True,
+                what="grace_period is a number of seconds.",
+                fix="grace_period=60.0",
+                error=StructureTypeError,
             )
 
 
@@ -250,22 +254,29 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        if isinstance(checkpoint_or_checkpoint_manager, Checkpoint):
+        given = checkpoint_or_checkpoint_manager
+        checks.instance(
+            "checkpoint_or_checkpoint_manager",
+            given,
+            Checkpoint | CheckpointManager,
+            "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
+            "PreemptionCheckpointHandler("
+            "None, kd.Checkpoint(model=model), checkpoint_dir)",
+        )
+        what = "termination_config says how the program learns of its end."
+        fix = "kd.experimental.TerminationConfig(), or None."
+        kinds = TerminationConfig | None
+        checks.instance("termination_config", termination_config, kinds, what, fix)
+        if isinstance(given, Checkpoint):
             if checkpoint_dir is None:
                 raise CheckpointError(
                     "A Checkpoint needs a folder to be saved in.",
                     received="checkpoint_dir=None.",
                     fix="PreemptionCheckpointHandler(None, checkpoint, checkpoint_dir), or pass a CheckpointManager.",
                 )
-            manager = CheckpointManager(checkpoint_or_checkpoint_manager, checkpoint_dir, max_to_keep=1)
-        elif isinstance(checkpoint_or_checkpoint_manager, CheckpointManager):
-            manager = checkpoint_or_checkpoint_manager
+            manager = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
         else:
-            raise StructureTypeError(
-                "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
-                received=f"{checkpoint_or_checkpoint_manager!r}.",
-                fix="PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), checkpoint_dir)",
-            )
+            manager = given
         self._cluster_resolver = cluster_resolver
         self._manager = manager
         self._runs = 0
@@ -296,6 +307,12 @@ class PreemptionCheckpointHandler:
         Returns:
             What the function returns.
         """
+        checks.function(
+            "distributed_train_function",
+            distributed_train_function,
+            "A step is trained by a function.",
+            "handler.run(train_step, batch)",
+        )
         self._react()
         start = time.monotonic()
         result = distributed_train_function(*args, **kwargs)

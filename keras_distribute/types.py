@@ -6,15 +6,17 @@ import dataclasses
 import enum
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(enum.StrEnum):
     """When the copies of a variable are made equal.
 
     `AUTO`: the strategy chooses. `NONE`: one copy only. `ON_WRITE`: at each assignment (a `MirroredVariable`).
     `ON_READ`: at each read across replicas (a `SyncOnReadVariable`).
-    Source: `tf.VariableSynchronization`. Keras spells them in lower case, `keras.Variable(synchronization="on_read")`.
+    Source: `tf.VariableSynchronization`. They are the strings that Keras has for them,
+    and `keras.Variable` takes either: `keras.Variable(1.0, synchronization="on_read")`.
     """
 
     AUTO = "auto"
@@ -23,8 +25,11 @@ class VariableSynchronization(enum.Enum):
     ON_READ = "on_read"
 
 
-class VariableAggregation(enum.Enum):
-    """How the replicas' values of a variable become one. Source: `tf.VariableAggregation`."""
+class VariableAggregation(enum.StrEnum):
+    """How the replicas' values of a variable become one.
+
+    Source: `tf.VariableAggregation`. They are the strings that Keras has for them, and `keras.Variable` takes either.
+    """
 
     NONE = "none"
     SUM = "sum"
@@ -50,12 +55,15 @@ class ReduceOp(enum.Enum):
 
         Raises:
             ValueStructureError: For an aggregation that is no reduction.
+            StructureTypeError: For what is no aggregation.
         """
-        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-            return ReduceOp(aggregation.name)
-        raise ValueStructureError(
+        known = (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if isinstance(aggregation, str) and aggregation in known:
+            return ReduceOp(aggregation.upper())
+        right = isinstance(aggregation, VariableAggregation)
+        raise (ValueStructureError if right else StructureTypeError)(
             "Only the aggregations SUM and MEAN are reductions.",
-            received=f"{aggregation}.",
+            received=f"{checks.shown(aggregation)}.",
             fix='ReduceOp.from_variable_aggregation(VariableAggregation.SUM), or ReduceOp("SUM").',
         )
 
@@ -68,7 +76,9 @@ class ReduceOp(enum.Enum):
             return ReduceOp[value.upper()]
         error = ValueStructureError if isinstance(value, str) else StructureTypeError
         raise error(
-            "A reduction is ReduceOp.SUM or ReduceOp.MEAN.", received=f"{value!r}.", fix='kd.ReduceOp.SUM, or "SUM".'
+            "A reduction is ReduceOp.SUM or ReduceOp.MEAN.",
+            received=f"{checks.shown(value)}.",
+            fix='kd.ReduceOp.SUM, or "SUM".',
         )
 
 
@@ -89,6 +99,16 @@ class RunOptions:
     experimental_xla_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("enable_dynamic_batch_size", "bucketizing_dynamic_shape"):
+            name = f"experimental_{name}"
+            checks.flag(name, getattr(self, name))
+        checks.instance(
+            "experimental_xla_options",
+            self.experimental_xla_options,
+            dict | None,
+            "Compiler options are a dict.",
+            'experimental_xla_options={"xla_cpu_enable_fast_math": True}, or None.',
+        )
         if self.experimental_bucketizing_dynamic_shape:
             raise ValueStructureError(
                 "Shapes are not padded to buckets: padding rows would enter the numbers.",
@@ -122,7 +142,7 @@ class CommunicationOptions:
 
     Raises:
         ValueStructureError: For numbers that make no sense.
-        StructureTypeError: For an implementation that is none.
+        StructureTypeError: For what is no number, and what is no implementation.
     """
 
     bytes_per_pack: int = 0
@@ -130,20 +150,38 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise ValueStructureError(
-                "bytes_per_pack is a number of bytes.", received=f"{self.bytes_per_pack}.", fix="a number >= 0."
+        checks.count(
+            "bytes_per_pack",
+            self.bytes_per_pack,
+            what="bytes_per_pack is a number of bytes.",
+            fix="a number >= 0.",
+        )
+        if self.timeout_seconds is not None:
+            checks.number(
+                "timeout_seconds",
+                self.timeout_seconds,
+                what="timeout_seconds is a time.",
+                fix="a number > 0, or None.",
             )
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ValueStructureError(
-                "timeout_seconds is a time.", received=f"{self.timeout_seconds}.", fix="a number > 0, or None."
-            )
-        if not isinstance(self.implementation, CommunicationImplementation):
-            raise StructureTypeError(
-                "The implementation is one of CommunicationImplementation.",
-                received=f"{self.implementation!r}.",
-                fix="kd.experimental.CommunicationImplementation.AUTO",
-            )
+        checks.instance(
+            "implementation",
+            self.implementation,
+            CommunicationImplementation,
+            "The implementation is one of CommunicationImplementation.",
+            "kd.experimental.CommunicationImplementation.AUTO",
+        )
+
+    @staticmethod
+    def checked(options: CommunicationOptions | None) -> CommunicationOptions:
+        """The options; those by default for `None`."""
+        checks.instance(
+            "options",
+            options,
+            CommunicationOptions | None,
+            "The options are CommunicationOptions.",
+            "kd.experimental.CommunicationOptions(bytes_per_pack=2**22), or None.",
+        )
+        return options or CommunicationOptions()
 
     def refuse_for_one_collective(self) -> None:
         """Raises `ValueStructureError` for what only a whole strategy can have."""
@@ -164,3 +202,8 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        most = checks.count("num_replicas_in_sync", self.num_replicas_in_sync, 1) - 1
+        replica = self.replica_id_in_sync_group
+        checks.count("replica_id_in_sync_group", replica, most=most)

@@ -259,10 +259,51 @@ def test_cross_device_ops_of_ones_own():
         mirrored(2, kd.CrossDeviceOps()).reduce("SUM", value, axis=None)
     with pytest.raises(errors.StructureTypeError, match="cross_device_ops says how"):
         mirrored(2, "nccl")
-    with pytest.raises(errors.StructureTypeError, match="(?s)Only values that differ per replica.*Fix"):
+    with pytest.raises(errors.StructureTypeError, match="(?s)Only distributed values and variables.*Fix"):
         kd.NcclAllReduce().reduce("SUM", 3.0, None)
     with pytest.raises(errors.ValueStructureError, match="num_packs is the number of buffers"):
         kd.NcclAllReduce(num_packs=-1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "ops",
+    [kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice()],
+    ids=lambda ops: type(ops).__name__,
+)
+def test_variables_and_mirrored_values_are_reduced_by_their_copies(ops, num_replicas):
+    strategy = mirrored(num_replicas, ops)
+    with strategy.scope():
+        same = keras.Variable(np.arange(3.0))
+        own = keras.Variable(0.0, synchronization="on_read", aggregation="mean")
+    context = kd.get_replica_context
+    strategy.run(lambda: own.assign(context().replica_id_in_sync_group + 1.0))
+    total = num_replicas * (num_replicas + 1) / 2
+    for value in (same, kd.Mirrored(same.value)):
+        result = ops.reduce("SUM", value, None)
+        np.testing.assert_allclose(result, np.arange(3.0) * num_replicas)
+        assert len(result.values) == num_replicas
+        np.testing.assert_allclose(ops.reduce("MEAN", value, None), np.arange(3.0))
+    assert float(ops.reduce("SUM", own, None)) == total
+    pairs = [(same, same), (own, same)]
+    both = ops.batch_reduce(kd.ReduceOp.MEAN, pairs)
+    np.testing.assert_allclose(both[0], np.arange(3.0))
+    assert float(both[1]) == pytest.approx(total / num_replicas)
+
+    def merged(strategy):
+        return strategy.extended.cross_device_ops.reduce("SUM", same, None)
+
+    result = strategy.run(lambda: context().merge_call(merged)).values[0]
+    np.testing.assert_allclose(result, np.arange(3.0) * num_replicas)
+
+
+def test_values_are_reduced_together_as_pairs():
+    text = "(?s)list of pairs of a value and destinations.*Fix: .*None"
+    for wrong in (3, None, "ab", [3], [(1, 2, 3)], {1: 2}):
+        with pytest.raises(errors.StructureTypeError, match=text):
+            mirrored(2).extended.batch_reduce_to("SUM", wrong)
+        with pytest.raises(errors.StructureTypeError, match=text):
+            kd.NcclAllReduce().batch_reduce("SUM", wrong)
 
 
 def test_broadcast():

@@ -230,3 +230,86 @@ def test_a_keras_distribution_inside_a_scope_is_the_inner_one(strategy):
         model.compile("sgd", "mse")
         assert type(model.weights[0]) is keras.Variable
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+
+
+def test_methods_of_a_strategy_in_the_scope_of_another(strategy, other):
+    values = [s.run(lambda: np.ones(1, "float32")) for s in (strategy, other)]
+    with other.scope():
+        variable = keras.Variable(1.0)
+    dataset = kd.ArrayDataset(np.arange(4), batch_size=2)
+    pairs = [(values[1], None)]
+    calls = {
+        "strategy.reduce": lambda: other.reduce("SUM", values[1], axis=None),
+        "strategy.gather": lambda: other.gather(values[1], axis=0),
+        "reduce_to": lambda: other.extended.reduce_to("SUM", values[1], None),
+        "reduce_to ": lambda: other.extended.batch_reduce_to("SUM", pairs),
+        "update": lambda: other.extended.update(variable, lambda v: v.assign(2.0)),
+        "experimental_distribute_values_from_function": lambda: (
+            other.experimental_distribute_values_from_function(lambda context: 1.0)
+        ),
+        "experimental_distribute_dataset": lambda: (
+            other.experimental_distribute_dataset(dataset)
+        ),
+        "distribute_datasets_from_function": lambda: (
+            other.distribute_datasets_from_function(lambda context: dataset)
+        ),
+    }
+    for name, call in calls.items():
+        text = f"(?s)^{name.strip()} was called inside the scope of another strategy"
+        text += r".*Received: a method of .*cpu:2.* in the cross-replica context of .*"
+        with strategy.scope(), pytest.raises(errors.ContextError, match=text):
+            call()
+        with pytest.raises(errors.ContextError, match="scope of another strategy"):
+            strategy.run(call)
+    assert float(variable.numpy()) == 1.0
+    default = kd.get_strategy()
+    with strategy.scope():
+        with pytest.raises(RuntimeError, match="scope of another strategy"):
+            default.experimental_distribute_dataset(dataset)
+        with pytest.raises(RuntimeError, match="scope of another strategy"):
+            default.reduce("MEAN", 1.0, axis=None)
+        assert strategy.reduce("SUM", values[0], axis=None).tolist() == [2.0]
+    for call in list(calls.values())[:4]:
+        with other.scope():
+            call()
+        call()
+
+
+def test_the_strategy_of_the_process_while_a_thread_is_in_a_scope(strategy, other):
+    inside, done = threading.Event(), threading.Event()
+
+    def work():
+        with strategy.scope():
+            inside.set()
+            done.wait(timeout=60)
+
+    thread = threading.Thread(target=work, name="a worker")
+    thread.start()
+    try:
+        assert inside.wait(timeout=60)
+        for given in (other, strategy, None):
+            with pytest.raises(errors.ContextError, match="thread 'a worker' in the cro"):
+                kd.experimental_set_strategy(given)
+        assert not kd.has_strategy()
+    finally:
+        done.set()
+        thread.join()
+    try:
+        kd.experimental_set_strategy(other)
+        assert kd.get_strategy() is other
+    finally:
+        kd.experimental_set_strategy(None)
+
+    def dies_in_a_scope():
+        strategy.scope().__enter__()
+
+    thread = threading.Thread(target=dies_in_a_scope)
+    thread.start()
+    thread.join()
+    kd.experimental_set_strategy(None)
+
+
+@pytest.mark.parametrize("given", [kd.MirroredStrategy, object(), 3, "mirrored"])
+def test_only_a_strategy_can_be_the_strategy_of_the_process(given):
+    with pytest.raises(errors.StructureTypeError, match="(?s)takes a strategy.*Fix: kd"):
+        kd.experimental_set_strategy(given)

@@ -227,6 +227,44 @@ def test_without_aggregation_differing_values_are_an_error():
     assert [float(v.numpy()) for v in (a, b, c)] == [1.0, 1.0, 1.0], "nothing may be assigned by a program refused"
 
 
+SYNCHRONIZATIONS = ["on_read", kd.VariableSynchronization.ON_READ]
+AGGREGATIONS = ["sum", kd.VariableAggregation.SUM]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=["text", "member"])
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS, ids=["text", "member"])
+@pytest.mark.parametrize("under", [kd.get_strategy, lambda: mirrored(2)])
+def test_variables_that_are_read_together_are_not_trainable(
+    under, synchronization, aggregation
+):
+    how = {"synchronization": synchronization, "aggregation": aggregation}
+    with under().scope():
+        seen = keras.Variable(1.0, **how)
+        asked = keras.Variable(1.0, trainable=True, **how)
+        by_place = keras.Variable(np.ones(2), (2,), "float32", True, **how)
+        other = keras.Variable(1.0, synchronization="on_write")
+    trainable = [v.trainable for v in (seen, asked, by_place, other)]
+    assert trainable == [False, True, True, True]
+    assert (seen.synchronization, seen.aggregation) == ("on_read", "sum")
+    assert "aggregation" not in repr(seen) and float(seen.numpy()) == 1.0
+
+
+def test_members_of_the_enums_are_the_strings_of_keras():
+    for member in (*kd.VariableSynchronization, *kd.VariableAggregation):
+        assert member == member.name.lower() == str(member)
+        assert {member: 1}[member.name.lower()] == 1
+    assert kd.VariableAggregation("sum") is kd.VariableAggregation.SUM
+    with mirrored(2).scope():
+        mean = keras.Variable(1.0, aggregation=kd.VariableAggregation.MEAN)
+    strategy = mean.distribute_strategy
+
+    def fn():
+        mean.assign(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+
+    strategy.run(fn)
+    assert float(mean.numpy()) == 1.5
+
+
 def test_components_without_aggregation():
     strategy = mirrored(2)
     with strategy.scope():

@@ -20,6 +20,7 @@ All of it goes when Keras lets a model choose its trainer.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,12 @@ def install(
             step()
 
     return restore
+
+
+def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """That argument of `compile`, by its name or in its place."""
+    names = list(inspect.signature(_Base.compile).parameters)[1:]
+    return (dict(zip(names, args, strict=False)) | kwargs).get("steps_per_execution", 1)
 
 
 def is_unbuilt(trainer: Any) -> bool:

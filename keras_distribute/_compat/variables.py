@@ -1,6 +1,8 @@
 """How Keras creates and reads variables: the places where ours take over.
 
 - `keras.Variable.__new__`: Keras has no hook for the class of a new variable. Goes if it gets one.
+- `keras.Variable.__init__`: a variable that is read together is not trainable unless
+  its creator says so, as in TensorFlow. Goes if Keras has that rule.
 - `StatelessScope`: the stack of scopes is private; our variables look through all of them, not only the innermost.
 - `name_scope_stack`: tells whether a layer creates the variable; Keras passes no creator.
 - `BaseOptimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
@@ -9,6 +11,7 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +42,12 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
         chosen = choose_class(_named(args, kwargs)) if cls is Variable else None
         return object.__new__(chosen or cls)
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        named = _named(args, kwargs)
+        if named.get("synchronization") == "on_read" and "trainable" not in named:
+            kwargs["trainable"] = False
+        original_init(self, *args, **kwargs)
+
     def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any) -> Any:
         if name != "gradient_accumulator":
             return original_add(self, reference_variable, name, *args, **kw)
@@ -49,11 +58,16 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
             _creating.accumulator = False
 
     original_add = BaseOptimizer.add_variable_from_reference
+    original_init, own_init = Variable.__init__, "__init__" in vars(Variable)
     Variable.__new__ = new
+    Variable.__init__ = functools.wraps(original_init)(init)
     BaseOptimizer.add_variable_from_reference = add_variable_from_reference
 
     def undo() -> None:
         del Variable.__new__
+        del Variable.__init__
+        if own_init:
+            Variable.__init__ = original_init
         BaseOptimizer.add_variable_from_reference = original_add
 
     return undo

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_distribute import checks
 from keras_distribute.callbacks.run import Options, Run
 from keras_distribute.errors import CheckpointError
 from keras_distribute.preemption import TerminationConfig
@@ -86,6 +87,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         objects: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        fix = 'backup_dir="backup"'
+        checks.path("backup_dir", backup_dir, fix, CheckpointError)
         self._options = Options(
             os.fspath(backup_dir),
             save_freq,
@@ -95,7 +98,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             save_before_preemption,
             termination_config,
             data_position,
-            objects or {},
+            {} if objects is None else objects,
         )
         _check(self._options)
         self._run: Run | None = None
@@ -142,15 +145,28 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _check(options: Options) -> None:
-    freq = options.save_freq
-    if not (freq == "epoch" or freq is False or (isinstance(freq, int) and freq is not True and freq > 0)):
-        raise CheckpointError(
-            'save_freq is "epoch", a positive number of steps, or False.', received=f"{freq!r}.", fix="save_freq=100"
-        )
-    if options.save_seconds is not None and not options.save_seconds > 0:
-        raise CheckpointError(
-            "save_seconds is a positive number.", received=f"{options.save_seconds!r}.", fix="save_seconds=600"
-        )
+    freq, seconds = options.save_freq, options.save_seconds
+    if not ((isinstance(freq, str) and freq == "epoch") or freq is False):
+        what = 'save_freq is "epoch", a positive number of steps, or False.'
+        fix, error = "save_freq=100", CheckpointError
+        checks.count("save_freq", freq, 1, what=what, fix=fix, error=error)
+    if seconds is not None:
+        what, fix = "save_seconds is a positive number.", "save_seconds=600"
+        error = CheckpointError
+        checks.number("save_seconds", seconds, what=what, fix=fix, error=error)
+    checks.count("max_to_keep", options.max_to_keep, 1, error=CheckpointError)
+    for name, flag in (
+        ("delete_checkpoint", options.delete_checkpoint),
+        ("save_before_preemption", options.watched),
+        ("data_position", options.data_position),
+    ):
+        checks.flag(name, flag, CheckpointError)
+    what, kinds = "The objects are a dict by name.", dict
+    fix = 'objects={"progress": progress}'
+    checks.instance("objects", options.objects, kinds, what, fix, CheckpointError)
+    what, kinds = "termination_config is one.", TerminationConfig | None
+    given, fix = options.termination_config, "kd.experimental.TerminationConfig()"
+    checks.instance("termination_config", given, kinds, what, fix, CheckpointError)
     if not options.directory:
         raise CheckpointError("backup_dir is the path of a folder.", received="''.", fix='backup_dir="backup"')
     if freq is False and options.save_seconds is None and not options.watched:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_distribute import timing
+from keras_distribute import checks, timing
 from keras_distribute._compat import libtpu
 from keras_distribute.cluster.processes import is_chief
 from keras_distribute.errors import BackendError, DeviceError, ValueStructureError
@@ -49,6 +49,7 @@ class StepTimeReport(keras.callbacks.Callback):
 
     Raises:
         ValueStructureError: For numbers of steps that make no sense, and for a model without a strategy.
+        StructureTypeError: For arguments of other kinds.
         DeviceError: For a profile where libtpu is installed without a TPU: it would end the process.
 
     Example:
@@ -67,12 +68,14 @@ class StepTimeReport(keras.callbacks.Callback):
 
     def __init__(self, num_steps: int = 50, skip: int = 5, trace_dir: str | None = None, verbose: int = 1) -> None:
         super().__init__()
-        if num_steps < 1 or skip < 1:
-            raise ValueStructureError(
-                "At least one step is measured, and one left out, which compiles.",
-                received=f"num_steps={num_steps}, skip={skip}.",
-                fix="StepTimeReport(num_steps=50, skip=5)",
-            )
+        what = "At least one step is measured, and one left out, which compiles."
+        fix = "StepTimeReport(num_steps=50, skip=5)"
+        checks.count("num_steps", num_steps, 1, what=what, fix=fix)
+        checks.count("skip", skip, 1, what=what, fix=fix)
+        if trace_dir is not None:
+            checks.path("trace_dir", trace_dir)
+        if not isinstance(verbose, bool):
+            checks.count("verbose", verbose)
         self._num_steps, self._skip, self._trace_dir, self._verbose = num_steps, skip, trace_dir, verbose
         self.milliseconds: dict[str, float] = {}
         self._done = self._left = 0
@@ -163,6 +166,7 @@ class StepTimeReport(keras.callbacks.Callback):
             BackendError: Without matplotlib.
             ValueStructureError: Before anything was measured.
         """
+        checks.path("path", path, 'report.plot("step.png")')
         if not self.milliseconds:
             raise ValueStructureError(
                 "There is nothing to draw: no step was measured.",

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.checkpoint import (
     matching,
     structures,
@@ -138,6 +138,7 @@ class Checkpoint:
         Raises:
             CheckpointError: If the folder exists or cannot be written; nothing is left of it then.
         """
+        checks.path("file_prefix", file_prefix, error=CheckpointError)
         self._counter += 1
         try:
             return self.write(f"{os.fspath(file_prefix)}-{self._counter}")
@@ -147,6 +148,7 @@ class Checkpoint:
 
     def write(self, file_prefix: Path) -> str:
         """Saves to the folder `file_prefix` itself, which must not exist; otherwise as `save`."""
+        checks.path("file_prefix", file_prefix, error=CheckpointError)
         storage = load_storage()
         path = storage.absolute(file_prefix)
         snapshot = self._snapshot()
@@ -173,8 +175,10 @@ class Checkpoint:
             DamagedCheckpointError: If files are missing, cut off, or not what was saved; for the checkpoint of a
                 `CheckpointManager` in a folder with the number of another step.
         """
+        checks.flag("partial", partial)
         if save_path is None:
             return _nothing()
+        checks.path("save_path", save_path, error=CheckpointError)
         path = load_storage().absolute(save_path)
         reading = self._read(path, partial=partial)
         reading.assign()
@@ -185,8 +189,10 @@ class Checkpoint:
         self, save_path: Path | None, *, partial: bool = False
     ) -> RestoreStatus:
         """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
+        checks.flag("partial", partial)
         if save_path is None:
             return _nothing()
+        checks.path("save_path", save_path, error=CheckpointError)
         reading = self._read(load_storage().absolute(save_path), partial=partial)
         reading.assign()
         return reading.status

@@ -10,16 +10,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from keras_distribute import dropped
+import numpy as np
+
+from keras_distribute import checks, dropped
 from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
 from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.cluster import agreement
-from keras_distribute.errors import CheckpointError, DamagedCheckpointError, StructureTypeError
+from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 _T = TypeVar("_T")
+_ORDERS = ("min", "max")
 
 
 class CheckpointManager:
@@ -77,19 +80,24 @@ class CheckpointManager:
         save_interval_steps: int | None = None,
         asynchronous: bool = True,
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise StructureTypeError(
-                "CheckpointManager takes a Checkpoint.",
-                received=f"{checkpoint!r}.",
-                fix="CheckpointManager(Checkpoint(model=model), directory)",
-            )
+        checks.instance(
+            "checkpoint",
+            checkpoint,
+            Checkpoint,
+            "CheckpointManager takes a Checkpoint.",
+            "CheckpointManager(Checkpoint(model=model), directory)",
+        )
+        error = CheckpointError
+        checks.path("directory", directory, error=error)
+        checks.flag("asynchronous", asynchronous, error)
         for name, number in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
-            if number is not None and number < 1:
-                raise CheckpointError(f"{name} is a positive number.", received=f"{number!r}.", fix=f"{name}=None")
-        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
+            if number is not None:
+                what, fix = f"{name} is a positive number.", f"{name}=None"
+                checks.count(name, number, 1, what=what, fix=fix, error=error)
+        if keep_best is not None and not _is_metric(keep_best):
             raise CheckpointError(
                 'keep_best is the name of a metric and "min" or "max".',
-                received=f"{keep_best!r}.",
+                received=f"{checks.shown(keep_best)}.",
                 fix='keep_best=("val_loss", "min")',
             )
         self._storage: Any = load_storage()
@@ -170,9 +178,13 @@ class CheckpointManager:
             CheckpointError: If the step exists or is no whole number from 0, `keep_best`'s
                 metric is missing, or this save, or the one before it, could not be written.
         """
+        if step is not None:
+            step = _checked_step(step)
+        checks.flag("force", force)
+        _check_metrics(metrics)
         self._told("a save before in", self._raise_if_failed)
         last = self._last()
-        step = self._next_step() if step is None else _checked_step(step)
+        step = self._next_step() if step is None else step
         if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
             return None
         numbers = self._checked(self._always_kept() | (metrics or {}) if self._always else metrics)
@@ -242,6 +254,10 @@ class CheckpointManager:
             CheckpointError: If there is no checkpoint of the step, or it is of something else.
             DamagedCheckpointError: If it is damaged; with `fallback`, if all are.
         """
+        checks.flag("partial", partial)
+        checks.flag("fallback", fallback)
+        if step is not None:
+            checks.count("step", step, error=CheckpointError)
         reading = self._read(step, partial=partial, fallback=fallback)
         reading.assign()
         return reading.status
@@ -287,6 +303,7 @@ class CheckpointManager:
 
     def delete(self, step: int) -> None:
         """Deletes a step's checkpoint."""
+        checks.count("step", step, error=CheckpointError)
         self._wait_for_all()
         steps = self._agreed_steps()
         if step not in steps:
@@ -417,15 +434,29 @@ class CheckpointManager:
 
 
 def _checked_step(step: Any) -> int:
-    try:
-        number = int(step)
-        fits = number >= 0 and bool(number == step)
-    except (TypeError, ValueError, OverflowError):
-        number, fits = 0, False
-    if not fits:
-        raise CheckpointError(
-            "A step is a whole number from 0.",
-            received=f"save({step!r}).",
-            fix="manager.save(step), with the count of the steps; or manager.save().",
-        )
-    return number
+    """`step`, also from a variable or an array that holds a whole number."""
+    if getattr(step, "shape", None) == () and np.asarray(step) == int(step):
+        step = int(step)
+    what = "A step is a whole number from 0."
+    fix = "manager.save(step), with the count of the steps; or manager.save()."
+    return checks.count("step", step, what=what, fix=fix, error=CheckpointError)
+
+
+def _is_metric(keep_best: Any) -> bool:
+    """Whether it is the name of a metric, and which is the best of it."""
+    if not isinstance(keep_best, tuple | list) or len(keep_best) != 2:
+        return False
+    return all(isinstance(part, str) for part in keep_best) and keep_best[1] in _ORDERS
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Raises `CheckpointError` for what are no numbers by name."""
+    what, fix = "The metrics are numbers by name.", 'metrics={"loss": 0.5}'
+    checks.instance("metrics", metrics, dict | None, what, fix, CheckpointError)
+    for name, value in (metrics or {}).items():
+        checks.instance("metrics", name, str, what, fix, CheckpointError)
+        try:
+            float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            received = f"metrics[{name!r}]={checks.shown(value)}."
+            raise CheckpointError(what, received=received, fix=fix) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from keras_distribute import checks
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.checkpoint.names import layer_names, metric_names, optimizer_names
@@ -45,12 +46,14 @@ def check_trackable(name: str, value: Any) -> None:
     Raises:
         StructureTypeError: For a plain value, which has no place to be restored into, and for other objects.
     """
+    own = is_stateful(value) and not isinstance(value, type)
+    plain = (keras.random.SeedGenerator, keras.Variable, dict)
     kinds = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
-    if isinstance(value, (*kinds, keras.random.SeedGenerator, keras.Variable, dict)) or is_stateful(value):
+    if isinstance(value, (*kinds, *plain)) or own:
         return
     raise StructureTypeError(
         f"Checkpoint cannot keep {name!r}.",
-        received=f"{name}={value!r}, a {type(value).__name__}.",
+        received=f"{name}={checks.shown(value)}, a {type(value).__name__}.",
         fix=f"{name}_state = {{'value': ...}}; Checkpoint({name}={name}_state): a dictionary is restored in place. "
         "Models, layers, optimizers, metrics, seed generators, variables, and objects with get_state() and "
         "set_state(state) can be passed as they are.",

@@ -6,6 +6,7 @@ import os
 
 import jax
 
+from keras_distribute.cluster import environment
 from keras_distribute.cluster.google_cloud import TPUClusterResolver, hosts_of_environment
 from keras_distribute.cluster.launched import KerasClusterResolver, OpenMPIClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver, SimpleClusterResolver
@@ -30,16 +31,18 @@ def automatic_resolver() -> ClusterResolver:
     Returns:
         A resolver; its `topology()` may still say that there is one process.
     """
-    environment = os.environ
-    if environment.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"):
+    variables = os.environ
+    if variables.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"):
         return KerasClusterResolver()
-    if environment.get("TF_CONFIG", "").strip() not in ("", "{}"):
+    if variables.get("TF_CONFIG", "").strip() not in ("", "{}"):
         return TFConfigClusterResolver()
-    if "OMPI_COMM_WORLD_SIZE" in environment:
+    if "OMPI_COMM_WORLD_SIZE" in variables:
         return OpenMPIClusterResolver()
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    tasks = "SLURM_STEP_NUM_TASKS"
+    in_step = "SLURM_PROCID" in variables and tasks in variables
+    if in_step and environment.number(tasks) > 1:
         return SlurmClusterResolver()
-    if environment.get("SM_HOSTS"):
+    if variables.get("SM_HOSTS"):
         return SageMakerClusterResolver()
     if "," in hosts_of_environment():
         return TPUClusterResolver()

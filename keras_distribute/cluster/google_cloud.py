@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import glob
+import http.client
 import importlib
-import json
 import os
 import urllib.request
 from collections import Counter
@@ -12,7 +12,14 @@ from typing import Any
 
 import jax
 
-from keras_distribute.cluster.resolver import ClusterResolver, master_url
+from keras_distribute import checks
+from keras_distribute.cluster.environment import json_value, number
+from keras_distribute.cluster.resolver import (
+    ClusterResolver,
+    check_port,
+    check_task,
+    master_url,
+)
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import BackendError, ClusterError
@@ -58,10 +65,16 @@ class GCEClusterResolver(ClusterResolver):
         credentials: Any = "default",
         service: Any = None,
     ) -> None:
+        names = {"project": project, "zone": zone, "instance_group": instance_group}
+        for name, value in names.items():
+            checks.text(name, value)
+        check_port("port", port)
+        checks.text("task_type", task_type)
+        check_task(task_type, task_id, rpc_layer)
         self._place = {"project": project, "zone": zone}
         self._group, self._port = instance_group, port
         self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
-        self._service = service or _service("compute", credentials)
+        self._service = _service("compute", credentials) if service is None else service
 
     @property
     def task_type(self) -> str | None:
@@ -141,11 +154,27 @@ class TPUClusterResolver(ClusterResolver):
         service: Any = None,
         discovery_url: str | None = None,
     ) -> None:
-        config = json.loads(os.environ.get("TPU_CONFIG") or "{}")
+        names = {
+            "zone": zone,
+            "project": project,
+            "coordinator_name": coordinator_name,
+            "coordinator_address": coordinator_address,
+            "discovery_url": discovery_url,
+        }
+        fix = 'TPUClusterResolver("local")'
+        for name, value in names.items():
+            checks.instance(name, value, str | None, f"{name} is a string.", fix)
+        checks.text("job_name", job_name)
+        config = json_value("TPU_CONFIG")
+        for name in ("tpu_node_name", "project", "zone"):
+            what = f"{name!r} in TPU_CONFIG is a string."
+            value, kinds = config.get(name), str | None
+            checks.instance(name, value, kinds, what, "check TPU_CONFIG.", ClusterError)
         if isinstance(tpu, list):
             if len(tpu) != 1:
                 raise ClusterError("A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU.")
             tpu = tpu[0]
+        checks.instance("tpu", tpu, str | None, "A TPU is named by a string.", fix)
         environment = (os.environ.get(name) for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME"))
         hosts = hosts_of_environment()
         found = tpu or next((name for name in environment if name), None) or config.get("tpu_node_name")
@@ -169,7 +198,8 @@ class TPUClusterResolver(ClusterResolver):
             zone = zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
             self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
             url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
-            self._service = service or _service("tpu", credentials, url)
+            own = _service("tpu", credentials, url) if service is None else service
+            self._service = own
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
@@ -216,6 +246,7 @@ class TPUClusterResolver(ClusterResolver):
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        check_task(task_type, task_id, rpc_layer)
         if self._tpu in (_LOCAL, _CPU):
             return ""
         task = (task_type, task_id) if None not in (task_type, task_id) else (self.get_job_name(), self._task_id or 0)
@@ -227,22 +258,33 @@ class TPUClusterResolver(ClusterResolver):
             hosts = _hosts_of_slice() if self._asks_machine and _has_tpu() else []
         else:
             hosts = self._endpoints()
-        slices = int(os.environ.get("MEGASCALE_NUM_SLICES", "1")) if hosts else 1
+        several = bool(hosts) and "MEGASCALE_NUM_SLICES" in os.environ
+        slices = number("MEGASCALE_NUM_SLICES") if several else 1
         if len(hosts) * slices < 2:
             return Topology()
-        number = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
-        if number is None:
-            number = _metadata("instance/attributes/agent-worker-number")
+        own = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
+        if own is None:
+            own = _metadata("instance/attributes/agent-worker-number")
         first, before = hosts[0].rsplit(":", 1)[0], 0
         if slices > 1:  # Google's runtime numbers the slices, and all of them know the first one's address.
-            first = os.environ["MEGASCALE_COORDINATOR_ADDRESS"].split(":")[0]
-            before = int(os.environ["MEGASCALE_SLICE_ID"]) * len(hosts)
-        return Topology(before + int(number), len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
+            needed = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
+            missing = [name for name in needed if name not in os.environ]
+            if missing:
+                raise ClusterError(
+                    f"{missing[0]} is not in the environment.",
+                    received=f"MEGASCALE_NUM_SLICES={slices}.",
+                    fix="set it on every host; Google's runtime does.",
+                )
+            first = os.environ[needed[0]].split(":")[0]
+            before = number(needed[1]) * len(hosts)
+        place = before + number("TPU_WORKER_ID", own)
+        return Topology(place, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
         """The TPU cores of this host."""
+        check_task(task_type, task_id)
         return {"TPU": Counter(device.platform for device in jax.local_devices())["tpu"]}
 
     def get_master(self) -> str:
@@ -307,7 +349,7 @@ def _metadata(path: str) -> str:
     try:
         with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as response:
             return response.read().decode()
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ClusterError(
             f"The metadata server did not say {path!r}: {error}.",
             received=f"a request to {server}.",

@@ -6,9 +6,10 @@ import enum
 import importlib
 from typing import Any
 
-from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute import checks
+from keras_distribute.cluster.resolver import ClusterResolver, check_port, check_task
 from keras_distribute.cluster.spec import ClusterSpec
-from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
+from keras_distribute.errors import BackendError, ClusterError
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -47,9 +48,27 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: Any = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
     ) -> None:
+        what, fix = "A job has a list of selectors.", '{"worker": ["job-name=keras"]}'
+        given, name = job_to_label_mapping, "job_to_label_mapping"
+        checks.instance(name, given, dict | None, what, fix)
+        for job, selectors in (given or {}).items():
+            checks.instance(name, job, str, what, fix)
+            checks.instance(name, selectors, list | tuple, what, fix)
+            for selector in selectors:
+                checks.instance(name, selector, str, what, fix)
+        check_port("tf_server_port", tf_server_port)
+        check_task(rpc_layer=rpc_layer)
+        checks.instance(
+            "executable_location",
+            executable_location,
+            KubernetesExecutableLocation,
+            "The location is one of KubernetesExecutableLocation.",
+            "KubernetesExecutableLocation.WITHIN_CLUSTER",
+        )
         self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         self._port, self._rpc_layer = tf_server_port, rpc_layer
-        self._client = override_client or _logged_in(executable_location)
+        client = override_client
+        self._client = _logged_in(executable_location) if client is None else client
 
     def cluster_spec(self) -> ClusterSpec:
         """The pods that Kubernetes names now.
@@ -81,14 +100,15 @@ def _logged_in(location: KubernetesExecutableLocation) -> Any:
         raise BackendError(
             "The pods are asked for by Kubernetes' own client.", received=f"{error}.", fix="pip install kubernetes"
         ) from error
-    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-        config.load_incluster_config()
-    elif location is KubernetesExecutableLocation.OFF_CLUSTER:
-        config.load_kube_config()
-    else:
-        raise StructureTypeError(
-            "The location is one of KubernetesExecutableLocation.",
-            received=f"{location!r}.",
-            fix="KubernetesExecutableLocation.WITHIN_CLUSTER",
-        )
+    try:
+        if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+            config.load_incluster_config()
+        else:
+            config.load_kube_config()
+    except config.ConfigException as error:
+        raise ClusterError(
+            "Kubernetes could not be logged in to.",
+            received=f"{location}: {error}.",
+            fix="the location where this process runs, or override_client.",
+        ) from error
     return client.CoreV1Api()

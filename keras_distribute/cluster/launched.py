@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute import checks
+from keras_distribute.cluster import environment
+from keras_distribute.cluster.resolver import ClusterResolver, check_task
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import ClusterError
@@ -28,7 +30,8 @@ class NumberedResolver(ClusterResolver):
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task; of one that has none known, as of all by default, that of the first."""
-        known = task_id is not None and task_id < len(self._addresses)
+        check_task(task_type, task_id, rpc_layer)
+        known = task_id is not None and 0 <= task_id < len(self._addresses)
         return super().master(task_type, task_id if known else 0, rpc_layer)
 
     def topology(self) -> Topology:
@@ -91,6 +94,8 @@ class OpenMPIClusterResolver(NumberedResolver):
     """
 
     def __init__(self, coordinator: str | None = None) -> None:
+        what, fix = "The coordinator is an address.", '"10.0.0.1:1234"'
+        checks.instance("coordinator", coordinator, str | None, what, fix)
         num_processes = _number(f"{_MPI}SIZE")
         address = coordinator or (_launcher_address() if num_processes > 1 else "localhost:0")
         super().__init__(_number(f"{_MPI}RANK"), [address], num_processes)
@@ -98,7 +103,7 @@ class OpenMPIClusterResolver(NumberedResolver):
 
 def _launcher_address() -> str:
     uri = os.environ.get("OMPI_MCA_orte_hnp_uri", "")  # noqa: SIM112 - Open MPI's spelling.
-    match = re.match(r"(\d+)\.\d+;.*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
+    match = re.match(r"([0-9]{1,18})\.\d+;.*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
     if match is not None:
         job, host, host6 = match.groups()
         port = 65536 - _PORTS + int(job) // _PORTS % _PORTS
@@ -115,12 +120,9 @@ def _launcher_address() -> str:
 
 
 def _number(name: str) -> int:
-    value = os.environ.get(name)
-    if value is None:
+    if name not in os.environ:
         raise _missing(name)
-    if not value.strip().isdigit():
-        raise ClusterError(f"{name} is a number.", received=f"{value!r}.", fix=f"{name}=0")
-    return int(value)
+    return environment.number(name)
 
 
 def _missing(name: str) -> ClusterError:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import seeds as compat
 from keras_distribute.cluster import agreement, liveness
@@ -178,6 +179,8 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         >>> kd.run_on_chief(sum, [1, 2])
         3
     """
+    what = "The chief calls a function."
+    checks.function("function", function, what, "kd.run_on_chief(download, url)")
     name = getattr(function, "__qualname__", type(function).__name__)
     return agreement.from_chief(f"run_on_chief({name})", lambda: function(*args, **kwargs), process_count())
 
@@ -195,6 +198,7 @@ def barrier(name: str) -> None:
         >>> import keras_distribute as kd
         >>> kd.barrier("the data is there")
     """
+    checks.text("name", name, 'kd.barrier("the data is there")')
     agreement.exchange(f"barrier {name!r}", None, process_count())
 
 

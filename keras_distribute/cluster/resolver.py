@@ -7,14 +7,39 @@ from typing import Any
 
 import jax
 
+from keras_distribute import checks
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.topology import Topology, topology_of
-from keras_distribute.errors import ClusterError, DuplicateTaskError, StructureTypeError
+from keras_distribute.errors import (
+    ClusterError,
+    DistributeError,
+    DuplicateTaskError,
+    StructureTypeError,
+)
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
     """The address with the protocol in front, if there is one: `grpc://host:port`."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def check_task(
+    task_type: Any = None,
+    task_id: Any = None,
+    rpc_layer: Any = None,
+    error: type[DistributeError] = StructureTypeError,
+) -> None:
+    """Raises an error for what names no task, or no protocol."""
+    fix = 'task_type="worker", task_id=0, rpc_layer="grpc"'
+    for name, value in (("task_type", task_type), ("rpc_layer", rpc_layer)):
+        checks.instance(name, value, str | None, f"{name} is a string.", fix, error)
+    if task_id is not None and not checks.is_integer(task_id):
+        checks.instance("task_id", task_id, (), "task_id is an integer.", fix, error)
+
+
+def check_port(name: str, port: Any) -> None:
+    """Raises an error for what is no port."""
+    checks.count(name, port, 1, most=2**16 - 1, fix=f"{name}=8470")
 
 
 class ClusterResolver:
@@ -43,6 +68,7 @@ class ClusterResolver:
             task_id: Likewise.
             rpc_layer: The protocol; by default the resolver's.
         """
+        check_task(task_type, task_id, rpc_layer)
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -59,6 +85,7 @@ class ClusterResolver:
             task_id: Likewise.
             config_proto: Accepted for compatibility.
         """
+        check_task(task_type, task_id)
         if None in (task_type, task_id) or (task_type, task_id) == (self.task_type, self.task_id):
             process = jax.process_index()
         else:
@@ -87,6 +114,7 @@ class ClusterResolver:
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
+        check_task(task_type)
         self._task_type = task_type
 
     @property
@@ -96,6 +124,7 @@ class ClusterResolver:
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
+        check_task(task_id=task_id)
         self._task_id = task_id
 
     @property
@@ -105,6 +134,7 @@ class ClusterResolver:
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
+        check_task(rpc_layer=rpc_layer)
         self._rpc_layer = rpc_layer
 
 
@@ -146,11 +176,18 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(cluster_spec, ClusterSpec) and type(cluster_spec).__name__ != "ClusterSpec":
             raise StructureTypeError(
                 "The cluster is a ClusterSpec.",
-                received=f"{cluster_spec!r}.",
+                received=f"{checks.shown(cluster_spec)}.",
                 fix='kd.cluster_resolver.ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
             )
-        if not isinstance(master, str):
-            raise StructureTypeError("The master is an address.", received=f"{master!r}.", fix='master=""')
+        what, fix = "The master is an address.", 'master=""'
+        checks.instance("master", master, str, what, fix)
+        check_task(task_type, task_id, rpc_layer)
+        checks.instance("environment", environment, str | None, "Text.", '""')
+        what, fix = "Accelerators are numbers by kind.", 'num_accelerators={"GPU": 8}'
+        checks.instance("num_accelerators", num_accelerators, dict | None, what, fix)
+        for kind, number in (num_accelerators or {}).items():
+            checks.instance("num_accelerators", kind, str, what, fix)
+            checks.count("num_accelerators", number, what=what, fix=fix)
         self._cluster_spec, self._master, self._environment = ClusterSpec(cluster_spec), master, environment
         self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
         self._num_accelerators = num_accelerators
@@ -159,6 +196,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        check_task(task_type, task_id, rpc_layer)
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
@@ -167,6 +205,7 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
+        check_task(task_type, task_id)
         return self._num_accelerators or {}
 
     @property
@@ -208,11 +247,10 @@ class UnionResolver(ClusterResolver):
     ) -> None:
         if not args:
             raise ClusterError("A union is one of resolvers.", received="UnionResolver().", fix="UnionResolver(a, b)")
+        what, fix = "A union is one of resolvers.", "UnionResolver(a, b)"
         for resolver in args:
-            if not isinstance(resolver, ClusterResolver):
-                raise StructureTypeError(
-                    "A union is one of resolvers.", received=f"{resolver!r}.", fix="UnionResolver(a, b)"
-                )
+            checks.instance("args", resolver, ClusterResolver, what, fix)
+        check_task(task_type, task_id, rpc_layer)
         self._resolvers = args
         self._rpc_layer, self._task_type, self._task_id = rpc_layer, task_type, task_id
 
@@ -243,6 +281,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec(merged)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        check_task(task_type, task_id, rpc_layer)
         if task_type is not None and task_id is not None:
             return master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
@@ -262,6 +301,7 @@ class UnionResolver(ClusterResolver):
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
+        check_task(task_type)
         self._task_type = task_type
 
     @property
@@ -270,6 +310,7 @@ class UnionResolver(ClusterResolver):
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
+        check_task(task_id=task_id)
         self._task_id = task_id
 
     @property
@@ -278,4 +319,5 @@ class UnionResolver(ClusterResolver):
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
+        check_task(rpc_layer=rpc_layer)
         self._rpc_layer = rpc_layer

@@ -8,12 +8,16 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute import checks
+from keras_distribute.cluster import environment
+from keras_distribute.cluster.resolver import ClusterResolver, check_port, check_task
 from keras_distribute.cluster.spec import ClusterSpec
-from keras_distribute.errors import ClusterError
+from keras_distribute.errors import ClusterError, ValueStructureError
 
 _HOSTS = re.compile(r"([^,\[\]]*)(?:\[([^\[\]]+)\])?(?:,|$)")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
+_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,9})\))?$")
+_DIGITS = re.compile(r"[0-9]{1,18}")
+_MOST = 2**20  # Of hosts and tasks; nobody has more.
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -37,9 +41,13 @@ def expand_hostlist(hostlist: str) -> list[str]:
 def _numbers(ranges: str, hostlist: str) -> Iterator[str]:
     for part in ranges.split(","):
         first, *last = part.split("-")
-        if len(last) > 1 or not all(number.isdigit() for number in (first, *last)):
+        ends = (first, *last)
+        if len(last) > 1 or not all(map(_DIGITS.fullmatch, ends)):
             raise _malformed("node list", hostlist)
-        for number in range(int(first), int((last or [first])[0]) + 1):
+        begin, end = int(first), int(ends[-1])
+        if not begin <= end < begin + _MOST:
+            raise _malformed("node list", hostlist)
+        for number in range(begin, end + 1):
             yield str(number).zfill(len(first))
 
 
@@ -54,7 +62,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         match = _TASKS.match(part)
         if match is None:
             raise _malformed("list of tasks per node", tasks_per_node)
-        counts += [int(match.group(1))] * int(match.group(2) or 1)
+        counts += [int(match.group(1))] * min(int(match.group(2) or 1), _MOST)
     return counts
 
 
@@ -104,8 +112,16 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        self._rank = int(_variable("PROCID"))
-        self._jobs = {"worker": int(_variable("STEP_NUM_TASKS"))} if jobs is None else dict(jobs)
+        check_port("port_base", port_base)
+        checks.flag("auto_set_gpu", auto_set_gpu)
+        check_task(rpc_layer=rpc_layer)
+        _check_tasks("jobs", jobs)
+        for name, number in (("node", gpus_per_node), ("task", gpus_per_task)):
+            if number is not None:
+                checks.count(f"gpus_per_{name}", number, most=_MOST)
+        self._rank = _number("PROCID")
+        own = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else dict(jobs)
+        self._jobs = own
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
         most = max(self._tasks_of_host.values())
@@ -125,6 +141,18 @@ class SlurmClusterResolver(ClusterResolver):
                 f"The jobs have {sum(self._jobs.values())} tasks, and the job step has {tasks}.",
                 received=f"jobs={self._jobs} on {self._tasks_of_host}.",
                 fix=f"jobs whose tasks add up to {tasks}, or None.",
+            )
+        if not self._rank < tasks:
+            raise ClusterError(
+                f"The tasks of the job step are 0 to {tasks - 1}.",
+                received=f"SLURM_PROCID={self._rank}.",
+                fix="start the program with srun.",
+            )
+        if port_base + most > 2**16:
+            raise ClusterError(
+                f"There are not {most} ports from {port_base} on.",
+                received=f"port_base={port_base}.",
+                fix="port_base=8888",
             )
         self._find_own_task()
 
@@ -153,16 +181,43 @@ class SlurmClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
+        check_task(task_type, task_id)
         return {"GPU": self._gpus_per_task}
 
 
 def _tasks_of_hosts(tasks_per_node: int | dict[str, int] | None) -> dict[str, int]:
     if isinstance(tasks_per_node, dict):
+        _check_tasks("tasks_per_node", tasks_per_node)
         return dict(tasks_per_node)
+    each = tasks_per_node
+    if each is not None:
+        each = checks.count("tasks_per_node", each, 1, most=_MOST)
     hosts = expand_hostlist(_variable("STEP_NODELIST"))
-    if tasks_per_node is not None:
-        return dict.fromkeys(hosts, int(tasks_per_node))
-    return dict(zip(hosts, expand_tasks_per_node(_variable("STEP_TASKS_PER_NODE")), strict=False))
+    listed = "STEP_TASKS_PER_NODE"
+    counts = expand_tasks_per_node(_variable(listed)) if each is None else [each]
+    if each is not None:
+        counts *= len(hosts)
+    if not hosts or len(counts) != len(hosts):
+        raise ClusterError(
+            "The list of nodes and that of their tasks do not fit.",
+            received=f"{len(hosts)} node(s) and {len(counts)} number(s) of tasks.",
+            fix=f"check SLURM_STEP_NODELIST and SLURM_{listed}.",
+        )
+    return dict(zip(hosts, counts, strict=True))
+
+
+def _check_tasks(name: str, tasks: Any) -> None:
+    what, fix = f"{name} has a number for each name.", f'{name}={{"worker": 2}}'
+    checks.instance(name, tasks, dict | None, what, fix)
+    if tasks is not None and not tasks:
+        raise ValueStructureError(what, received=f"{name}={{}}.", fix=fix)
+    for key, number in (tasks or {}).items():
+        checks.instance(name, key, str, what, fix)
+        checks.count(name, number, most=_MOST, what=what, fix=fix)
+
+
+def _number(name: str) -> int:
+    return environment.number(f"SLURM_{name}", _variable(name))
 
 
 def _variable(name: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.errors import ClusterError, StructureTypeError
 
 Tasks = dict[int, str]
+_MOST_TASKS = 2**20
 
 
 class ClusterSpec:
@@ -33,24 +35,26 @@ class ClusterSpec:
     """
 
     def __init__(self, cluster: Any) -> None:
-        if hasattr(cluster, "as_dict"):  # Ours, or TensorFlow's.
+        theirs = not isinstance(cluster, Mapping | type)
+        if theirs and hasattr(cluster, "as_dict"):  # Ours, or TensorFlow's.
             cluster = cluster.as_dict()
-        elif hasattr(cluster, "job"):  # TensorFlow's protocol buffer.
+        elif theirs and hasattr(cluster, "job"):  # TensorFlow's protocol buffer.
             cluster = {job.name: dict(job.tasks) for job in cluster.job}
-        if not isinstance(cluster, Mapping):
-            raise StructureTypeError(
-                "A cluster is a dict from job names to addresses.",
-                received=f"{cluster!r}.",
-                fix='ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
-            )
+        checks.instance(
+            "cluster",
+            cluster,
+            Mapping,
+            "A cluster is a dict from job names to addresses.",
+            'ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
+        )
         self._jobs: dict[str, Tasks] = {}
         for job, tasks in cluster.items():
             if isinstance(tasks, list | tuple):
                 tasks = dict(enumerate(tasks))
             if not isinstance(job, str) or not isinstance(tasks, Mapping):
                 raise _not_addresses(job, tasks)
-            self._jobs[job] = {int(index): address for index, address in tasks.items()}
-            if not all(isinstance(address, str) for address in self._jobs[job].values()):
+            self._jobs[job] = {_index(i, job, tasks): a for i, a in tasks.items()}
+            if not all(isinstance(a, str) for a in self._jobs[job].values()):
                 raise _not_addresses(job, tasks)
 
     def __bool__(self) -> bool:
@@ -100,9 +104,9 @@ class ClusterSpec:
             ClusterError: For a job or a number that is not there.
         """
         tasks = self._tasks(job_name)
-        if task_index not in tasks:
+        if not checks.is_integer(task_index) or task_index not in tasks:
             raise ClusterError(
-                f"There is no task {task_index!r} in the job {job_name!r}.",
+                f"There is no task {checks.shown(task_index)} in the job {job_name!r}.",
                 received=f"{self!r}.",
                 fix=f"one of {sorted(tasks)}.",
             )
@@ -118,9 +122,9 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def _tasks(self, job_name: str) -> Tasks:
-        if job_name not in self._jobs:
+        if not isinstance(job_name, str) or job_name not in self._jobs:
             raise ClusterError(
-                f"There is no job {job_name!r} in the cluster.",
+                f"There is no job {checks.shown(job_name)} in the cluster.",
                 received=f"{self!r}.",
                 fix=f"one of {self.jobs}.",
             )
@@ -131,9 +135,19 @@ def _dense(tasks: Tasks) -> bool:
     return bool(tasks) and max(tasks) + 1 == len(tasks)
 
 
+def _index(index: Any, job: Any, tasks: Any) -> int:
+    """The number of a task, which JSON has as text."""
+    written = isinstance(index, str) and index.isdecimal() and len(index) < 10
+    number: Any = int(index) if written else index
+    if not checks.is_integer(number) or not 0 <= number < _MOST_TASKS:
+        raise _not_addresses(job, tasks)
+    return int(number)
+
+
 def _not_addresses(job: Any, tasks: Any) -> StructureTypeError:
     return StructureTypeError(
-        f"The tasks of the job {job!r} are a list of addresses, or a dict from numbers to addresses.",
-        received=f"{tasks!r}.",
+        f"The tasks of the job {checks.shown(job)} are a list of addresses, or a dict "
+        "from numbers to addresses.",
+        received=f"{checks.shown(tasks)}.",
         fix='{"worker": ["host0:2222", "host1:2222"]}',
     )

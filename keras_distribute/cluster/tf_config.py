@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
-from keras_distribute.cluster.resolver import ClusterResolver, master_url
+from keras_distribute import checks
+from keras_distribute.cluster.environment import json_value, number
+from keras_distribute.cluster.resolver import (
+    ClusterResolver,
+    check_port,
+    check_task,
+    master_url,
+)
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.errors import ClusterError
 
@@ -17,17 +23,29 @@ class _ConfigResolver(ClusterResolver):
     def __init__(
         self, task_type: str | None, task_id: int | None, rpc_layer: str | None, environment: str | None
     ) -> None:
-        self._task_type, self._task_id, self._rpc_layer, self._environment = task_type, task_id, rpc_layer, environment
+        check_task(task_type, None if task_id is None else _index(task_id), rpc_layer)
+        what = "environment is a string."
+        checks.instance("environment", environment, str | None, what, "None")
+        self._task_type, self._task_id = task_type, task_id
+        self._rpc_layer, self._environment = rpc_layer, environment
 
     def _config(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def cluster_spec(self) -> ClusterSpec:
-        return ClusterSpec(self._config().get("cluster", {}))
+        return ClusterSpec(self._part("cluster", dict, {}))
+
+    def _part(self, name: str, kind: Any, default: Any) -> Any:
+        value = self._config().get(name)
+        value, fix = default if value is None else value, "check its JSON."
+        what = f"{name!r} in the configuration is a {kind.__name__}."
+        checks.instance(name, value, kind | None, what, fix, ClusterError)
+        return value
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task; `""` in a cluster of one, and `session_master` where the configuration has one."""
-        session_master = self._config().get("session_master")
+        check_task(task_type, task_id, rpc_layer)
+        session_master = self._part("session_master", str, None)
         if session_master is not None:
             return session_master
         cluster = self.cluster_spec()
@@ -40,28 +58,34 @@ class _ConfigResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        value = self._config().get("task", {}).get("type") if self._task_type is None else self._task_type
-        return None if value is None else str(value)
+        if self._task_type is not None:
+            return self._task_type
+        value = self._part("task", dict, {}).get("type")
+        check_task(value, error=ClusterError)
+        return value
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
+        check_task(task_type)
         self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:
-        value = self._config().get("task", {}).get("index") if self._task_id is None else self._task_id
-        return None if value is None else int(value)
+        own = self._task_id
+        value = self._part("task", dict, {}).get("index") if own is None else own
+        return None if value is None else _index(value)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+        self._task_id = None if task_id is None else _index(task_id)
 
     @property
     def rpc_layer(self) -> str | None:
-        return self._config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+        return self._rpc_layer or self._part("rpc_layer", str, None)
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
+        check_task(rpc_layer=rpc_layer)
         self._rpc_layer = rpc_layer
 
     @property
@@ -100,7 +124,7 @@ class TFConfigClusterResolver(_ConfigResolver):
         super().__init__(task_type, task_id, rpc_layer, environment)
 
     def _config(self) -> dict[str, Any]:
-        return json_variable("TF_CONFIG")
+        return json_value("TF_CONFIG")
 
 
 class SageMakerClusterResolver(_ConfigResolver):
@@ -136,6 +160,7 @@ class SageMakerClusterResolver(_ConfigResolver):
         environment: str | None = None,
     ) -> None:
         super().__init__(task_type, task_id, rpc_layer, environment)
+        check_port("port", port)
         self._port = port
 
     def _config(self) -> dict[str, Any]:
@@ -146,7 +171,11 @@ class SageMakerClusterResolver(_ConfigResolver):
                 received=f"no {' and no '.join(missing)} in the environment.",
                 fix="run in a SageMaker training job, or pass another resolver.",
             )
-        hosts = sorted(json_variable("SM_HOSTS", list))
+        hosts = json_value("SM_HOSTS", list)
+        what, fix = "SM_HOSTS is a JSON list of names.", "check SM_HOSTS."
+        for host in hosts:
+            checks.instance("SM_HOSTS", host, str, what, fix, ClusterError)
+        hosts = sorted(hosts)
         current = os.environ["SM_CURRENT_HOST"]
         if current not in hosts:
             return {}
@@ -154,17 +183,8 @@ class SageMakerClusterResolver(_ConfigResolver):
         return {"cluster": {"worker": workers}, "task": {"type": "worker", "index": hosts.index(current)}}
 
 
-def json_variable(name: str, kind: type = dict) -> Any:
-    """The JSON in an environment variable; nothing where it is not set or empty.
-
-    Raises:
-        ClusterError: For what is no JSON, or JSON of another kind.
-    """
-    text = os.environ.get(name, "")
-    try:
-        value = json.loads(text) if text.strip() else kind()
-    except json.JSONDecodeError as error:
-        raise ClusterError(f"{name} is not JSON: {error}.", received=f"{text!r}.", fix=f"check {name}.") from error
-    if not isinstance(value, kind):
-        raise ClusterError(f"{name} is a JSON {kind.__name__}.", received=f"{text!r}.", fix=f"check {name}.")
-    return value
+def _index(value: Any) -> int:
+    """The number of a task, which `TF_CONFIG` may have as text."""
+    if isinstance(value, str):
+        return number("the index of a task", value)
+    return checks.count("task_id", value, error=ClusterError)

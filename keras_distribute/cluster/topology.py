@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
+from keras_distribute import checks
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.errors import ClusterError
 
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,\[\]]+):([0-9]{1,5})")
 TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 
 
@@ -25,6 +28,13 @@ class Topology:
     coordinator: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("process_id", "num_processes"):
+            what = f"{name} is an integer."
+            given, fix = getattr(self, name), f"{name}=1"
+            checks.count(name, given, what=what, fix=fix, error=ClusterError)
+        fix = 'coordinator="10.0.0.1:1234", or None.'
+        what, given = "The coordinator is an address.", self.coordinator
+        checks.instance("coordinator", given, str | None, what, fix, ClusterError)
         if not 0 <= self.process_id < self.num_processes:
             raise ClusterError(
                 f"The number of a process is from 0 to {self.num_processes - 1}.",
@@ -37,6 +47,18 @@ class Topology:
                 received=f"process {self.process_id} of {self.num_processes}, without an address.",
                 fix="name the address of process 0, host:port.",
             )
+        if self.num_processes > 1 and not is_address(self.coordinator or ""):
+            raise ClusterError(
+                "The address of the first process is that of a host and a port.",
+                received=f"coordinator={checks.shown(self.coordinator)}.",
+                fix='"10.0.0.1:1234", or "[::1]:1234".',
+            )
+
+
+def is_address(text: str) -> bool:
+    """Whether it is `host:port`."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and int(match.group(1)) < 2**16
 
 
 def topology_of(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> Topology:
@@ -86,7 +108,7 @@ def check_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | No
     unknown = [job for job in cluster.jobs if job not in TASK_TYPES]
     if unknown or task_type not in (*TASK_TYPES, None):
         raise ClusterError(
-            f"There is no task type {(unknown or [task_type])[0]!r}.",
+            f"There is no task type {checks.shown((unknown or [task_type])[0])}.",
             received=f"the task {task_type}:{task_id} of {cluster!r}.",
             fix=f"the types are {', '.join(TASK_TYPES)}.",
         )
@@ -95,7 +117,8 @@ def check_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | No
             raise ClusterError(f"A cluster has at most one {single}.", received=f"{cluster!r}.", fix=f"one {single}.")
     if task_type is None or not cluster or (task_type == "evaluator" and task_type not in cluster.jobs):
         return
-    if task_type not in cluster.jobs or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
+    known = task_type in cluster.jobs and checks.is_integer(task_id)
+    if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",
             received=f"{cluster!r}.",

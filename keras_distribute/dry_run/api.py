@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from jax.errors import JaxRuntimeError
 
+from keras_distribute import checks
 from keras_distribute._compat import topologies
 from keras_distribute.dry_run import (
     collectives,
@@ -89,6 +90,8 @@ def dry_run(
         >>> report.memory.parameters, report.num_gradients, report.count("all-reduce")
         (164, 4, 1)
     """
+    checks.flag("largest_batch", largest_batch)
+    checks.flag("shard_optimizer_state", shard_optimizer_state)
     target = targets.parse(topology)
     limit = _limit(target, memory_limit)
     if largest_batch and limit is None:
@@ -134,13 +137,14 @@ def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMe
 def _limit(target: Target, given: int | None) -> int | None:
     if given is None:
         return target.hardware.usable_bytes if target.hardware else None
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise StructureTypeError(
-            "The memory that a program may take is a number of bytes.",
-            received=f"memory_limit={given!r}.",
-            fix="memory_limit=16 * 2**30",
-        )
-    return given
+    return checks.count(
+        "memory_limit",
+        given,
+        1,
+        what="The memory that a program may take is a number of bytes.",
+        fix="memory_limit=16 * 2**30",
+        error=StructureTypeError,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

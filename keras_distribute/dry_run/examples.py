@@ -8,6 +8,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.errors import InputError
 
 _FIX = "pass the structure that a step takes: batch=(x, y), of arrays or jax.ShapeDtypeStruct((rows, ...), dtype)."
@@ -24,10 +25,12 @@ def batch_of(model: Any, batch: Any) -> Any:
     Raises:
         InputError: For a model whose inputs or labels are not known from itself, and for arrays of different lengths.
     """
-    if isinstance(batch, int) and not isinstance(batch, bool):
-        if batch < 1:
-            raise InputError("A batch has at least one row.", received=f"batch={batch}.", fix="batch=256")
-        return _from_model(model, batch)
+    if checks.is_integer(batch):
+        what, fix, error = "A batch has at least one row.", "batch=256", InputError
+        rows = checks.count(
+            "batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error
+        )
+        return _from_model(model, rows)
     given = batch if isinstance(batch, tuple) else (batch,)
     forms = jax.tree.map(_form, given)
     sizes = {form.shape[0] for form in jax.tree.leaves(forms) if form.shape}
@@ -57,6 +60,12 @@ def _form(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
+    if getattr(leaf.dtype, "kind", "f") in "OSUM":
+        raise InputError(
+            "A batch is made of arrays of numbers.",
+            received=f"{checks.shown(leaf)}, of the dtype {leaf.dtype}.",
+            fix=_FIX,
+        )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), keras.config.floatx() if "float" in dtype else dtype)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.dry_run import estimate, picture, text
 from keras_distribute.dry_run.collectives import Collective
 from keras_distribute.dry_run.estimate import Estimate, ScalingPoint
@@ -96,6 +97,7 @@ class DryRunReport:
 
     def count(self, kind: str) -> int:
         """How many instructions of a kind, such as `"all-reduce"`, the compiled program has."""
+        checks.text("kind", kind, 'report.count("all-reduce")')
         return sum(each.kind == kind for each in self.collectives)
 
     def scaling(self) -> list[ScalingPoint]:
@@ -140,6 +142,7 @@ class DryRunReport:
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
+        checks.path("path", path, 'report.save("plan.json")')
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
@@ -151,6 +154,7 @@ class DryRunReport:
         Raises:
             BackendError: Without matplotlib.
         """
+        checks.path("path", path, 'report.plot("plan.png")')
         picture.draw(self, path)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Part, Position, Reader, Source
@@ -25,7 +26,8 @@ class ArrayDataset:
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Raises:
-        InputError: For arrays of different lengths, none at all, or a batch size below 1.
+        InputError: For arrays of different lengths, none at all, a batch size below 1,
+            and arguments of other kinds.
 
     Example:
         >>> import numpy as np, keras_distribute as kd
@@ -39,7 +41,8 @@ class ArrayDataset:
         self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int | None = None, drop_remainder: bool = False
     ) -> None:
         leaves: list[Any] = jax.tree.leaves(arrays, is_leaf=lambda leaf: hasattr(leaf, "shape"))
-        if not leaves or not compat.can_convert_arrays(arrays):
+        formed = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+        if not leaves or not formed or not compat.can_convert_arrays(arrays):
             raise InputError(
                 "An ArrayDataset is made of arrays.",
                 received=f"{type(arrays).__name__} with {sorted({type(leaf).__name__ for leaf in leaves})}.",
@@ -59,11 +62,20 @@ class ArrayDataset:
                 received=f"shapes {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.",
                 fix="pass arrays of one length.",
             )
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError(
-                "A batch has at least one row.", received=f"batch_size={batch_size!r}.", fix="batch_size=64"
-            )
-        self.arrays, self.batch_size, self.shuffle, self.drop_remainder = arrays, batch_size, shuffle, drop_remainder
+        what = "A batch has at least one row."
+        self.batch_size = checks.count(
+            "batch_size",
+            batch_size,
+            1,
+            what=what,
+            fix="batch_size=64",
+            error=InputError,
+        )
+        checks.flag("shuffle", shuffle, InputError)
+        checks.flag("drop_remainder", drop_remainder, InputError)
+        if seed is not None:
+            seed = checks.count("seed", seed, error=InputError)
+        self.arrays, self.shuffle, self.drop_remainder = arrays, shuffle, drop_remainder
         self.rows = lengths.pop()
         self.seed = int(np.random.randint(2**31)) if seed is None and shuffle else seed
         self.one_order = seed is not None or not shuffle

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute import values
+from keras_distribute import checks, values
 from keras_distribute._compat import adapters as compat
 from keras_distribute.context import require_cross_replica
 from keras_distribute.errors import InputError, OutOfRangeError, StructureTypeError, ValueStructureError
@@ -95,6 +95,8 @@ class DistributedDataset:
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """What is left of `state = reduce_func(state, element)` after all elements."""
+        what, fix = "A state is made by a function of two.", "dataset.reduce(0, add)"
+        checks.function("reduce_func", reduce_func, what, fix)
         state = initial_state
         for element in self:
             state = reduce_func(state, element)

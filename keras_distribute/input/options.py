@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute import checks
+from keras_distribute.errors import ValueStructureError
 
 
 class AutoShardPolicy(enum.Enum):
@@ -51,12 +52,20 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        pipelines = checks.count("num_input_pipelines", self.num_input_pipelines, 1)
+        place = self.input_pipeline_id
+        checks.count("input_pipeline_id", place, most=pipelines - 1)
+        checks.count("num_replicas_in_sync", self.num_replicas_in_sync, 1)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of one replica.
 
         Raises:
             ValueStructureError: For a global batch size that the number of replicas does not divide.
+            StructureTypeError: For one that is no integer.
         """
+        checks.count("global_batch_size", global_batch_size, 1)
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
             below = global_batch_size // replicas * replicas
@@ -91,7 +100,7 @@ class InputOptions:
 
     Raises:
         ValueStructureError: For a negative buffer, and for datasets on devices.
-        StructureTypeError: For a mode or policy that is none.
+        StructureTypeError: For a flag, number, mode or policy that is none.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -102,30 +111,38 @@ class InputOptions:
 
     def __post_init__(self) -> None:
         size = self.experimental_per_replica_buffer_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise ValueStructureError(
-                "The buffer is a number of steps.",
-                received=f"experimental_per_replica_buffer_size={size!r}.",
+        fetch = self.experimental_fetch_to_device
+        if size is not None:
+            checks.count(
+                "experimental_per_replica_buffer_size",
+                size,
+                what="The buffer is a number of steps.",
                 fix="2, or 0 to read each batch when it is asked for.",
             )
+        if fetch is not None:
+            checks.flag("experimental_fetch_to_device", fetch)
+        name = "experimental_place_dataset_on_device"
+        checks.flag(name, self.experimental_place_dataset_on_device)
         if self.experimental_place_dataset_on_device:
             raise ValueStructureError(
                 "Pipelines run on the host, and only their batches are put on devices.",
                 received="experimental_place_dataset_on_device=True.",
                 fix="leave it False.",
             )
-        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
-            raise StructureTypeError(
-                "The replication mode is one of InputReplicationMode.",
-                received=f"{self.experimental_replication_mode!r}.",
-                fix="kd.InputReplicationMode.PER_WORKER or kd.InputReplicationMode.PER_REPLICA",
-            )
-        if not isinstance(self.auto_shard_policy, AutoShardPolicy | None):
-            raise StructureTypeError(
-                "The policy is one of AutoShardPolicy.",
-                received=f"{self.auto_shard_policy!r}.",
-                fix="kd.AutoShardPolicy.DATA, or None.",
-            )
+        checks.instance(
+            "experimental_replication_mode",
+            self.experimental_replication_mode,
+            InputReplicationMode,
+            "The replication mode is one of InputReplicationMode.",
+            "kd.InputReplicationMode.PER_WORKER or kd.InputReplicationMode.PER_REPLICA",
+        )
+        checks.instance(
+            "auto_shard_policy",
+            self.auto_shard_policy,
+            AutoShardPolicy | None,
+            "The policy is one of AutoShardPolicy.",
+            "kd.AutoShardPolicy.DATA, or None.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute._compat import tensorflow as compat_tf
-from keras_distribute.errors import InputError, StructureTypeError
+from keras_distribute.errors import InputError
 from keras_distribute.input.agreed import agreed
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.kinds import source_of
@@ -30,7 +31,7 @@ def distribute(
         context: The place of this process among all.
         options: How to read and share it.
     """
-    options = _checked(options)
+    options = checked(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InputError(
             "One dataset has one pipeline in each process.",
@@ -82,13 +83,8 @@ def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any], mesh: ReplicaMesh, context: InputContext, options: InputOptions | None
 ) -> DistributedDataset:
     """`Strategy.distribute_datasets_from_function` on the replicas of one process."""
-    options = _checked(options)
-    if not callable(dataset_fn):
-        raise StructureTypeError(
-            "Datasets are made by a function of an InputContext.",
-            received=f"{dataset_fn!r}.",
-            fix="strategy.distribute_datasets_from_function(lambda context: dataset.batch(per_replica_batch_size))",
-        )
+    options = checked(options)
+    check_dataset_fn(dataset_fn)
     replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
     own = replicas // workers
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -107,12 +103,22 @@ def _source_of(dataset: Any) -> Source:
     return source_of(dataset)
 
 
-def _checked(options: InputOptions | None) -> InputOptions:
-    if not isinstance(options, InputOptions | None):
-        raise StructureTypeError(
-            "The options of a dataset are InputOptions.", received=f"{options!r}.", fix="kd.InputOptions()"
-        )
+def checked(options: InputOptions | None) -> InputOptions:
+    """The options; those by default for `None`."""
+    what = "The options of a dataset are InputOptions."
+    checks.instance("options", options, InputOptions | None, what, "kd.InputOptions()")
     return options or InputOptions()
+
+
+def check_dataset_fn(dataset_fn: Any) -> None:
+    """Raises `StructureTypeError` for what is no function."""
+    checks.function(
+        "dataset_fn",
+        dataset_fn,
+        "Datasets are made by a function of an InputContext.",
+        "strategy.distribute_datasets_from_function(lambda context: "
+        "dataset.batch(per_replica_batch_size))",
+    )
 
 
 def _policy(source: Source, options: InputOptions) -> AutoShardPolicy:

@@ -12,17 +12,30 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_distribute import collectives, context, program, replica_context, structures, values
+from keras_distribute import (
+    checks,
+    collectives,
+    context,
+    program,
+    replica_context,
+    structures,
+    values,
+)
 from keras_distribute.cluster import agreement, liveness
 from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
+from keras_distribute.cross_device import as_array
 from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
-from keras_distribute.strategies.extended import StrategyExtended, is_value
+from keras_distribute.strategies.extended import (
+    StrategyExtended,
+    check_arguments,
+    is_value,
+)
 from keras_distribute.summary import StrategySummary
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
@@ -44,18 +57,24 @@ class Strategy:
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
     ) -> None:
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            raise StructureTypeError(
-                "cross_device_ops says how values are reduced over the replicas.",
-                received=f"{cross_device_ops!r}.",
-                fix="kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
-            )
-        if communication_dtype not in (None, *_COMMUNICATION_DTYPES):
-            raise StructureTypeError(
-                "communication_dtype is a narrower float, in which gradients are summed over the replicas.",
-                received=f"{communication_dtype!r}.",
-                fix='"bfloat16", "float16", or None for the dtype that they have.',
-            )
+        nothing = mesh is None and type(self) is Strategy
+        checks.instance(
+            "mesh",
+            mesh,
+            () if nothing else ReplicaMesh | None,
+            "Strategy is the base of the strategies.",
+            "kd.MirroredStrategy()",
+        )
+        checks.instance(
+            "cross_device_ops",
+            cross_device_ops,
+            CrossDeviceOps | None,
+            "cross_device_ops says how values are reduced over the replicas.",
+            "kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), "
+            "kd.ReductionToOneDevice(), or None.",
+        )
+        checks.flag("shard_optimizer_state", shard_optimizer_state)
+        check_communication_dtype(communication_dtype)
         self._mesh = mesh
         self.communication_dtype = communication_dtype
         self.shards_optimizer_state = shard_optimizer_state
@@ -154,7 +173,7 @@ class Strategy:
               1: Array([3., 3.], dtype=float32)
             )
         """
-        self._check_run(fn, args, options)
+        self._check_run(fn, args, kwargs, options)
         if context.frame().per_replica:
             return replica_context.run_in_merge_call(self, fn, tuple(args), dict(kwargs or {}))
         return program.run(self, fn, tuple(args), dict(kwargs or {}), options=options)
@@ -185,12 +204,19 @@ class Strategy:
             >>> strategy.reduce("MEAN", value, axis=0)
             Array(1., dtype=float32)
         """
-        context.require_cross_replica(
-            "strategy.reduce", f'kd.get_replica_context().all_reduce("{ReduceOp.parse(reduce_op).name}", value)'
-        )
         op = ReduceOp.parse(reduce_op)
-        axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
-        return structures.mapped(lambda leaf: self.reduce_one(op, leaf, axes), value, is_value)
+        self._require_cross_replica(
+            "strategy.reduce",
+            f'kd.get_replica_context().all_reduce("{op.name}", value)',
+        )
+        several = isinstance(axis, list | tuple)
+        axes: Any = () if axis is None else tuple(axis) if several else (axis,)
+        for one in axes:
+            if not checks.is_integer(one):
+                checks.instance("axis", one, (), "An axis is an integer.", "axis=0")
+        return structures.mapped(
+            lambda leaf: self.reduce_one(op, leaf, axes), value, is_value
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' components joined along `axis`, in replica order.
@@ -215,7 +241,10 @@ class Strategy:
             >>> strategy.gather(value, axis=0)
             Array([0., 0., 1.], dtype=float32)
         """
-        context.require_cross_replica("strategy.gather", f"kd.get_replica_context().all_gather(value, axis={axis})")
+        self._require_cross_replica(
+            "strategy.gather",
+            f"kd.get_replica_context().all_gather(value, axis={axis})",
+        )
 
         def gather_leaf(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -257,13 +286,17 @@ class Strategy:
             ContextError: Inside `run`.
             ValueStructureError: Where the replicas' structures differ.
         """
-        context.require_cross_replica("experimental_distribute_values_from_function", "call it outside strategy.run")
-        if not callable(value_fn):
-            raise StructureTypeError(
-                "Values are made by a function of a ValueContext.",
-                received=f"{value_fn!r}.",
-                fix="strategy.experimental_distribute_values_from_function(lambda context: ...)",
-            )
+        self._require_cross_replica(
+            "experimental_distribute_values_from_function",
+            "call it outside strategy.run",
+        )
+        checks.function(
+            "value_fn",
+            value_fn,
+            "Values are made by a function of a ValueContext.",
+            "strategy.experimental_distribute_values_from_function("
+            "lambda context: ...)",
+        )
         mesh = self.replica_mesh
         made = [value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas]
 
@@ -305,7 +338,9 @@ class Strategy:
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
-        context.require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
         return sharing.distribute(dataset, self.replica_mesh, self.input_context, options)
 
     def distribute_datasets_from_function(
@@ -336,7 +371,9 @@ class Strategy:
             >>> [[part.tolist() for part in batch.values] for batch in dataset]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        context.require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
         return sharing.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
@@ -400,7 +437,10 @@ class Strategy:
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)
 
-    def _check_run(self, fn: Any, args: Any, options: Any) -> None:
+    def _require_cross_replica(self, what: str, fix: str) -> None:
+        context.require_cross_replica(what, fix, self)
+
+    def _check_run(self, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
         context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
         current = context.frame()
         foreign = context.has_strategy() and current.strategy is not self
@@ -410,20 +450,16 @@ class Strategy:
                 received=context.describe(current),
                 fix="call strategy.run in the scope of the same strategy, or in none.",
             )
-        if not callable(fn):
-            raise StructureTypeError(
-                "strategy.run runs a function.", received=f"{fn!r}.", fix="strategy.run(step, args=(x,))"
-            )
-        if not isinstance(args, tuple | list):
-            raise StructureTypeError(
-                "The arguments of strategy.run come as a tuple.",
-                received=f"args={type(args).__name__}.",
-                fix="strategy.run(step, args=(x,))",
-            )
-        if not isinstance(options, RunOptions | None):
-            raise StructureTypeError(
-                "The options of strategy.run are RunOptions.", received=f"{options!r}.", fix="kd.RunOptions()"
-            )
+        fix = "strategy.run(step, args=(x,))"
+        checks.function("fn", fn, "strategy.run runs a function.", fix)
+        check_arguments("strategy.run", args, kwargs, fix)
+        checks.instance(
+            "options",
+            options,
+            RunOptions | None,
+            "The options of strategy.run are RunOptions.",
+            "kd.RunOptions()",
+        )
 
     def reduce_one(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
         """`reduce` of one value, for both halves of the strategy."""
@@ -461,13 +497,14 @@ class Strategy:
     def _plain(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, Mirrored | keras.Variable):
             leaf = leaf.value
+        what = "Only arrays can be reduced or gathered over the replicas."
         if not values.is_array(leaf) and not hasattr(leaf, "__array__"):
             raise StructureTypeError(
-                "Only arrays can be reduced or gathered over the replicas.",
+                what,
                 received=f"a {type(leaf).__name__}.",
                 fix="strategy.experimental_local_results(value) gives the objects themselves.",
             )
-        return jnp.asarray(leaf)
+        return as_array(leaf, what)
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self
@@ -485,6 +522,17 @@ def refuse_keras_distribution(strategy: Strategy) -> None:
             "A Keras distribution and a strategy cannot both say where variables and batches go.",
             received=f"{distribution!r} around {strategy!r}.",
             fix="keras.distribution.set_distribution(None) first.",
+        )
+
+
+def check_communication_dtype(dtype: Any) -> None:
+    """Raises `StructureTypeError` for what is no dtype that gradients may travel in."""
+    if not isinstance(dtype, str | None) or dtype not in (None, *_COMMUNICATION_DTYPES):
+        raise StructureTypeError(
+            "communication_dtype is a narrower float, in which gradients are summed "
+            "over the replicas.",
+            received=f"communication_dtype={checks.shown(dtype)}.",
+            fix='"bfloat16", "float16", or None for the dtype that they have.',
         )
 
 

@@ -10,6 +10,7 @@ import jax
 
 from keras_distribute import context
 from keras_distribute.context import Frame, Mode
+from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.replica_context import ReplicaContext
@@ -45,18 +46,27 @@ class DefaultStrategy(Strategy):
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
     ) -> Any:
         """Calls `fn` in the context of the only replica; nothing is compiled."""
-        self._check_run(fn, args, options)
+        self._check_run(fn, args, kwargs, options)
         with context.entered(self._replica_frame):
             return fn(*args, **(kwargs or {}))
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """`dataset` itself."""
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
+        sharing.checked(options)
         return dataset
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
         """What `dataset_fn` returns."""
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
+        sharing.checked(options)
+        sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)
 
 

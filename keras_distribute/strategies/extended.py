@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 
-from keras_distribute import context, program
+from keras_distribute import checks, context, program
 from keras_distribute.cluster import liveness
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import StructureTypeError, VariableScopeError
+from keras_distribute.cross_device import checked_pairs
+from keras_distribute.errors import VariableScopeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import DistributedValues, PerReplica
 
@@ -53,8 +54,8 @@ class StrategyExtended:
         Raises:
             StructureTypeError: For anything that is not a variable.
         """
-        if not isinstance(v, keras.Variable):
-            raise StructureTypeError("Only variables have a scope.", received=f"{v!r}.", fix="pass a keras.Variable.")
+        what = "Only variables have a scope."
+        checks.instance("v", v, keras.Variable, what, "pass a keras.Variable.")
         return self._owner(v) is self._strategy
 
     def value_container(self, value: Any) -> Any:
@@ -85,8 +86,13 @@ class StrategyExtended:
     ) -> list[Any]:
         """`reduce_to` of several values together; one result for each pair of a value and its destinations."""
         op = ReduceOp.parse(reduce_op)
-        context.require_cross_replica("reduce_to", f'kd.get_replica_context().all_reduce("{op.name}", value)')
-        pairs = list(value_destination_pairs)
+        context.require_cross_replica(
+            "reduce_to",
+            f'kd.get_replica_context().all_reduce("{op.name}", value)',
+            self._strategy,
+        )
+        pairs = checked_pairs(value_destination_pairs)
+        options = CommunicationOptions.checked(options)
         results: list[Any] = [None] * len(pairs)
         differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
         liveness.together(self._strategy.replica_mesh.num_processes)
@@ -120,6 +126,11 @@ class StrategyExtended:
                 received=f"a variable of {self._owner(var)!r}.",
                 fix="create it inside `with strategy.scope():`.",
             )
+        context.require_own("update", self._strategy)
+        fix = "strategy.extended.update(var, lambda v, x: v.assign(x), args=(x,))"
+        checks.function("fn", fn, "A variable is updated by a function of it.", fix)
+        check_arguments("update", args, kwargs, fix)
+        checks.flag("group", group)
         current = context.frame()
         if self._strategy is context.default_strategy():  # Keras's own variable.
             with context.entered(Frame(self._strategy, Mode.UPDATE)):
@@ -139,6 +150,16 @@ class StrategyExtended:
 
     def _owner(self, variable: Any) -> Strategy:
         return getattr(variable, "distribute_strategy", None) or context.default_strategy()
+
+
+def check_arguments(what: str, args: Any, kwargs: Any, fix: str) -> None:
+    """Raises `StructureTypeError` for what are no arguments of a function."""
+    tuples, names = (tuple, list), (Mapping, type(None))
+    text = f"The arguments of {what} come as a tuple"
+    checks.instance("args", args, tuples, f"{text}.", fix)
+    checks.instance("kwargs", kwargs, names, f"{text} and a dict.", f"{fix} and kwargs")
+    for name in kwargs or ():
+        checks.instance("kwargs", name, str, f"{text} and a dict by name.", fix)
 
 
 def is_value(leaf: Any) -> bool:

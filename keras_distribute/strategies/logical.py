@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import keras
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute._compat import layers as compat
+from keras_distribute.cross_device import as_array
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values import DistributedValues
@@ -64,18 +63,13 @@ def replicate(mesh: ReplicaMesh, tensor: Any, method: str = "experimental_replic
 
 def _numbers(partition_dimensions: Any) -> list[int]:
     given = list(partition_dimensions) if isinstance(partition_dimensions, Iterable) else [partition_dimensions]
-    if not isinstance(partition_dimensions, Iterable) or not all(map(is_integer, given)):
+    if not isinstance(partition_dimensions, Iterable) or not all(map(checks.is_integer, given)):
         raise StructureTypeError(
             "partition_dimensions is an integer for each dimension of the tensor.",
-            received=f"partition_dimensions={partition_dimensions!r}.",
+            received=f"partition_dimensions={checks.shown(partition_dimensions)}.",
             fix="[1, 2, 1, 1], which divides the second dimension by two.",
         )
     return [int(number) for number in given]
-
-
-def is_integer(number: Any) -> bool:
-    """Whether it is an integer of Python or NumPy."""
-    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _as_array(tensor: Any, method: str) -> Any:
@@ -93,7 +87,7 @@ def _as_array(tensor: Any, method: str) -> Any:
             received=f"{method}({tensor!r}).",
             fix=f"strategy.run(lambda x: strategy.{method}(x, ...), args=(value,))",
         )
-    return jnp.asarray(tensor)
+    return as_array(tensor, "Only an array has logical devices to be divided over.")
 
 
 def _axes_of(mesh: ReplicaMesh, parts: Sequence[int]) -> list[tuple[str, ...]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 
-from keras_distribute import config
+from keras_distribute import checks, config
 from keras_distribute.cluster import processes
 from keras_distribute.cluster.choice import automatic_resolver
 from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import NcclAllReduce
-from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.errors import DeviceError
 from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 
 # Gloo sums each array by itself, and takes about 0.4 ms or more for it (`benchmarks/processes.py`).
@@ -60,19 +60,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
     ) -> None:
-        if not isinstance(cluster_resolver, ClusterResolver | None):
-            raise StructureTypeError(
-                "The cluster is found by a ClusterResolver.",
-                received=f"{cluster_resolver!r}.",
-                fix="kd.cluster_resolver.TFConfigClusterResolver(), or None.",
-            )
-        if not isinstance(communication_options, CommunicationOptions | None):
-            raise StructureTypeError(
-                "The options are CommunicationOptions.",
-                received=f"{communication_options!r}.",
-                fix="kd.experimental.CommunicationOptions(bytes_per_pack=2**22), or None.",
-            )
-        options = communication_options or CommunicationOptions()
+        checks.instance(
+            "cluster_resolver",
+            cluster_resolver,
+            ClusterResolver | None,
+            "The cluster is found by a ClusterResolver.",
+            "kd.cluster_resolver.TFConfigClusterResolver(), or None.",
+        )
+        options = CommunicationOptions.checked(communication_options)
+        checks.flag("shard_optimizer_state", shard_optimizer_state)
+        check_communication_dtype(communication_dtype)
         self._resolver = cluster_resolver or automatic_resolver()
         processes.start(self._resolver.topology(), type(self._resolver).__name__, options.timeout_seconds)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

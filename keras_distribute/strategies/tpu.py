@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.cluster.google_cloud import TPUClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver
-from keras_distribute.errors import ContextError, DeviceError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import DeviceError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies import logical
 from keras_distribute.strategies.base import Strategy
@@ -81,16 +81,19 @@ class TPUStrategy(Strategy):
                 received=f"tpu={tpu!r} and {tpu_cluster_resolver!r}.",
                 fix="either of them.",
             )
-        if not isinstance(tpu, str | None):
-            raise StructureTypeError(
-                "A TPU is named by a string.", received=f"tpu={tpu!r}.", fix='tpu="", or tpu="cpu".'
-            )
-        if not isinstance(experimental_device_assignment, DeviceAssignment | None):
-            raise StructureTypeError(
-                "The devices of the replicas are given as a DeviceAssignment.",
-                received=f"{experimental_device_assignment!r}.",
-                fix="kd.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])",
-            )
+        what = "A TPU is named by a string."
+        checks.instance("tpu", tpu, str | None, what, 'tpu="", or tpu="cpu".')
+        checks.instance(
+            "experimental_device_assignment",
+            experimental_device_assignment,
+            DeviceAssignment | None,
+            "The devices of the replicas are given as a DeviceAssignment.",
+            "kd.tpu.experimental.DeviceAssignment.build("
+            "topology, computation_shape=[1, 1, 1, 2])",
+        )
+        spmd = experimental_spmd_xla_partitioning
+        checks.flag("experimental_spmd_xla_partitioning", spmd)
+        checks.flag("shard_optimizer_state", shard_optimizer_state)
         named = tpu_cluster_resolver if tpu is None else TPUClusterResolver(tpu)
         self._resolver = system.resolver_or_default(named)
         devices = system.tpu_devices(self._resolver)
@@ -100,7 +103,7 @@ class TPUStrategy(Strategy):
             else _assigned(experimental_device_assignment, devices)
         )
         super().__init__(ReplicaMesh.of_groups(groups), shard_optimizer_state=shard_optimizer_state)
-        self._spmd = experimental_spmd_xla_partitioning
+        self._spmd = spmd
         self._layouts = None if layout_map is None else Layouts(layout_map, self.replica_mesh)
 
     @property
@@ -147,13 +150,15 @@ class TPUStrategy(Strategy):
                 "experimental_replicate_to_logical_devices.",
             )
         count = self.replica_mesh.num_logical
-        if not logical.is_integer(logical_device_id) or not 0 <= logical_device_id < count:
-            raise ValueStructureError(
-                f"A replica has the logical devices 0 to {count - 1}.",
-                received=f"logical_device_id={logical_device_id!r}.",
-                fix="one of them.",
-            )
-        self._check_current("experimental_assign_to_logical_device")
+        checks.count(
+            "logical_device_id",
+            logical_device_id,
+            most=count - 1,
+            what=f"A replica has the logical devices 0 to {count - 1}.",
+            fix="one of them.",
+            error=ValueStructureError,
+        )
+        context.require_own("experimental_assign_to_logical_device", self)
         return logical.replicate(self.replica_mesh, tensor, "experimental_assign_to_logical_device")
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
@@ -176,7 +181,7 @@ class TPUStrategy(Strategy):
             ValueStructureError: For another number of dimensions, another product, or a dimension that does not divide.
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
-        self._check_current("experimental_split_to_logical_devices")
+        context.require_own("experimental_split_to_logical_devices", self)
         return logical.split(self.replica_mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
@@ -193,17 +198,8 @@ class TPUStrategy(Strategy):
         Raises:
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
-        self._check_current("experimental_replicate_to_logical_devices")
+        context.require_own("experimental_replicate_to_logical_devices", self)
         return logical.replicate(self.replica_mesh, tensor)
-
-    def _check_current(self, method: str) -> None:
-        current = context.frame()
-        if context.has_strategy() and current.strategy is not self:
-            raise ContextError(
-                f"{method} is about the logical devices of its own strategy.",
-                received=f"a call on {self!r} in {context.describe(current)}",
-                fix=f"kd.get_strategy().{method}(...)",
-            )
 
     def __repr__(self) -> str:
         mesh = self.replica_mesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
@@ -134,7 +134,7 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
     else:
         raise StructureTypeError(
             "A summary is of things that have variables.",
-            received=f"a {type(thing).__name__}.",
+            received=f"{checks.shown(thing)}, a {type(thing).__name__}.",
             fix="strategy.summary(model), or its layers, optimizers, metrics and variables.",
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keras_distribute import checks
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.summary import facts, formats, picture, tables
@@ -42,10 +43,12 @@ class StrategySummary:
     """
 
     def __init__(self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None) -> None:
-        if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
-            raise ValueStructureError(
-                "The global batch has at least one row.",
-                received=f"batch_size={batch_size!r}.",
+        if batch_size is not None:
+            checks.count(
+                "batch_size",
+                batch_size,
+                1,
+                what="The global batch has at least one row.",
                 fix="strategy.summary(model, batch_size=128), or leave it out.",
             )
         mesh = strategy.replica_mesh
@@ -89,6 +92,8 @@ class StrategySummary:
 
     def tables(self, max_variables: int | None = 30) -> list[Table]:
         """What it says, as tables of words."""
+        if max_variables is not None:
+            checks.count("max_variables", max_variables)
         found = [tables.of_devices(self.devices, self.rows)]
         if self.variables:
             found += [tables.of_groups(self.variables), tables.of_each(self.variables, max_variables)]
@@ -118,6 +123,7 @@ class StrategySummary:
         Raises:
             ValueStructureError: For another ending.
         """
+        checks.path("path", path, 'summary.plot("summary.svg")')
         if Path(path).suffix != ".svg":
             raise ValueStructureError(
                 "The picture of a summary is an SVG file.",

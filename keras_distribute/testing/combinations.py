@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute.errors import DeviceError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
@@ -41,6 +41,13 @@ class NamedStrategy:
     create: Callable[[], Strategy] = dataclasses.field(repr=False)
     num_devices: int = 1
     num_processes: int = 1
+
+    def __post_init__(self) -> None:
+        checks.text("name", self.name)
+        what, fix = "A strategy is made by a function.", "kd.MirroredStrategy"
+        checks.function("create", self.create, what, fix)
+        checks.count("num_devices", self.num_devices, 1)
+        checks.count("num_processes", self.num_processes, 1)
 
     def __str__(self) -> str:
         return self.name
@@ -94,6 +101,7 @@ def cpu_devices(num_devices: int) -> list[str]:
         >>> kd.testing.cpu_devices(2)
         ['cpu:0', 'cpu:1']
     """
+    checks.count("num_devices", num_devices, 1)
     available = jax.local_device_count("cpu")
     if available < num_devices:
         raise DeviceError(
@@ -130,6 +138,11 @@ def combine(**choices: Sequence[Any]) -> Callable[[Callable[..., None]], Callabl
         >>> test_sum(combinations.mirrored_strategy_with_two_cpus, 1.0)
     """
     import pytest
+
+    for name, values in choices.items():
+        what = "An argument of a test is one of several values."
+        fix = "combine(strategy=combinations.all_strategies, value=[1.0, 2.0])"
+        checks.instance(name, values, list | tuple | range, what, fix)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(test).parameters)

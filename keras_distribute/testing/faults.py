@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_distribute import checks
 from keras_distribute.cluster.processes import process_index
-from keras_distribute.errors import ValueStructureError
 
 MOMENTS = (
     "train_begin",
@@ -42,6 +42,7 @@ class Fault(keras.callbacks.Callback):
 
     Raises:
         ValueStructureError: For an action or a moment that there is not.
+        StructureTypeError: For arguments of other kinds.
 
     Example:
         >>> import keras_distribute as kd
@@ -63,11 +64,14 @@ class Fault(keras.callbacks.Callback):
         seconds: float = 1.0,
     ) -> None:
         super().__init__()
-        for name, value, known in (("action", action, ACTIONS), ("moment", moment, MOMENTS)):
-            if value not in known:
-                raise ValueStructureError(
-                    f"There is no {name} {value!r}.", received=f"{name}={value!r}.", fix=f"one of {', '.join(known)}."
-                )
+        checks.one_of("action", action, ACTIONS)
+        checks.one_of("moment", moment, MOMENTS)
+        if process is not None:
+            checks.count("process", process)
+        checks.count("step", step)
+        checks.number("seconds", seconds, zero=True)
+        what, fix = "An exception is raised.", 'error=OSError("no network")'
+        checks.instance("error", error, Exception | None, what, fix)
         self._action, self._process, self._moment, self._step = action, process, moment, step
         self._error, self._seconds = error or RuntimeError("a fault that was injected"), seconds
         self.came = False
@@ -83,6 +87,7 @@ class Fault(keras.callbacks.Callback):
         Args:
             step: How many steps have been taken.
         """
+        checks.count("step", step)
         first = os.environ.get("KERAS_DISTRIBUTE_RESTARTS", "0") == "0"
         if self.came or not first or step < self._step or self._process not in (None, process_index()):
             return

@@ -15,11 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.cluster.job import Job
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
 
+_MOST_PROCESSES = 2**12  # And virtual devices of each: more are a slip.
 _STOP_SECONDS = 2.0
 _FOLLOWING_SECONDS = 10.0  # Until the others have heard of a failure, and ended.
 
@@ -85,6 +87,22 @@ class MultiProcessRunner:
         echo: bool = False,
         by_value: bool = False,
     ) -> None:
+        fix = "run_in_processes(function, 2)"
+        checks.function("function", function, "Processes run a function.", fix)
+        checks.count("num_processes", num_processes, 1, most=_MOST_PROCESSES)
+        checks.instance("args", args, list | tuple, "Arguments come as a tuple.", fix)
+        for given, names in (("kwargs", kwargs), ("environment", environment)):
+            what = f"{given} is a dict by name."
+            checks.instance(given, names, Mapping | None, what, fix)
+            for key, value in (names or {}).items():
+                checks.instance(given, key, str, what, fix)
+                if given == "environment":
+                    checks.instance(given, value, str, f"{what}, of texts", fix)
+        if cpu_devices is not None:
+            checks.count("cpu_devices", cpu_devices, 1, most=_MOST_PROCESSES)
+        checks.number("timeout", timeout)
+        for given, flag in (("echo", echo), ("by_value", by_value)):
+            checks.flag(given, flag)
         name = getattr(function, "__qualname__", "")
         if not by_value and (not name or "<" in name):
             raise StructureTypeError(

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.errors import DeviceError
 from keras_distribute.tpu.rings import ring
-from keras_distribute.tpu.topology import RANK, Array, Topology
+from keras_distribute.tpu.topology import RANK, Array, Topology, integers
 
 _Numbers = Sequence[int] | np.ndarray[Any, Any]
 
@@ -55,7 +56,7 @@ class DeviceAssignment:
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
         self._topology = _checked_topology(topology)
-        cores: Array = np.asarray(core_assignment, dtype=np.int32)
+        cores = integers("core_assignment", core_assignment)
         if cores.ndim != 3 or cores.shape[2] != RANK:
             raise DeviceError(
                 "An assignment has the shape (replicas, logical devices of each, 4).",
@@ -94,7 +95,14 @@ class DeviceAssignment:
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
         """Where a logical device is in the mesh."""
-        return tuple(self._cores[replica, logical_core].tolist())
+        return tuple(self._core(replica, logical_core).tolist())
+
+    def _core(self, replica: int, logical_core: int) -> Array:
+        own, error = self.num_replicas, DeviceError
+        replica = checks.count("replica", replica, most=own - 1, error=error)
+        most = self.num_cores_per_replica - 1
+        core = checks.count("logical_core", logical_core, most=most, error=error)
+        return self._cores[replica, core]
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
         """The replicas whose logical device of this number is in that process, in order.
@@ -102,6 +110,8 @@ class DeviceAssignment:
         Raises:
             DeviceError: Where there is none.
         """
+        checks.count("task_id", task_id, error=DeviceError)
+        checks.count("logical_core", logical_core, error=DeviceError)
         found = [
             replica
             for replica in range(self.num_replicas)
@@ -119,15 +129,18 @@ class DeviceAssignment:
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """The number of a logical device in its process."""
-        return self._topology.tpu_device_ordinal_at_coordinates(self._cores[replica, logical_core])
+        place = self._core(replica, logical_core)
+        return self._topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """The name of the CPU of a logical device's host, as TensorFlow writes it."""
-        return self._topology.cpu_device_name_at_coordinates(self._cores[replica, logical_core], job)
+        place = self._core(replica, logical_core)
+        return self._topology.cpu_device_name_at_coordinates(place, job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """The name of a logical device, as TensorFlow writes it."""
-        return self._topology.tpu_device_name_at_coordinates(self._cores[replica, logical_core], job)
+        place = self._core(replica, logical_core)
+        return self._topology.tpu_device_name_at_coordinates(place, job)
 
     @staticmethod
     def build(
@@ -153,6 +166,15 @@ class DeviceAssignment:
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
         topology = _checked_topology(topology)
+        num_replicas = checks.count("num_replicas", num_replicas, 1, error=DeviceError)
+        checks.instance(
+            "device_order_mode",
+            device_order_mode,
+            DeviceOrderMode,
+            "The order is one of DeviceOrderMode.",
+            "kd.tpu.experimental.DeviceOrderMode.AUTO",
+            DeviceError,
+        )
         shape = _four(computation_shape, "computation_shape")
         stride = _four(computation_stride, "computation_stride")
         mesh = tuple(topology.mesh_shape.tolist())
@@ -192,7 +214,7 @@ def _checked_topology(topology: Any) -> Topology:
         return topology
     raise DeviceError(
         "A device assignment is for a Topology.",
-        received=f"{topology!r}.",
+        received=f"{checks.shown(topology)}.",
         fix="topology = kd.tpu.experimental.initialize_tpu_system(resolver)",
     )
 
@@ -202,11 +224,11 @@ def _missing(topology: Topology, place: Array) -> bool:
 
 
 def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
-    given = np.ones(RANK, np.int32) if numbers is None else np.asarray(numbers)
+    given = np.ones(RANK, np.int32) if numbers is None else integers(name, numbers)
     if given.shape != (RANK,) or np.any(given < 1):
         raise DeviceError(
             f"{name} is four positive integers: x, y, z, and the cores of a chip.",
-            received=f"{name}={numbers}.",
+            received=f"{name}={checks.shown(numbers)}.",
             fix=f"{name}=[1, 1, 1, 2]",
         )
     return tuple(int(number) for number in given)

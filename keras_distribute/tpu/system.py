@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from keras_distribute import config
+from keras_distribute import checks, config
 from keras_distribute.cluster import processes
 from keras_distribute.cluster.choice import automatic_resolver
 from keras_distribute.cluster.google_cloud import TPUClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver
-from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.errors import DeviceError
 from keras_distribute.tpu.topology import RANK, Topology
 
 
@@ -69,12 +69,13 @@ def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None
 
 def resolver_or_default(resolver: ClusterResolver | None) -> ClusterResolver:
     """The resolver, or one for the TPU of this machine."""
-    if not isinstance(resolver, ClusterResolver | None):
-        raise StructureTypeError(
-            "A TPU is named by a ClusterResolver.",
-            received=f"{resolver!r}.",
-            fix='kd.cluster_resolver.TPUClusterResolver(""), or kd.TPUStrategy(tpu="").',
-        )
+    checks.instance(
+        "cluster_resolver",
+        resolver,
+        ClusterResolver | None,
+        "A TPU is named by a ClusterResolver.",
+        'kd.cluster_resolver.TPUClusterResolver(""), or kd.TPUStrategy(tpu="").',
+    )
     return resolver or TPUClusterResolver("")
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.errors import DeviceError
 from keras_distribute.tpu import wire
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 RANK = 4  # x, y, z, and the core of a chip.
+_LARGEST = 2**24  # Places of a mesh; the largest slice that there is has some 2**14.
 
 
 class Topology:
@@ -44,16 +47,19 @@ class Topology:
         mesh_shape: Sequence[int] | Array | None = None,
         device_coordinates: Any = None,
     ) -> None:
+        if serialized is not None:
+            what, fix = "A serialized topology is bytes.", "topology.serialized()"
+            checks.instance("serialized", serialized, bytes, what, fix, DeviceError)
         if serialized:
             mesh_shape, device_coordinates = _parsed(serialized)
-        self._mesh_shape: Array = np.asarray([] if mesh_shape is None else mesh_shape, dtype=np.int32)
+        self._mesh_shape = integers("mesh_shape", mesh_shape)
         if self._mesh_shape.shape != (RANK,) or np.any(self._mesh_shape < 1):
             raise DeviceError(
                 "The shape of a TPU's mesh is four positive integers: x, y, z, and the cores of a chip.",
-                received=f"mesh_shape={mesh_shape}.",
+                received=f"mesh_shape={checks.shown(mesh_shape)}.",
                 fix="mesh_shape=[2, 2, 1, 2]",
             )
-        coordinates = np.asarray([] if device_coordinates is None else device_coordinates, dtype=np.int32)
+        coordinates = integers("device_coordinates", device_coordinates)
         if coordinates.ndim != 3 or coordinates.shape[2] != RANK:
             raise DeviceError(
                 "The coordinates of the devices have the shape (tasks, devices of each task, 4).",
@@ -66,6 +72,12 @@ class Topology:
                 "Each device is inside of the mesh.",
                 received=f"coordinates {outside[0].tolist()} in a mesh of shape {self._mesh_shape.tolist()}.",
                 fix="coordinates from 0 to the size of the mesh less 1.",
+            )
+        if math.prod(self._mesh_shape.tolist()) > _LARGEST:
+            raise DeviceError(
+                f"A mesh has at most {_LARGEST} places.",
+                received=f"mesh_shape={self._mesh_shape.tolist()}.",
+                fix="mesh_shape=[2, 2, 1, 2]",
             )
         self._coordinates = coordinates
         self._tasks: Array = np.full(self._mesh_shape, -1, np.int32)
@@ -106,11 +118,23 @@ class Topology:
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
         """The process whose device is at these coordinates; -1 for none."""
-        return int(self._tasks[tuple(device_coordinates)])
+        return int(self._tasks[self._place(device_coordinates)])
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
         """The number of the device at these coordinates in its process; -1 for none."""
-        return int(self._ordinals[tuple(device_coordinates)])
+        return int(self._ordinals[self._place(device_coordinates)])
+
+    def _place(self, device_coordinates: Any) -> tuple[int, ...]:
+        place = integers("device_coordinates", device_coordinates)
+        four, shape = place.shape == (RANK,), self._mesh_shape
+        if not four or not ((place >= 0) & (place < shape)).all():
+            raise DeviceError(
+                "The coordinates of a device are four integers inside of the mesh.",
+                received=f"device_coordinates={checks.shown(device_coordinates)} in "
+                f"{self!r}.",
+                fix="coordinates of topology.device_coordinates.",
+            )
+        return tuple(place.tolist())
 
     def cpu_device_name_at_coordinates(self, device_coordinates: Sequence[int] | Array, job: str | None = None) -> str:
         """The name of the host's CPU for the device at these coordinates, as TensorFlow writes it."""
@@ -132,7 +156,31 @@ class Topology:
         return f"Topology({shape}; {self.num_tasks} task(s) x {self.num_tpus_per_task} device(s))"
 
 
+def integers(name: str, given: Any) -> Array:
+    """An array of integers; an empty one for `None`.
+
+    Raises:
+        DeviceError: For anything else.
+    """
+    try:
+        numbers = np.asarray([] if given is None else given)
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise ValueError(f"the dtype {numbers.dtype}")
+        small = numbers.astype(np.int32)
+        if not np.array_equal(small, numbers):
+            raise ValueError("numbers of more than 32 bits")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DeviceError(
+            f"{name} is made of integers.",
+            received=f"{name}={checks.shown(given)}: {error}.",
+            fix=f"{name}=[2, 2, 1, 2]",
+        ) from error
+    return small
+
+
 def _of_job(job: str | None) -> str:
+    what, fix = "A job has a name.", 'job="worker"'
+    checks.instance("job", job, str | None, what, fix, DeviceError)
     return "" if job is None else f"/job:{job}"
 
 
@@ -144,4 +192,5 @@ def _parsed(serialized: bytes) -> tuple[list[int], Array]:
             received=f"{len(numbers)} numbers for {tasks} task(s) of {devices} device(s) in {len(shape)} dimensions.",
             fix="pass what Topology.serialized() returned.",
         )
-    return shape, np.asarray(numbers, np.int32).reshape(tasks, devices, len(shape))
+    coordinates = integers("device_coordinates", numbers)
+    return shape, coordinates.reshape(tasks, devices, len(shape))

@@ -23,6 +23,7 @@ from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
+from keras_distribute.training.fit_arguments import check_fit_arguments
 
 _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
 
@@ -74,6 +75,7 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
                     fix="yield (x, y, sample_weight) from the dataset.",
                 )
         return DatasetAdapter(x)
+    check_fit_arguments(x, arguments)
     if strategy is None:
         return original(x, **arguments)
     stream = Stream.of(x) if isinstance(x, types.GeneratorType) else None

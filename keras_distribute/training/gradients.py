@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
+from keras_distribute import checks
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
@@ -53,7 +54,12 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
         >>> float(loss), float(grads[0])
         (18.0, 12.0)
     """
-    targets = list(variables)
+    fix = "kd.value_and_grad(fn, model.trainable_variables)"
+    checks.function("fn", fn, "Gradients are those of a function.", fix)
+    checks.flag("has_aux", has_aux)
+    what = "Gradients are taken with respect to variables."
+    checks.instance("variables", variables, Iterable, what, fix)
+    targets: list[Any] = list(variables)
     if not targets:
         raise ValueStructureError(
             "There is no variable to differentiate by.",
@@ -61,12 +67,7 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
             fix="build the model first, model.build(input_shape), so that model.trainable_variables is not empty.",
         )
     for target in targets:
-        if not isinstance(target, keras.Variable):
-            raise StructureTypeError(
-                "Gradients are taken with respect to variables.",
-                received=f"a {type(target).__name__}.",
-                fix="kd.value_and_grad(fn, model.trainable_variables)",
-            )
+        checks.instance("variables", target, keras.Variable, what, fix)
         if not keras.backend.is_float_dtype(target.dtype):
             raise StructureTypeError(
                 f"{target.path!r} is of the dtype {target.dtype}, which has no gradient.",

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_distribute import context, launches
+from keras_distribute import checks, context, launches
 from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
@@ -159,13 +159,16 @@ def install() -> compat.Undo:
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.adopt(self)
-        if kwargs.get("steps_per_execution") == "auto":
-            sizes = steps.group_sizes(self)
-            object.__setattr__(self, calls.GROUP_SIZES, sizes)
+        sizes, size = steps.group_sizes(self), compat.steps_per_execution(args, kwargs)
+        automatic = isinstance(size, str) and size == "auto"
+        if sizes is not None and not automatic:
+            what = 'steps_per_execution is a number of steps, or "auto".'
+            checks.count("steps_per_execution", size, 1, what=what)
+        sizes = sizes if automatic else None
+        object.__setattr__(self, calls.GROUP_SIZES, sizes)
+        if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
-            kwargs = kwargs if sizes is None else kwargs | {"steps_per_execution": 1}
-        else:
-            object.__setattr__(self, calls.GROUP_SIZES, None)
+            kwargs = kwargs | {"steps_per_execution": 1}
         return _called(self, "compile", functools.partial(original, self), args, kwargs)
 
     return compile

@@ -1,0 +1,161 @@
+"""What an argument has to be, said in one form. Knows nothing of JAX or Keras.
+
+An argument of the wrong kind is a `TypeError`, one with a wrong value a `ValueError`;
+a room that has an error of its own names that for both.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_distribute.errors import (
+    DistributeError,
+    StructureTypeError,
+    ValueStructureError,
+)
+
+_LONGEST = 300
+_Error = type[DistributeError]
+
+
+def shown(value: Any) -> str:
+    """An argument in an error's text: not longer than a reader can use."""
+    try:
+        text = repr(value)
+    except Exception:  # The error to raise is ours, not that of somebody's `repr`.
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def instance(
+    name: str,
+    value: Any,
+    kinds: Any,
+    what: str,
+    fix: str,
+    error: _Error = StructureTypeError,
+) -> None:
+    """Raises unless `value` is an instance of `kinds`."""
+    if not isinstance(value, kinds):
+        raise error(what, received=f"{name}={shown(value)}.", fix=fix)
+
+
+def function(
+    name: str,
+    value: Any,
+    what: str,
+    fix: str,
+    error: _Error = StructureTypeError,
+) -> None:
+    """Raises unless `value` can be called."""
+    if not callable(value):
+        raise error(what, received=f"{name}={shown(value)}.", fix=fix)
+
+
+def flag(name: str, value: Any, error: _Error = StructureTypeError) -> None:
+    """Raises unless `value` is `True` or `False`."""
+    instance(name, value, bool | np.bool_, f"{name} is a flag.", f"{name}=True", error)
+
+
+def text(
+    name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
+) -> None:
+    """Raises unless `value` is a string."""
+    instance(name, value, str, f"{name} is a string.", fix or f'{name}="..."', error)
+
+
+def path(
+    name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
+) -> None:
+    """Raises unless `value` names a file or folder."""
+    kinds, what = (str, os.PathLike), f"{name} is a path."
+    instance(name, value, kinds, what, fix or f'{name}="folder"', error)
+    if "\0" in os.fspath(value):
+        wrong = ValueStructureError if error is StructureTypeError else error
+        raise wrong(what, received=f"{name}={value!r}.", fix=fix or f'{name}="folder"')
+
+
+def one_of(
+    name: str, value: Any, known: Sequence[Any], error: _Error | None = None
+) -> None:
+    """Raises unless `value` is one of a few strings or other constants."""
+    if any(type(value) is type(each) and value == each for each in known):
+        return
+    wrong = ValueStructureError if isinstance(value, str) else StructureTypeError
+    raise (error or wrong)(
+        f"There is no {name} {shown(value)}.",
+        received=f"{name}={shown(value)}.",
+        fix=f"one of {', '.join(map(repr, known))}.",
+    )
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python or NumPy; `True` and `False` are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def count(
+    name: str,
+    value: Any,
+    least: int = 0,
+    *,
+    most: int | None = None,
+    what: str | None = None,
+    fix: str | None = None,
+    error: _Error | None = None,
+) -> int:
+    """`value` as Python's integer.
+
+    Raises:
+        StructureTypeError: For anything else than an integer.
+        ValueStructureError: For one that is less than `least`, or more than `most`.
+    """
+    right = is_integer(value)
+    if right and value >= least and (most is None or value <= most):
+        return int(value)
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise (error or (ValueStructureError if right else StructureTypeError))(
+        what or f"{name} is an integer {limits}.",
+        received=f"{name}={shown(value)}.",
+        fix=fix or f"{name}={max(least, 1)}",
+    )
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    zero: bool = False,
+    what: str | None = None,
+    fix: str | None = None,
+    error: _Error | None = None,
+) -> None:
+    """Raises unless `value` is a finite number above zero, or zero where that may be.
+
+    Raises:
+        StructureTypeError: For anything else than a real number.
+        ValueStructureError: For one that is not finite, or too small.
+    """
+    right = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    given: Any = value
+    if right and _is_finite(given) and (given > 0 or (zero and given == 0)):
+        return
+    limits = "of at least 0" if zero else "above 0"
+    raise (error or (ValueStructureError if right else StructureTypeError))(
+        what or f"{name} is a finite number {limits}.",
+        received=f"{name}={shown(value)}.",
+        fix=fix or f"{name}=60",
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer beyond the floats.
+        return False
