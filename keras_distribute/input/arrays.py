@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,8 +81,25 @@ class ArrayDataset:
         self.seed = int(np.random.randint(2**31)) if seed is None and shuffle else seed
         self.one_order = seed is not None or not shuffle
 
+        self._own: ArraySource | None = None  # Counts the passes of `__iter__`.
+
     def __len__(self) -> int:
         return self.rows // self.batch_size if self.drop_remainder else -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over the whole batches on the host: what a loop sees under the default strategy."""
+        if self._own is None:
+            self._own = self.source()
+        reader = self._own.open()
+        reader.start(0)
+        for batch in reader:
+            yield batch.data
+
+    def source(self) -> ArraySource:
+        """What reads the arrays, from the first pass on."""
+        arrays = compat.sliceable_arrays(self.arrays)
+        form = (self.rows, self.batch_size, self.shuffle, self.seed, self.drop_remainder)
+        return ArraySource(arrays, *form, one_order=self.one_order)
 
 
 class ArraySource(Source):

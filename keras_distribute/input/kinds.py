@@ -23,9 +23,7 @@ def source_of(dataset: Any) -> Source:
         InputError: For what is no dataset, and for arrays, which say no batch size.
     """
     if isinstance(dataset, ArrayDataset):
-        arrays = compat.sliceable_arrays(dataset.arrays)
-        form = (dataset.rows, dataset.batch_size, dataset.shuffle, dataset.seed, dataset.drop_remainder)
-        return ArraySource(arrays, *form, one_order=dataset.one_order)
+        return dataset.source()
     if dataset is not None and compat.can_convert_arrays(dataset):
         raise InputError(
             "Arrays do not say how many rows a batch has.",

@@ -102,6 +102,22 @@ def test_a_custom_loop_gives_the_numbers_of_one_device(strategy):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_an_array_dataset_gives_the_same_batches(strategy):
+    """Each pass in an order of its own, which depends on the seed alone."""
+
+    def passes(strategy):
+        dataset = kd.ArrayDataset(X, batch_size=15, shuffle=True, seed=3)
+        dataset = strategy.experimental_distribute_dataset(dataset)
+        return [[strategy.gather(batch, axis=0) for batch in dataset] for _ in range(2)]
+
+    ours, expected = passes(strategy), passes(kd.OneDeviceStrategy("cpu:0"))
+    for one, other in zip(ours, expected, strict=True):
+        assert [len(batch) for batch in one] == [15, 15, 15, 1]
+        for batch, theirs in zip(one, other, strict=True):
+            np.testing.assert_array_equal(batch, theirs)
+    assert not np.array_equal(ours[0][0], ours[1][0])
+
+
 def test_scope_and_contexts(strategy):
     assert strategy.num_replicas_in_sync == len(strategy.extended.worker_devices)
     with strategy.scope():
