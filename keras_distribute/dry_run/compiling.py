@@ -35,7 +35,10 @@ def compiled(target: Target, lowered: Any) -> Any:
     """
     if target.platform == "cpu":  # The compiler that every program of JAX uses here.
         return lowered.compile()
-    given = pickle.dumps((target, compiling.program_of(lowered)))
+    program = compiling.program_of(lowered)
+    if not isinstance(program, compiling.Program):
+        return program
+    given = pickle.dumps((target, program))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(

@@ -380,3 +380,5 @@ def test_what_a_compiler_is_given_says_the_same_elsewhere():
     assert sizes == {name: getattr(said, name) for name in sizes} and len(sizes) == 6
     assert result.cost_analysis() == here.cost_analysis()
     assert pickle.loads(pickle.dumps(result)) == result
+    # What JAX has compiled already is not compiled again.
+    assert seam.program_of(lowered).as_text() == here.as_text()
