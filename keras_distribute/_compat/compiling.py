@@ -24,6 +24,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
+from jax.errors import JaxRuntimeError
 
 from keras_distribute._compat.seams import check
 
@@ -56,7 +57,7 @@ class Compiled(NamedTuple):
 
     text: str
     sizes: Mapping[str, int]
-    cost: Mapping[str, float]
+    cost: Mapping[str, float] | None
 
     def as_text(self) -> str:
         """The compiled program."""
@@ -66,7 +67,7 @@ class Compiled(NamedTuple):
         """The bytes that it takes."""
         return SimpleNamespace(**self.sizes)
 
-    def cost_analysis(self) -> Mapping[str, float]:
+    def cost_analysis(self) -> Mapping[str, float] | None:
         """The compiler's own estimates."""
         return self.cost
 
@@ -111,5 +112,15 @@ def compiled_for(devices: Sequence[Any], program: Program) -> Compiled:
     return Compiled(
         "\n\n".join(each.to_string() for each in made.hlo_modules()),
         {name: getattr(said, name) for name in _SIZES},
-        dict(made.cost_analysis()),
+        _cost_of(made),
     )
+
+
+def _cost_of(made: Any) -> Mapping[str, float] | None:
+    """The compiler's estimates; those of GPUs that are not there have none."""
+    try:
+        return dict(made.cost_analysis())
+    except JaxRuntimeError as error:
+        if not str(error).startswith("UNIMPLEMENTED"):
+            raise
+        return None

@@ -11,7 +11,7 @@ from packaging.version import Version
 from keras_distribute.errors import BackendError
 
 MINIMUM = {"keras": "3.15", "jax": "0.10"}
-# The newest with which all tests were run: `scripts/newest` does that.
+# The newest that tests were run with: `scripts/newest`. See the README for how many.
 TESTED = {"keras": "3.16.0.dev2026102704", "jax": "0.12.0.1"}
 
 
