@@ -12,12 +12,18 @@ from keras_distribute._compat import versions as _versions
 _versions.choose_backend()
 _versions.check_versions()
 
-from keras_distribute import config as config  # noqa: E402
 from keras_distribute import errors as errors  # noqa: E402
+from keras_distribute._compat import seams as _seams  # noqa: E402
 
-config.size_pool_for_requested_devices()
+with _seams.loaded():
+    from keras_distribute import config as config
 
-from keras_distribute import _install  # noqa: E402
+    config.size_pool_for_requested_devices()
+
+    from keras_distribute import _install
+
+    _install.install()
+
 from keras_distribute import callbacks as callbacks  # noqa: E402
 from keras_distribute import cluster_resolver as cluster_resolver  # noqa: E402
 from keras_distribute import experimental as experimental  # noqa: E402
@@ -72,8 +78,6 @@ from keras_distribute.values import Mirrored as Mirrored  # noqa: E402
 from keras_distribute.values import PerReplica as PerReplica  # noqa: E402
 from keras_distribute.variables import MirroredVariable as MirroredVariable  # noqa: E402
 from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable  # noqa: E402
-
-_install.install()
 
 __version__ = "0.1.0"
 

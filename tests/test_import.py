@@ -1,6 +1,5 @@
 """Importing chooses the JAX backend, and refuses what cannot work."""
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 
 from keras_distribute import errors
-from keras_distribute._compat import versions
+from keras_distribute._compat import seams, versions
 
 
 def run(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
@@ -49,18 +48,150 @@ def test_refuses_a_keras_that_already_runs_on_another_backend():
     assert "the 'numpy' backend of an already imported Keras." in result.stderr
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets what is installed."""
+
+    def install(**packages: str) -> None:
+        monkeypatch.setattr(versions, "_versions", lambda: packages)
+
+    return install
+
+
 @pytest.mark.parametrize(("package", "old"), [("keras", "3.14.2"), ("jax", "0.9.1")])
-def test_refuses_old_versions(monkeypatch, package, old):
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: old if name == package else real(name))
-    with pytest.raises(errors.BackendError, match=rf"needs {package} .*\n  Received: {package} {old}") as caught:
+def test_refuses_old_versions(installed, package, old):
+    installed(**({"keras": "3.15.1", "jax": "0.10.2"} | {package: old}))
+    expected = rf"needs {package} .*\n  Received: {package} {old}"
+    with pytest.raises(errors.BackendError, match=expected) as caught:
         versions.check_versions()
     assert f"Fix: pip install '{package}>=" in str(caught.value)
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("version", ["3.15.0", "3.15.1", "3.16.0rc1", "4.0", "3.15.0.dev20260101"])
-def test_newer_versions_pass(monkeypatch, version):
-    monkeypatch.setattr(versions, "MINIMUM", {"keras": (3, 15)})
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+@pytest.mark.parametrize(
+    ("keras", "jax"),
+    [
+        ("3.15.0", "0.10.0"),
+        ("3.15.9", "0.12.9"),  # A later patch of a release that was tested.
+        ("3.15.0.dev2026010101", "0.12.0.1"),
+        (versions.TESTED["keras"], versions.TESTED["jax"]),
+    ],
+)
+def test_tested_versions_pass_without_a_word(installed, recwarn, keras, jax):
+    installed(keras=keras, jax=jax)
     versions.check_versions()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("keras", "jax", "named"),
+    [
+        ("4.0", "0.12.0", "keras 4.0"),
+        ("3.16.0", "0.12.0", "keras 3.16.0"),  # Later than the nightly.
+        ("3.16.0.dev2099010101", "0.10.2", "keras 3.16.0.dev2099010101"),
+        ("3.15.1", "0.13.0", "jax 0.13.0"),
+        ("4.0", "1.0", "keras 4.0 and jax 1.0"),
+    ],
+)
+def test_versions_beyond_the_tested_ones_are_named_once(
+    installed, recwarn, keras, jax, named
+):
+    installed(keras=keras, jax=jax)
+    versions.check_versions()
+    (warning,) = recwarn.list
+    text = str(warning.message)
+    assert text.startswith(f"keras_distribute was not tested with {named}; the newest")
+    assert versions.TESTED["jax"] in text
+    assert "pip install 'keras>=3.15,<3.16.0' 'jax>=0.10,<=0.12.0.1'" in text
+
+
+def test_the_warning_comes_at_the_import_and_points_to_it():
+    script = (
+        "import warnings, keras; keras.__version__ = '9.0'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import keras_distribute\n"
+        "    import keras_distribute.experimental\n"
+        "found = [w for w in caught if 'keras_distribute' in str(w.message)]\n"
+        "print(len(found), found[0].filename, found[0].lineno)"
+    )
+    result = run(script, KERAS_BACKEND="jax")
+    assert result.stdout.strip() == "1 <string> 4", result.stderr
+
+
+MOVED = "keras_distribute builds on parts of Keras and JAX that have moved: "
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (  # A function that is imported.
+            "from keras.src.backend.common import stateless_scope as owner\n"
+            "del owner.get_stateless_scope",
+            "cannot import name 'get_stateless_scope' from "
+            "'keras.src.backend.common.stateless_scope'",
+        ),
+        (  # A method that is called later.
+            "del keras.Model.__mro__[2]._symbolic_build",
+            "_symbolic_build",
+        ),
+        (  # JAX's.
+            "from jax._src.lax import parallel; del parallel._psum",
+            "module 'jax._src.lax.parallel' has no attribute '_psum'",
+        ),
+    ],
+)
+def test_a_seam_that_has_moved_is_named_with_what_to_install(script, named):
+    script = f"import jax, keras\n{script}\nimport keras_distribute"
+    result = run(script, KERAS_BACKEND="jax")
+    assert result.returncode != 0
+    last = result.stderr[result.stderr.rindex("BackendError: ") :]
+    assert MOVED in last and named in last.splitlines()[0]
+    assert f"  Received: {versions.installed()}; the newest that were tested" in last
+    assert "  Fix: pip install 'keras>=3.15,<3.16.0' 'jax>=0.10,<=0.12.0.1'" in last
+
+
+class Owner:
+    def __init__(self):
+        self._set, self.plain = 1, self._method(2)
+
+    def _method(self, number):
+        return number
+
+
+def test_a_name_is_found_at_the_first_place_that_has_it():
+    assert seams.find("no.such.module", "os:no_such_name", "os.path:join", "os")
+    assert seams.find("os.path:join") is os.path.join
+    assert seams.find("nowhere", "os.path") is os.path
+    with pytest.raises(errors.BackendError, match="there is no nowhere and no os:gone"):
+        seams.find("nowhere", "os:gone")
+
+
+def test_names_that_are_used_later_are_looked_up():
+    seams.check(Owner, "_method", "_set")
+    seams.check(os, "path")
+    with pytest.raises(errors.BackendError, match=r"Owner has no _gone\."):
+        seams.check(Owner, "_set", "_gone")
+    with pytest.raises(errors.BackendError, match=r"moved: os has no _gone\."):
+        seams.check(os, "_gone")
+
+
+def test_replacements_take_what_they_replace_and_are_undone():
+    replacements = seams.Replacements()
+    before, inherited = dict(vars(Owner)), type("Heir", (Owner,), {})
+    replacements.replace(Owner, "_method", lambda self, number: -number)
+    replacements.replace(inherited, "_method", lambda self, *args, **kwargs: 0)
+    assert (Owner().plain, inherited().plain) == (-2, 0)
+    with pytest.raises(errors.BackendError, match="Owner._method takes number"):
+        replacements.replace(Owner, "_method", lambda self: 0)
+    with pytest.raises(errors.BackendError, match="Owner has no _gone"):
+        replacements.replace(Owner, "_gone", lambda self: 0)
+    replacements.undo()
+    assert dict(vars(Owner)) == before
+    assert "_method" not in vars(inherited) and Owner().plain == 2
+
+
+def test_errors_of_others_are_left_as_they_are():
+    with pytest.raises(ImportError) as caught, seams.loaded():
+        raise ImportError("no numbers today")
+    assert not isinstance(caught.value, errors.BackendError)

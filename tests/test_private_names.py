@@ -1,5 +1,6 @@
 """Private names of Keras and JAX stand in `_compat` alone, and what we put into Keras can be taken out again."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -27,16 +28,20 @@ def test_uninstall_leaves_keras_as_it_was():
 import os
 os.environ["KERAS_BACKEND"] = "jax"
 import keras
-from keras.src.backend import StatelessScope, Variable
-from keras.src.backend.jax import nn, trainer
+from keras.optimizers import LossScaleOptimizer, Optimizer
+from keras.src.backend.jax import trainer
 from keras.src.losses import loss
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random.seed_generator import SeedGenerator
-from keras.src.trainers.trainer import Trainer
+from keras.src.saving import saving_lib
+from keras.src.trainers import data_adapters
+try:
+    from keras.src.backend.jax.ops import nn
+except ImportError:
+    from keras.src.backend.jax import nn
 
-owners = [Variable, nn, trainer, trainer.JAXTrainer, trainer.JAXEpochIterator, loss, BaseOptimizer,
-          LossScaleOptimizer, SeedGenerator, Trainer, keras.layers.BatchNormalization, keras.Layer, StatelessScope]
+_, jax_trainer, base_trainer = keras.Model.__mro__[:3]
+owners = [keras.Variable, nn, trainer, jax_trainer, trainer.JAXEpochIterator, loss, loss.Loss, Optimizer,
+          LossScaleOptimizer, keras.random.SeedGenerator, base_trainer, keras.layers.BatchNormalization, keras.Layer,
+          keras.StatelessScope, keras.callbacks.CallbackList, saving_lib, data_adapters]
 before = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 import keras_distribute
 from keras_distribute import _install
@@ -52,3 +57,60 @@ with keras_distribute.MirroredStrategy(["cpu:0"]).scope():
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_private_attributes_are_looked_up_at_the_import():
+    """Each that a module of `_compat` uses of Keras is in a `check` or a `replace` there."""
+    modules = {
+        path.stem: ast.parse(path.read_text())
+        for path in (PACKAGE / "_compat").glob("*.py")
+    }
+    known = {
+        argument.value
+        for tree in modules.values()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _name(call.func) in ("check", "replace")
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+    assert len(known) > 40
+    unknown = {
+        f"{module}: {name}"
+        for module, tree in modules.items()
+        if module not in NOT_OF_KERAS
+        for name in _private(tree) - known
+    }
+    assert unknown <= {*PYTHONS, *NEWER}
+
+
+# TensorFlow's are looked up when TensorFlow is used, which may not be installed.
+NOT_OF_KERAS = ("tensorflow", "seams", "versions")
+# Of Python, with another way where it is not there.
+PYTHONS = ("checkpoint: _register_atexit",)
+# Used where they are there.
+NEWER = (
+    "optimizer: _exclude_from_weight_decay_pattern",
+    "trainer: _get_unbuilt_components",
+    "trainer: _maybe_symbolic_build",
+)
+
+
+def _private(tree):
+    """The private attributes of others: those that no class or function there makes."""
+    own, used = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            own.add(_name(node.target))
+        elif isinstance(node, ast.Attribute):
+            of_self = isinstance(node.ctx, ast.Store) and _name(node.value) == "self"
+            (own if of_self else used).add(node.attr)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("getattr", "hasattr"):
+            used |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+    is_private = re.compile(r"_[a-zA-Z]").match
+    return {name for name in used - own if isinstance(name, str) and is_private(name)}
+
+
+def _name(node):
+    return getattr(node, "attr", getattr(node, "id", ""))

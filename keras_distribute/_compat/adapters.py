@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import keras
-from keras.src import tree
+import numpy as np
+from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
@@ -26,6 +27,8 @@ from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetA
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+
+from keras_distribute._compat.seams import Replacements, check
 
 __all__ = [
     "ArrayDataAdapter",
@@ -38,23 +41,26 @@ __all__ = [
     "can_convert_arrays",
 ]
 
+check(ArrayDataAdapter, "_inputs", "_num_samples", "_batch_size", "_shuffle")
+check(GeneratorDataAdapter, "_first_batches")
+check(GrainDatasetAdapter, "_output_signature")
+check(PyDatasetAdapter, "py_dataset", "class_weight", "shuffle", "enqueuer")
+check(TFDatasetAdapter, "_dataset")
+check(TorchDataLoaderAdapter, "_dataloader")
+
 Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
 def install(around: Around) -> Undo:
     """Puts `around(original, x, arguments)` around the choice of an adapter for the `x` of `fit`."""
-    original = data_adapters.get_data_adapter
+    replaced, original = Replacements(), data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
         return around(original, x, arguments)
 
-    data_adapters.get_data_adapter = get_data_adapter
-
-    def undo() -> None:
-        data_adapters.get_data_adapter = original
-
-    return undo
+    replaced.replace(data_adapters, "get_data_adapter", get_data_adapter)
+    return replaced.undo
 
 
 def adapter_of(dataset: Any) -> DataAdapter:
@@ -94,9 +100,7 @@ def _tf_leaf_to_host(leaf: Any) -> Any:
         return leaf.numpy()
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         return data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
-    from keras.src.backend.tensorflow.core import convert_to_numpy
-
-    return convert_to_numpy(leaf)
+    return np.asarray(leaf.to_tensor() if hasattr(leaf, "to_tensor") else leaf)
 
 
 def grain_dataset_of(adapter: Any) -> Any:

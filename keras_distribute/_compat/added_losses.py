@@ -10,12 +10,15 @@ matter of where Python finds memory, on one device as on many. Here the notes en
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
-from keras.src.layers.layer import Layer
+from keras import Layer, StatelessScope
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+from keras_distribute._compat.seams import Replacements, check
+
+check(Layer, "_loss_ids")
 
 Undo = Callable[[], None]
 _LAYERS = "_keras_distribute_layers_with_losses"
@@ -25,23 +28,19 @@ def install() -> Undo:
     """Has scopes forget, at their end, the losses that were added in them."""
     add_loss, leave = Layer.add_loss, StatelessScope.__exit__
 
-    @functools.wraps(add_loss)
     def add_noted(self: Any, loss: Any) -> None:
         add_loss(self, loss)
         scope: Any = get_stateless_scope()
         if scope is not None:
             vars(scope).setdefault(_LAYERS, []).append(self)
 
-    @functools.wraps(leave)
     def leave_clean(self: Any, *args: Any, **kwargs: Any) -> None:
         of_scope = {id(loss) for loss in self.losses}
         for layer in vars(self).pop(_LAYERS, ()):
             layer._loss_ids -= of_scope
         leave(self, *args, **kwargs)
 
-    Layer.add_loss, StatelessScope.__exit__ = add_noted, leave_clean
-
-    def undo() -> None:
-        Layer.add_loss, StatelessScope.__exit__ = add_loss, leave
-
-    return undo
+    replaced = Replacements()
+    replaced.replace(Layer, "add_loss", add_noted)
+    replaced.replace(StatelessScope, "__exit__", leave_clean)
+    return replaced.undo

@@ -14,6 +14,11 @@ from typing import Any
 
 import jax
 
+from keras_distribute._compat.names import BaseTrainer
+from keras_distribute._compat.seams import check
+
+check(BaseTrainer, "_symbolic_build")
+
 
 def build(trainer: Any, batch: Any) -> None:
     """Builds what is not built yet: layers, metrics, losses, the optimizer.

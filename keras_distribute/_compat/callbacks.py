@@ -32,14 +32,20 @@ import jax
 import keras
 import numpy as np
 from keras import tree
+from keras.callbacks import CallbackList, ProgbarLogger
 from keras.src.backend.common import global_state
 from keras.src.callbacks import orbax_checkpoint
-from keras.src.callbacks.callback_list import CallbackList
 from keras.src.callbacks.monitor_callback import MonitorCallback
-from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.random import seed_generator
 
+from keras_distribute._compat.names import BaseTrainer
+from keras_distribute._compat.seams import Replacements, check
 from keras_distribute.errors import CheckpointError
+
+check(BaseTrainer, "_initial_epoch")
+check(CallbackList, "_async_train", "_flush_futures", "_model")
+check(MonitorCallback, "_set_monitor_op")
+check(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path")
 
 Undo = Callable[[], None]
 JOINS, FIRST = "_keras_distribute_joins", "_keras_distribute_first"
@@ -61,7 +67,6 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
     """
     original, initialize = CallbackList.on_train_begin, CallbackList.__init__
 
-    @functools.wraps(initialize)
     def init(
         self: Any, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False, **more: Any
     ) -> None:
@@ -69,7 +74,6 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
             callbacks, add_progbar = _quiet(tree.flatten(callbacks) if callbacks else []), False
         initialize(self, callbacks, add_history, add_progbar, **more)
 
-    @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
         _refuse_orbax(self.callbacks)
         first = [callback for callback in self.callbacks if hasattr(callback, FIRST)]
@@ -85,37 +89,28 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
             object.__setattr__(trainer, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
         original(self, logs)
 
-    def heard_only(kind: str) -> None:
-        name = f"on_{kind}_batch_end"
+    def heard_only(name: str) -> Callable[..., Any]:
         method = getattr(CallbackList, name)
-        batch_ends[name] = method
 
-        @functools.wraps(method)
         def batch_end(self: Any, batch: int, logs: Any = None) -> None:
-            if any(_has_own(callback, name, "on_batch_end") for callback in self.callbacks):
+            if any(_has_own(each, name, "on_batch_end") for each in self.callbacks):
                 method(self, batch, logs)
 
-        setattr(CallbackList, name, batch_end)
+        return batch_end
 
-    batch_ends: dict[str, Any] = {}
-    for kind in ("train", "test", "predict"):
-        heard_only(kind)
     get_state_tree = orbax_checkpoint._get_state_tree
 
-    @functools.wraps(get_state_tree)
-    def _get_state_tree(model: Any) -> Any:
+    def from_one_device(model: Any) -> Any:
         return jax.tree.map(_on_one_device, get_state_tree(model))
 
-    CallbackList.on_train_begin, CallbackList.__init__ = on_train_begin, init
-    orbax_checkpoint._get_state_tree = _get_state_tree
-
-    def undo() -> None:
-        CallbackList.on_train_begin, CallbackList.__init__ = original, initialize
-        for name, method in batch_ends.items():
-            setattr(CallbackList, name, method)
-        orbax_checkpoint._get_state_tree = get_state_tree
-
-    return undo
+    replaced = Replacements()
+    replaced.replace(CallbackList, "__init__", init)
+    replaced.replace(CallbackList, "on_train_begin", on_train_begin)
+    replaced.replace(orbax_checkpoint, "_get_state_tree", from_one_device)
+    for kind in ("train", "test", "predict"):
+        name = f"on_{kind}_batch_end"
+        replaced.replace(CallbackList, name, heard_only(name))
+    return replaced.undo
 
 
 def see_steps(trainer: Any) -> bool:

@@ -17,6 +17,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
+from keras_distribute._compat.names import BaseTrainer
+from keras_distribute._compat.seams import check
+
+check(BaseTrainer, "_compile_metrics", "_compile_loss")
+check(keras.Layer, "_layers")
+check(keras.Variable, "_value", "_initializer")
+
 
 def inner_layers(layer: Any) -> list[Any]:
     """The layers directly inside a layer, in a fixed order."""

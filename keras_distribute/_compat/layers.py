@@ -9,16 +9,18 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from keras import backend, ops
+from keras.layers import BatchNormalization
+from keras.random import SeedGenerator
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.jax import nn as jax_nn
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.random.seed_generator import SeedGenerator
+
+from keras_distribute._compat.names import jax_nn
+from keras_distribute._compat.seams import Replacements, check
+
+check(BatchNormalization, "_reduction_axes")
 
 Undo = Callable[[], None]
 
@@ -37,29 +39,42 @@ def install(
         global_sum: The sum over the replicas, for masked synchronized statistics; `None` where there is none.
         replica_seed: This replica's seed from the common one.
     """
-    init, call, moments = BatchNormalization.__init__, BatchNormalization.call, jax_nn.moments
+    init, call, moments = (
+        BatchNormalization.__init__,
+        BatchNormalization.call,
+        jax_nn.moments,
+    )
     masked_moments, next_seed = BatchNormalization._moments, SeedGenerator.next
 
-    @functools.wraps(init)
-    def new_init(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+    def new_init(
+        self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+    ) -> None:
         init(self, *args, synchronized=False, **kwargs)
         self.synchronized = synchronized
 
     def new_call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return around_call(self, call, inputs, training, mask)
 
-    def new_moments(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
-        return synchronized_moments(x, axes, keepdims, moments) if synchronized else moments(x, axes, keepdims)
+    def new_moments(
+        x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+    ) -> Any:
+        if synchronized:
+            return synchronized_moments(x, axes, keepdims, moments)
+        return moments(x, axes, keepdims)
 
     def new_masked_moments(self: Any, inputs: Any, mask: Any) -> Any:
         if mask is None or not self.synchronized:
             return masked_moments(self, inputs, mask)
-        axes, whole = self._reduction_axes, ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), inputs.shape), "bool")
-        count = global_sum(ops.sum(ops.cast(whole, inputs.dtype), axes, keepdims=True))
+        axes, of_rows = self._reduction_axes, ops.expand_dims(mask, -1)
+        whole = ops.cast(ops.broadcast_to(of_rows, inputs.shape), "bool")
+        count = ops.sum(ops.cast(whole, inputs.dtype), axes, keepdims=True)
+        count = global_sum(count)
         if count is None:
             return masked_moments(self, inputs, mask)
-        count += backend.epsilon()  # From here on as Keras does, with each sum taken over all replicas.
-        mean = global_sum(ops.sum(ops.where(whole, inputs, 0), axes, keepdims=True)) / count
+        # From here on as Keras does, with each sum taken over all replicas.
+        count += backend.epsilon()
+        total = ops.sum(ops.where(whole, inputs, 0), axes, keepdims=True)
+        mean = global_sum(total) / count
         squares = ops.square(ops.where(whole, inputs - mean, 0))
         variance = global_sum(ops.sum(squares, axes, keepdims=True)) / count
         return ops.squeeze(mean), ops.squeeze(variance)
@@ -67,15 +82,13 @@ def install(
     def new_next(self: Any, ordered: bool = True) -> Any:
         return replica_seed(next_seed(self, ordered))
 
-    new_init.__signature__ = inspect.signature(init)  # Keras reads it to serialize the layer.
-    BatchNormalization.__init__, BatchNormalization.call = new_init, new_call
-    BatchNormalization._moments, jax_nn.moments, SeedGenerator.next = new_masked_moments, new_moments, new_next
-
-    def undo() -> None:
-        BatchNormalization.__init__, BatchNormalization.call = init, call
-        BatchNormalization._moments, jax_nn.moments, SeedGenerator.next = masked_moments, moments, next_seed
-
-    return undo
+    replaced = Replacements()
+    replaced.replace(BatchNormalization, "__init__", new_init)
+    replaced.replace(BatchNormalization, "call", new_call)
+    replaced.replace(BatchNormalization, "_moments", new_masked_moments)
+    replaced.replace(jax_nn, "moments", new_moments)
+    replaced.replace(SeedGenerator, "next", new_next)
+    return replaced.undo
 
 
 def statistics(layer: Any) -> list[Any]:

@@ -9,15 +9,15 @@ of a loss what its own metric keeps, in the module that defines it; it concerns 
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras.src.losses import loss as loss_module
-from keras.src.trainers.trainer import Trainer
 
+from keras_distribute._compat.names import BaseTrainer
+from keras_distribute._compat.seams import Replacements
 from keras_distribute.errors import ValueStructureError
 
 Undo = Callable[[], None]
@@ -46,6 +46,7 @@ def install(
     reduce_values: Callable[..., Any] = loss_module.reduce_values
     apply_mask: Callable[..., Any] = loss_module.apply_mask
     unscale: Callable[..., Any] = loss_module.unscale_loss_for_distribution
+    aggregate_additional_loss = BaseTrainer._aggregate_additional_loss
 
     def share(local: Any) -> Any:
         """This replica's count over the count of all."""
@@ -97,21 +98,13 @@ def install(
         scale = share(keras.ops.cast(_rows.of_last, value.dtype)) if _rows.of_last is not None else None
         return unscale(value) if scale is None else keras.ops.divide_no_nan(value, scale)
 
-    aggregate_additional_loss: Callable[..., Any] = Trainer._aggregate_additional_loss
-    Trainer._aggregate_additional_loss = additional_share
-    loss_module.reduce_values = reduce_share
-    loss_module.apply_mask = mask_share
-    loss_module.unscale_loss_for_distribution = unscaled
-    loss_module.Loss.__call__ = functools.wraps(call)(call_with_rows)
-
-    def undo() -> None:
-        loss_module.reduce_values = reduce_values
-        loss_module.apply_mask = apply_mask
-        loss_module.unscale_loss_for_distribution = unscale
-        loss_module.Loss.__call__ = call
-        Trainer._aggregate_additional_loss = aggregate_additional_loss
-
-    return undo
+    replaced = Replacements()
+    replaced.replace(BaseTrainer, "_aggregate_additional_loss", additional_share)
+    replaced.replace(loss_module, "reduce_values", reduce_share)
+    replaced.replace(loss_module, "apply_mask", mask_share)
+    replaced.replace(loss_module, "unscale_loss_for_distribution", unscaled)
+    replaced.replace(loss_module.Loss, "__call__", call_with_rows)
+    return replaced.undo
 
 
 def _known_rows() -> int:

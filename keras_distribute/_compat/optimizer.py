@@ -7,15 +7,24 @@ loss-scale checks. `_trainable_variables` and what is excluded from weight decay
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from keras import Variable, optimizers
-from keras.src.backend.common.name_scope import name_scope
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras import Variable, name_scope, optimizers
+from keras.optimizers import LossScaleOptimizer, Optimizer
+
+from keras_distribute._compat.seams import Replacements, check
+
+check(
+    Optimizer,
+    "_accumulated_gradients",
+    "_exclude_from_weight_decay",
+    "_get_variable_index",
+    "_iterations",
+    "_learning_rate",
+    "_trainable_variables",
+)
 
 Undo = Callable[[], None]
 Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
@@ -27,35 +36,31 @@ def install(around_apply: AroundApply, all_of: Callable[[Any], Any], slot_create
 
     `slot_created` is called with each slot of a weight.
     """
-    add_slot = BaseOptimizer.add_variable_from_reference
+    add_slot: Callable[..., Any] = Optimizer.add_variable_from_reference
+    check_finite: Callable[..., Any] = LossScaleOptimizer.check_finite
 
-    @functools.wraps(add_slot)
     def add_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         slot = add_slot(self, *args, **kwargs)
         slot_created(slot)
         return slot
 
-    originals = [(cls, cls.apply) for cls in (BaseOptimizer, LossScaleOptimizer)]
-    check_finite = LossScaleOptimizer.check_finite
+    def agreed_finite(self: Any, grads: Any) -> Any:
+        return all_of(check_finite(self, grads))
 
-    def wrap(original: Apply) -> Apply:
-        def apply(self: Any, grads: list[Any], trainable_variables: list[Any] | None = None) -> None:
+    def applying(original: Apply) -> Apply:
+        def apply(
+            self: Any, grads: list[Any], trainable_variables: list[Any] | None = None
+        ) -> None:
             around_apply(self, grads, trainable_variables, original)
 
         return apply
 
-    for cls, original in originals:
-        cls.apply = wrap(original)
-    LossScaleOptimizer.check_finite = lambda self, grads: all_of(check_finite(self, grads))
-
-    def undo() -> None:
-        for cls, original in originals:
-            cls.apply = original
-        LossScaleOptimizer.check_finite = check_finite
-        BaseOptimizer.add_variable_from_reference = add_slot
-
-    BaseOptimizer.add_variable_from_reference = add_and_tell
-    return undo
+    replaced = Replacements()
+    for owner in (Optimizer, LossScaleOptimizer):
+        replaced.replace(owner, "apply", applying(owner.apply))
+    replaced.replace(LossScaleOptimizer, "check_finite", agreed_finite)
+    replaced.replace(Optimizer, "add_variable_from_reference", add_and_tell)
+    return replaced.undo
 
 
 def build(optimizer: Any, variables: list[Any] | None) -> None:

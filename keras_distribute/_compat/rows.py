@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask, set_keras_mask
-from keras.src.backend.jax.trainer import JAXTrainer
-from keras.src.layers.layer import Layer
+from keras import Layer, Sequential
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
-from keras.src.models.sequential import Sequential
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from keras.src.trainers.trainer import Trainer
+from keras.utils import unpack_x_y_sample_weight
+
+from keras_distribute._compat.names import BaseTrainer, JAXTrainer
+from keras_distribute._compat.seams import check
 
 __all__ = ["get_keras_mask", "set_keras_mask", "unpack_x_y_sample_weight"]
 
@@ -39,8 +39,12 @@ _ROW_WISE = tuple(
         "rnn",
     )
 )
+check(Functional, "_operations")
+check(JAXTrainer, "_losses_override", "_update_metrics_variables")
+check(Layer, "_call_has_training_arg", "_flatten_layers", "_seed_generators")
+
 _STEP_METHODS = {
-    Trainer: ("compute_loss", "_compute_loss", "stateless_compute_loss"),
+    BaseTrainer: ("compute_loss", "_compute_loss", "stateless_compute_loss"),
     JAXTrainer: ("train_step", "compute_loss_and_updates", "_update_metrics_variables"),
     Layer: ("stateless_call", "losses"),
 }

@@ -6,12 +6,13 @@ All ways to save lead to one of them. A function that is handed in decides which
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+
+from keras_distribute._compat.seams import Replacements
 
 Undo = Callable[[], None]
 _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
@@ -23,20 +24,14 @@ def install(write: Callable[[Any, Callable[[], Any]], Any]) -> Undo:
     Args:
         write: Called with the model and a function that writes its files.
     """
-    originals = [(module, name, getattr(module, name)) for module, name in _WRITERS]
+    replaced = Replacements()
 
     def handed_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def save(model: Any, *args: Any, **kwargs: Any) -> Any:
             return write(model, lambda: original(model, *args, **kwargs))
 
         return save
 
-    for module, name, original in originals:
-        setattr(module, name, handed_over(original))
-
-    def undo() -> None:
-        for module, name, original in originals:
-            setattr(module, name, original)
-
-    return undo
+    for module, name in _WRITERS:
+        replaced.replace(module, name, handed_over(getattr(module, name)))
+    return replaced.undo

@@ -5,7 +5,7 @@
   its creator says so, as in TensorFlow. Goes if Keras has that rule.
 - `StatelessScope`: the stack of scopes is private; our variables look through all of them, not only the innermost.
 - `name_scope_stack`: tells whether a layer creates the variable; Keras passes no creator.
-- `BaseOptimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
+- `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -16,14 +16,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.backend import Variable
+from keras import Layer, StatelessScope, Variable
+from keras.optimizers import Optimizer
 from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope, in_stateless_scope
+from keras.src.backend.common.stateless_scope import (
+    get_stateless_scope,
+    in_stateless_scope,
+)
 from keras.src.backend.common.variables import shape_equal
-from keras.src.layers.layer import Layer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from keras_distribute._compat.seams import Replacements, check
 
 __all__ = ["StatelessScope", "Variable", "get_stateless_scope", "in_stateless_scope", "shape_equal"]
+
+check(Variable, "_dtype", "_initializer", "_shape")
 
 Undo = Callable[[], None]
 
@@ -42,33 +48,33 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
         chosen = choose_class(_named(args, kwargs)) if cls is Variable else None
         return object.__new__(chosen or cls)
 
+    initialize: Callable[..., Any] = Variable.__init__
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         named = _named(args, kwargs)
         if named.get("synchronization") == "on_read" and "trainable" not in named:
             kwargs["trainable"] = False
-        original_init(self, *args, **kwargs)
+        initialize(self, *args, **kwargs)
 
-    def add_variable_from_reference(self: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any) -> Any:
-        if name != "gradient_accumulator":
-            return original_add(self, reference_variable, name, *args, **kw)
-        _creating.accumulator = True
+    add_variable: Callable[..., Any] = Optimizer.add_variable_from_reference
+
+    def add_and_mark(
+        self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
+    ) -> Any:
+        _creating.accumulator = name == "gradient_accumulator"
         try:
-            return original_add(self, reference_variable, name, *args, **kw)
+            return add_variable(self, reference_variable, name, *more, **kw)
         finally:
             _creating.accumulator = False
 
-    original_add = BaseOptimizer.add_variable_from_reference
-    original_init, own_init = Variable.__init__, "__init__" in vars(Variable)
+    replaced = Replacements()
     Variable.__new__ = new
-    Variable.__init__ = functools.wraps(original_init)(init)
-    BaseOptimizer.add_variable_from_reference = add_variable_from_reference
+    replaced.replace(Variable, "__init__", init)
+    replaced.replace(Optimizer, "add_variable_from_reference", add_and_mark)
 
     def undo() -> None:
         del Variable.__new__
-        del Variable.__init__
-        if own_init:
-            Variable.__init__ = original_init
-        BaseOptimizer.add_variable_from_reference = original_add
+        replaced.undo()
 
     return undo
 

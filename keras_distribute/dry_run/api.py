@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import keras
 from jax.errors import JaxRuntimeError
 
 from keras_distribute import checks
-from keras_distribute._compat import topologies
 from keras_distribute.dry_run import (
     collectives,
+    compiling,
     estimate,
     examples,
     fitting,
@@ -32,8 +33,6 @@ from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import planning
 
-_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"), "cpu": ()}
-
 
 def dry_run(
     model_or_builder: keras.Model | Callable[[], keras.Model],
@@ -49,8 +48,9 @@ def dry_run(
     The step is the one that `fit` would compile there: the model's own, over the global batch, with everything that its
     strategy does to it, such as divided optimizer state or `steps_per_execution`. The compiler is the hardware's own:
     libtpu for TPUs (`pip install 'keras-distribute[dry-run-tpu]'`), JAX's CUDA plugin for GPUs
-    (`pip install 'keras-distribute[dry-run-cuda]'`). On this machine the model's weights and optimizer state are
-    created, in the host's memory or where the model already has them.
+    (`pip install 'keras-distribute[dry-run-cuda]'`), each in a process of
+    its own. On this machine the model's weights and optimizer state are created, in the
+    host's memory or where the model already has them.
 
     FLOPs are those of matrix products and convolutions in the traced step, with each loop's iterations, divided by the
     number of devices, as if the logical devices of a replica computed nothing twice; bytes moved are the operands and
@@ -74,7 +74,8 @@ def dry_run(
         A `kd.DryRunReport`. A batch that does not fit has one, too: with what is needed and what there is.
 
     Raises:
-        BackendError: Where the compiler is not installed, or its assembler.
+        BackendError: Where the compiler or its assembler is not installed, and where the
+            compiler ends its process, which is not this one.
         DeviceError: For a topology that does not exist.
         InputError: For a batch whose shapes are not known.
         StructureTypeError: For what is no compiled model.
@@ -162,8 +163,7 @@ class _Compiler:
         counts = flops.of_program(plan.traced.jaxpr)
         begun = time.perf_counter()
         try:
-            with topologies.assembler():
-                compiled = plan.traced.lower().compile()
+            compiled = compiling.compiled(self.target, plan.traced.lower())
         except JaxRuntimeError as error:
             if "ptxas" in str(error):
                 raise BackendError(
@@ -229,4 +229,6 @@ class _Compiler:
 
 
 def _versions(platform: str) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("keras", "jax", "jaxlib", *_PACKAGES[platform])}
+    own = {"keras": keras.__version__, "jax": jax.__version__}
+    others = ("jaxlib", *targets.PACKAGES[platform])
+    return own | {name: importlib.metadata.version(name) for name in others}

@@ -8,7 +8,8 @@ error of a program that is too large), and on GPUs the 75 % that JAX takes by de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 GIB = 2**30
 _CLOUD = "https://cloud.google.com/tpu/docs/"
@@ -32,7 +33,7 @@ class Hardware:
         usable_bytes: What of it a program may take.
         memory_bandwidth: Bytes a second.
         link_bandwidth: Bytes a second in one direction over one link between chips; of a GPU over all of its links.
-        torus_axes: How many axes the network of a TPU slice has at most; 0 where every device reaches every other.
+        pod: The chips along each axis of the largest TPU slice.
         wraps_every: An axis whose number of chips is a multiple of it is a ring; others are lines.
         devices_per_chip: That share the chip's links.
         source: Where the numbers are published.
@@ -44,10 +45,21 @@ class Hardware:
     usable_bytes: int
     memory_bandwidth: float
     link_bandwidth: float
-    torus_axes: int
+    pod: tuple[int, ...]
     wraps_every: int
     devices_per_chip: int
     source: str
+
+    @property
+    def torus_axes(self) -> int:
+        """The most axes of a slice's network; 0: every device reaches every other."""
+        return len(self.pod)
+
+    def has_slice(self, shape: Sequence[int]) -> bool:
+        """Whether there is a TPU slice of so many chips along each axis."""
+        if len(self.pod) == 3:  # Optical switches join cubes of chips to any shape.
+            return math.prod(shape) <= math.prod(self.pod)
+        return all(chips <= most for chips, most in zip(shape, self.pod, strict=True))
 
 
 def _tpu(
@@ -57,7 +69,7 @@ def _tpu(
     usable_gib: float,
     gigabytes: float,
     link_gigabytes: float,
-    axes: int,
+    pod: tuple[int, ...],
     wraps_every: int,
     cores: int,
     source: str,
@@ -68,7 +80,7 @@ def _tpu(
     flops = {"bfloat16": rate, "float16": rate, "float32": rate}
     memory = int(memory_gib * GIB / cores)
     usable, bandwidth = int(usable_gib * GIB), gigabytes * 1e9 / cores
-    return Hardware(name, flops, memory, usable, bandwidth, link_gigabytes * 1e9, axes, wraps_every, cores, f"{source}")
+    return Hardware(name, flops, memory, usable, bandwidth, link_gigabytes * 1e9, pod, wraps_every, cores, source)
 
 
 def _gpu(
@@ -77,21 +89,21 @@ def _gpu(
     """A GPU: teraflops of dense matrix products in 16 bits, and in TF32, as which XLA multiplies float32."""
     flops = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": tf32 * 1e12}
     usable = int(memory_bytes * _GPU_FRACTION)
-    return Hardware(name, flops, memory_bytes, usable, gigabytes * 1e9, link_gigabytes * 1e9, 0, 0, 1, source)
+    return Hardware(name, flops, memory_bytes, usable, gigabytes * 1e9, link_gigabytes * 1e9, (), 0, 1, source)
 
 
 HARDWARE = {
     each.name: each
     for each in (
         # Links: 496 and 656 Gbit/s in each direction.
-        _tpu("v2", 46, 16, 7.48, 700, 62, 2, 16, 2, _V2_V3),
-        _tpu("v3", 123, 32, 15.48, 900, 82, 2, 32, 2, _V2_V3),
-        _tpu("v4", 275, 32, 30.75, 1200, 50, 3, 4, 1, _V4),
+        _tpu("v2", 46, 16, 7.48, 700, 62, (16, 16), 16, 2, _V2_V3),
+        _tpu("v3", 123, 32, 15.48, 900, 82, (32, 32), 32, 2, _V2_V3),
+        _tpu("v4", 275, 32, 30.75, 1200, 50, (16, 16, 16), 4, 1, _V4),
         # The chip's bandwidth in both directions, over its ports: 400 GB/s and 4, 1200 and 6, 800 and 4, 1200 and 6.
-        _tpu("v5e", 197, 16, 15.75, 819, 50, 2, 16, 1, _CLOUD + "v5e"),
-        _tpu("v5p", 459, 95, 95.73, 2765, 100, 3, 4, 1, _CLOUD + "v5p"),
-        _tpu("v6e", 918, 32, 31.24, 1638, 100, 2, 16, 1, _CLOUD + "v6e"),
-        _tpu("tpu7x", 2307, 192, 94.74, 7380, 100, 3, 4, 2, _CLOUD + "tpu7x"),
+        _tpu("v5e", 197, 16, 15.75, 819, 50, (16, 16), 16, 1, _CLOUD + "v5e"),
+        _tpu("v5p", 459, 95, 95.73, 2765, 100, (16, 20, 28), 4, 1, _CLOUD + "v5p"),
+        _tpu("v6e", 918, 32, 31.24, 1638, 100, (16, 16), 16, 1, _CLOUD + "v6e"),
+        _tpu("tpu7x", 2307, 192, 94.74, 7380, 100, (16, 24, 24), 4, 2, _CLOUD + "tpu7x"),
         # NVLink: half of what is published, which counts both directions.
         _gpu("v100", 125, 15.7, 16_935_682_048, 900, 150, _V100),
         _gpu("a100", 312, 156, 42_331_013_120, 1555, 300, _A100),

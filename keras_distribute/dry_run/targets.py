@@ -19,6 +19,11 @@ from keras_distribute.errors import BackendError, DeviceError
 _NAME = re.compile(r"^([a-z0-9-]+):(\d+(?:x\d+)*)$")
 _SAME = {"v5litepod": "v5e", "v5": "v5p", "v6": "v6e", "v7x": "tpu7x", "ironwood": "tpu7x", "a100-40gb": "a100"}
 _MOST_GPUS = 8  # That share one NVLink network.
+PACKAGES = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+    "cpu": (),
+}
 _HOST = {"v5e": (2, 4), "v6e": (2, 4)}  # Chips of the largest single host.
 
 
@@ -106,6 +111,9 @@ def parse(name: str) -> Target:
     if hardware.torus_axes:
         if not 2 <= len(shape) <= hardware.torus_axes:
             raise _unknown(name, f"a slice of {kind} has {'2 or 3' if hardware.torus_axes == 3 else '2'} axes")
+        if not hardware.has_slice(shape):
+            pod = "x".join(map(str, hardware.pod))
+            raise _unknown(name, f"the largest slice of {kind} has {pod} chips")
         return Target(name, "tpu", shape, hardware)
     if len(shape) > 1 or math.prod(shape) > _MOST_GPUS:
         raise _unknown(name, f"GPUs of one host, at most {_MOST_GPUS}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pickle
 
 import jax
 import keras
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute._compat import compiling as seam
 from keras_distribute.dry_run import __main__ as command
-from keras_distribute.dry_run import api, targets
+from keras_distribute.dry_run import api, compiling, targets
 from keras_distribute.errors import BackendError, DeviceError, InputError, StructureTypeError, ValueStructureError
 from tests import logical
 from tests.dry_run import models
@@ -316,3 +318,67 @@ def test_a_topology_holds_whole_replicas(monkeypatch):
     model = divided_model()
     with pytest.raises(DeviceError, match=r"(?s)cpu:3 has no whole number of replicas of 2.*3 devices.*multiple of 2"):
         kd.dry_run(model, 32, topology="cpu:3")
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["v2:32x16", "v3:16x64", "v4:32x16x16", "v5e:32x1", "v6e:8x32", "tpu7x:32x32x16"],
+)
+def test_slices_beyond_a_whole_pod_are_refused_by_name(topology):
+    pod = {"v2": "16x16", "v3": "32x32", "v4": "16x16x16"} | {
+        "v5e": "16x16",
+        "v6e": "16x16",
+        "tpu7x": "16x24x24",
+    }
+    kind = topology.partition(":")[0]
+    with pytest.raises(DeviceError, match=f"largest slice of {kind} has {pod[kind]} "):
+        targets.parse(topology)
+
+
+@pytest.mark.parametrize(
+    "topology", ["v5e:16x16", "v3:32x32", "v4:4x4x64", "v5p:16x20x28", "tpu7x:4x4x64"]
+)
+def test_slices_of_a_pod_are_there(topology):
+    shape = topology.partition(":")[2].split("x")
+    assert targets.parse(topology).shape == tuple(map(int, shape))
+
+
+CRASH = "import sys, os; sys.stderr.write({said!r}); sys.stderr.flush(); {end}"
+
+
+@pytest.mark.parametrize(
+    ("said", "end", "how", "last"),
+    [
+        ("one\nF1122 Check failed: plan", "os.abort()", "SIGABRT", "Check failed: plan"),
+        ("", "os._exit(3)", "exit code 3", "nothing"),
+        ("x\n" * 99 + "end", "os.kill(os.getpid(), 11)", "SIGSEGV", "    x\n    end"),
+    ],
+)
+def test_a_compiler_that_ends_its_process_is_an_error(
+    monkeypatch, said, end, how, last
+):
+    monkeypatch.setattr(compiling, "_CHILD", CRASH.format(said=said, end=end))
+    target = targets.parse("v5e:4x4")
+    lowered = jax.jit(lambda x: 2 * x).lower(1.0)
+    with pytest.raises(BackendError) as caught:
+        compiling.compiled(target, lowered)
+    text = str(caught.value)
+    assert f"for v5e:4x4 ended its process ({how}); this one goes on." in text
+    assert last in text.split("its last lines:")[1]
+    assert "pip install -U libtpu" in text
+
+
+def test_what_a_compiler_is_given_says_the_same_elsewhere():
+    """A program that is taken from JAX, and compiled from its bytes, is the one of JAX."""
+    step = jax.jit(lambda x, w: jax.numpy.sin(x) * w, donate_argnums=0)
+    lowered = step.lower(*[np.ones((8, 8), "float32")] * 2)
+    program = seam.program_of(lowered)
+    result, here = seam.compiled_for(jax.devices("cpu")[:1], program), lowered.compile()
+    assert result.as_text() == here.as_text()
+    said = here.memory_analysis()
+    sizes = vars(result.memory_analysis())
+    assert sizes == {name: getattr(said, name) for name in sizes} and len(sizes) == 6
+    assert result.cost_analysis() == here.cost_analysis()
+    assert pickle.loads(pickle.dumps(result)) == result
+    # What JAX has compiled already is not compiled again.
+    assert seam.program_of(lowered).as_text() == here.as_text()

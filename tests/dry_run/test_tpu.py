@@ -13,24 +13,25 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.dry_run import targets
-from keras_distribute.errors import DeviceError
+from keras_distribute.dry_run.hardware import Hardware
+from keras_distribute.errors import BackendError, DeviceError
 from keras_distribute.tpu import system
 from tests import logical
 from tests.dry_run import models
-from tests.dry_run.test_dry_run import compiled  # noqa: F401 - a fixture.
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: pip install 'keras-distribute[dry-run-tpu]'",
 )
+
 TOPOLOGIES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2")
 
 
 @pytest.mark.parametrize("name", models.EVERY)
-def test_the_test_models_compile_for_every_topology(name, compiled):  # noqa: F811
+def test_the_test_models_compile_for_every_topology(name, compiled_twice):
     for topology in TOPOLOGIES:
         report = kd.dry_run(getattr(models, name), 256, topology=topology)
-        said = compiled[-1].memory_analysis()
+        said = compiled_twice[-1].memory_analysis()
         assert report.memory.arguments == said.argument_size_in_bytes
         assert report.memory.temporary == said.temp_size_in_bytes
         assert report.memory.peak == said.peak_memory_in_bytes == report.needed_bytes
@@ -65,13 +66,26 @@ def test_a_slice_that_does_not_exist_is_said():
         kd.dry_run(models.mlp, 256, topology="v5e:3x5")
 
 
+def test_a_compiler_that_ends_its_process_leaves_this_one(monkeypatch):
+    """libtpu aborts for an axis of more than 16 chips, which is refused by its name."""
+    with pytest.raises(DeviceError, match="largest slice of v5e has 16x16 chips"):
+        kd.dry_run(models.mlp, 256, topology="v5e:32x1")
+    monkeypatch.setattr(Hardware, "has_slice", lambda self, shape: True)
+    with pytest.raises(BackendError) as caught:
+        kd.dry_run(models.mlp, 256, topology="v5e:32x1")
+    text = str(caught.value)
+    assert "The compiler for v5e:32x1 ended its process (SIGABRT)" in text
+    assert "Check failed: Topology()->chip_bounds().x <= 16 (32 vs. 16)" in text
+    assert "pip install -U libtpu" in text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_gradients_of_resnet_50_are_reduced_at_once(topology, compiled):  # noqa: F811
+def test_the_gradients_of_resnet_50_are_reduced_at_once(topology, compiled_twice):
     """214 trained weights, of 320; batch normalization averages its statistics over the replicas, too."""
     report = kd.dry_run(models.resnet50, 64 * targets.parse(topology).num_devices, topology=topology)
-    said = compiled[-1].memory_analysis()
+    said = compiled_twice[-1].memory_analysis()
     assert report.memory.arguments == said.argument_size_in_bytes
     assert report.memory.temporary == said.temp_size_in_bytes
     assert report.needed_bytes == report.memory.peak == said.peak_memory_in_bytes
