@@ -8,6 +8,7 @@ import keras_distribute as kd
 PACKAGE = pathlib.Path(kd.__file__).parent
 ROOMS = [
     "errors",
+    "structures",
     "types",
     "timing",
     "dropped",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import keras
 
-from keras_distribute import context
-from keras_distribute.checkpoint import matching, structures, tracking, values
+from keras_distribute import context, structures
+from keras_distribute.checkpoint import matching, tracking, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
-from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.structures import Arrays
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.cluster import agreement, processes
+from keras_distribute.cluster import agreement, messages, processes
 from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
 
@@ -201,7 +200,7 @@ class Checkpoint:
         """The state of an object; where that is another one in each process, all of them."""
         state = dict(value) if isinstance(value, dict) else value.get_state()
         states = agreement.exchange(f"the state of {name}", state, self.num_processes)
-        alike = all(pickle.dumps(other) == pickle.dumps(states[0]) for other in states)
+        alike = len({messages.to_bytes(other, signed=True) for other in states}) == 1
         return state if alike else {_EACH: states}
 
     def _read(self, path: str, *, partial: bool) -> Reading:

@@ -15,6 +15,7 @@ import pytest
 
 from keras_distribute import launch as launching
 from keras_distribute.callbacks.run import Run
+from keras_distribute.cluster import signing
 from keras_distribute.cluster.job import Job, free_port
 from keras_distribute.launch import LaunchOptions, launch, main
 
@@ -196,6 +197,10 @@ def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
     port = free_port()
     command = [sys.executable, "-m", "keras_distribute.launch", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}"]
     command += ["--min-nnodes", "1", "--node-timeout", "2", "--max-restarts", "1", "--cpu-devices", "1"]
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text(signing.new_token())
+    command += ["--token-file", str(token)]
     hosts = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank), str(TRAINING), "gone", str(tmp_path)],
