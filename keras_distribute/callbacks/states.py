@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 
-from keras_distribute._compat import callbacks as compat
 from keras_distribute import structures
+from keras_distribute._compat import callbacks as compat
 from keras_distribute.checkpoint.tracking import is_stateful
 
 _NO_STATE = frozenset({"params", "_model", "model", "validation_data"})

@@ -14,10 +14,10 @@ from keras_distribute import context, structures
 from keras_distribute.checkpoint import matching, tracking, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
-from keras_distribute.structures import Arrays
 from keras_distribute.checkpoint.tracking import Tracked
 from keras_distribute.cluster import agreement, messages, processes
 from keras_distribute.errors import BackendError, CheckpointError
+from keras_distribute.structures import Arrays
 from keras_distribute.variables import DistributedVariable
 
 _EACH = "state of each process"

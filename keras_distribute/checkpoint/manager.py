@@ -14,9 +14,9 @@ from keras_distribute import dropped
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
-from keras_distribute.structures import Arrays
 from keras_distribute.cluster import agreement
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError, StructureTypeError
+from keras_distribute.structures import Arrays
 
 _T = TypeVar("_T")
 

@@ -27,8 +27,8 @@ from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.checkpoint.manifest_item import ARRAYS, FILE, MANIFEST, ManifestHandler, ManifestSave, sync
-from keras_distribute.structures import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+from keras_distribute.structures import Arrays
 
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would stand there under its name. Renamed
 # first, it is gone at once; the next save empties this, in the background.

@@ -15,9 +15,9 @@ import numpy as np
 from keras_distribute import context
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
-from keras_distribute.structures import Arrays
 from keras_distribute.errors import CheckpointError, VariableScopeError
 from keras_distribute.mesh import on_every_replica, on_host
+from keras_distribute.structures import Arrays
 from keras_distribute.values import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 

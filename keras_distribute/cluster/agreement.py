@@ -23,7 +23,8 @@ from keras_distribute.errors import ClusterError
 
 _PATIENT_SECONDS = 0.5
 _ASK_SECONDS = 0.1
-_REFUSED_SECONDS = 5.0  # In which the process itself may put a stranger's words right.
+# In which the process itself, if it is late, puts right what a stranger has said for it.
+_REFUSED_SECONDS = 20.0
 _DEFAULT_SECONDS = 1800.0
 _T = TypeVar("_T")
 _numbers = itertools.count()
