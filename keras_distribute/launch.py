@@ -4,10 +4,11 @@
     python -m keras_distribute.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator host0:1234 train.py
     python -m keras_distribute.launch debug train.py
 
-With `--min-nnodes` the launchers of several hosts meet, and need a token that all of them know:
+With `--min-nnodes` the launchers of several hosts meet, with a token that all of them
+know:
 
     (umask 077 && python -c "import secrets; print(secrets.token_hex(32))" > job.token)
-    python -m keras_distribute.launch --token-file job.token --nnodes 2 --min-nnodes 1 ...
+    python -m keras_distribute.launch --token-file job.token --min-nnodes 1 ...
 
 In each process `kd.MultiWorkerMirroredStrategy()` spans all of them. Output is shown with the number of the process in
 front. When one process fails, the others are stopped, and the job is started again as often as `--max-restarts` says; a
@@ -65,12 +66,14 @@ class LaunchOptions:
         cpu_devices: The virtual CPU devices of each process, which then uses no accelerator.
         grace: Seconds from a signal, or from the failure of a process, until all are killed.
         log_dir: A folder for the output of each process.
-        token_file: A file with the token of a job of several hosts, the same for all of them; `None` for that in
-            `KERAS_DISTRIBUTE_JOB_TOKEN`, or for none. Hosts meet with a token alone; on one host each job gets its own.
+        token_file: A file with the token of a job of several hosts, the same for all of
+            them; `None` for that in `KERAS_DISTRIBUTE_JOB_TOKEN`, or for none. Hosts
+            meet with a token alone; on one host each job gets its own.
 
     Raises:
-        ClusterError: For numbers that make no sense, and for several hosts without an address, or with `min_nproc`; for
-            hosts that are to meet without a token, and for a token that cannot be one.
+        ClusterError: For numbers that make no sense, and for several hosts without an
+            address, or with `min_nproc`; for hosts that are to meet without a token,
+            and for a token that cannot be one.
     """
 
     nproc: int = 1
@@ -118,7 +121,7 @@ class LaunchOptions:
             )
         if self.nnodes > 1 and self.min_nnodes is not None:
             rendezvous.address_of(self.coordinator or "")
-        seal = signing.seal_of_job(self.token_file)  # What is wrong with it is said now.
+        seal = signing.seal_of_job(self.token_file)  # What is wrong is said now.
         if self.nnodes > 1 and self.min_nnodes is not None and not seal.signs:
             raise rendezvous.without_token()
 
@@ -336,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file with the token of a job of several hosts; else that in {signing.TOKEN}",
+        help=f"file with the token of a job of several hosts; else {signing.TOKEN}",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="what to run; `debug` in front of all: two processes of one CPU device")

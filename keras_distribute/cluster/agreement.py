@@ -4,8 +4,8 @@ Nothing here runs a program on a device, so it may be called while one runs, and
 with itself at once.
 
 What is said is data (`messages`), signed with the token of the job, if it has one: what
-is not signed is refused, and so is what was said by another process, in another turn, or
-in another start of the job.
+is not signed is refused, and so is what was said by another process, in another turn,
+or in another start of the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keras_distribute.errors import ClusterError
 
 _PATIENT_SECONDS = 0.5
 _ASK_SECONDS = 0.1
-# In which the process itself, if it is late, puts right what a stranger has said for it.
+# In which the process itself, if it is late, puts right what a stranger said for it.
 _REFUSED_SECONDS = 20.0
 _DEFAULT_SECONDS = 1800.0
 _T = TypeVar("_T")
@@ -59,9 +59,9 @@ class Channel:
             said: As of `messages.to_bytes`.
 
         Raises:
-            ClusterError: Where another process does something else, or says nothing for too long; where what stands
-                in its place is not signed with the token of the job.
-            StructureTypeError: For an object that is no data, where the job has no token.
+            ClusterError: Where another process does something else, or says nothing for
+                too long; where what stands in its place is not signed.
+            StructureTypeError: For an object that is no data, without a token.
             Interrupted: After `give_up`.
         """
         if self._num_processes == 1:
@@ -93,7 +93,8 @@ class Channel:
                 raise Interrupted
             ended = liveness.has_ended(process)  # What it said before can still be heard.
             try:
-                sealed = _asked(client, key, patient=time.monotonic() - start < _PATIENT_SECONDS)
+                patient = time.monotonic() - start < _PATIENT_SECONDS
+                sealed = _asked(client, key, patient)
                 message = _seal.opened(key, sealed)
                 if message is not None:
                     break
@@ -195,7 +196,8 @@ def _sayable(said: tuple[Any, None]) -> tuple[Any, Exception | None]:
 def _topic_and_said(message: bytes, process: int) -> tuple[Any, Any]:
     if signing.is_signed(message) and not _seal.signs:
         raise ClusterError(
-            f"Process {process} has a token of the job, and process {jax.process_index()} has none.",
+            f"Process {process} has a token of the job, and process "
+            f"{jax.process_index()} has none.",
             received=f"a signed message of process {process}.",
             fix=f"the same token in every process: {signing.HOW_TO_GIVE}",
         )
@@ -207,7 +209,7 @@ def _refusal(process: int, sealed: bytes) -> ClusterError:
     return ClusterError(
         f"What process {process} says was refused: {signing.why_refused(sealed)}.",
         received=f"{len(sealed)} bytes, in process {jax.process_index()}.",
-        fix="the same token in every process; somebody else has written it, if that is so.\n"
+        fix="the same token in every process; where it is, somebody else wrote this.\n"
         f"    {signing.HOW_TO_GIVE}",
     )
 

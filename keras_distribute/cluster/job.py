@@ -54,8 +54,8 @@ class Job:
         coordinator: The address of process 0; a free port of this host by default.
         environment: Further variables, for each, or a function from the place on this host to them.
         on_line: Called with the number of a process and each line that it writes, in a thread of its own.
-        token: Of the job, where other hosts start some of its processes. Where all are started here, they get a new
-            one, that only they know.
+        token: Of the job, where other hosts start some of its processes. Where all are
+            started here, they get a new one, that only they know.
     """
 
     def __init__(

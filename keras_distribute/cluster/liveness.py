@@ -11,8 +11,8 @@ taken part in: whoever has begun one more would wait for it for ever.
 
 Process 0 serves the keys and values, and JAX ends all others at the moment that it ends: it leaves last.
 
-Whoever reaches the service can write there. Signs of life and the verdict are signed with the token of the job, if it
-has one, and whatever has another form is ignored.
+Whoever reaches the service can write there. Signs of life and the verdict are signed
+with the token of the job, if it has one, and whatever has another form is ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What processes say to each other, as bytes: JSON, with the arrays in it.
 
 Nothing that is read runs code of whoever wrote it. Classes are known by their names: of
-named tuples, enumerations and exceptions, and those alone. Any other object is a pickle,
-which is written and read only where messages are signed with the token of the job.
+named tuples, enumerations and exceptions, and those alone. Any other object is a
+pickle, which is written and read only where messages are signed with the token.
 """
 
 from __future__ import annotations
@@ -106,15 +106,16 @@ class _Writer:
             return {"error": self._error(value, part)}
         if isinstance(value, jax.Array) and _is_plain(value.dtype):
             return {"jax": part(np.asarray(value))}
-        if kind is np.ndarray or isinstance(value, np.generic):
-            if _is_plain(value.dtype):
-                return None  # As any array.
+        array: Any = value
+        of_numpy = kind is np.ndarray or isinstance(value, np.generic)
+        if of_numpy and _is_plain(array.dtype):
+            return None  # As any array.
         if not self._signed:
             raise _no_data(value)
         return {"object": base64.b64encode(pickle.dumps(value)).decode()}
 
     def _error(self, error: BaseException, part: Callable[[Any], Any]) -> Any:
-        """Its class, arguments and attributes; its text alone where they are no data."""
+        """Its class, arguments and attributes; or its text where these are no data."""
         shown = [*_place_of(type(error)), str(error)]
         try:
             maker, args, *_ = error.__reduce__()  # An OSError's file is no argument.
@@ -238,7 +239,7 @@ def _no_data(value: Any) -> StructureTypeError:
     return StructureTypeError(
         "What a process says to the others is plain data, where the job has no token.",
         received=f"{repr(value)[:_MOST_SHOWN]}, a {type(value).__qualname__}.",
-        fix="numbers, strings, arrays, and lists, tuples and dictionaries of them; or a "
-        f"token, the same in every process:\n    {signing.HOW_TO_MAKE}\n"
+        fix="numbers, strings, arrays, and lists, tuples and dictionaries of them; or "
+        f"a token, the same in every process:\n    {signing.HOW_TO_MAKE}\n"
         f"    {signing.HOW_TO_GIVE}",
     )

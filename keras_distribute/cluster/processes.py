@@ -45,8 +45,8 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             lives, but does not come to where this one waits for it, half an hour, or longer if this is.
 
     Raises:
-        ClusterError: Where JAX has started already as something else; for a token of the job that cannot be one, and
-            where the processes have different ones.
+        ClusterError: Where JAX has started already as something else; for a token of
+            the job that cannot be one, and where the processes have different ones.
     """
     global _takes_part
     if topology.num_processes == 1:
@@ -100,10 +100,10 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
 
 
 def _own_address(coordinator: str) -> str | None:
-    """Where process 0 listens: at the address that was named alone, where that is a number of this host.
+    """Where process 0 listens: at the IP address that was named alone, if it has that.
 
-    A name may stand for another address here than elsewhere. Then JAX decides: it listens at every address of the host,
-    or at that in `JAX_COORDINATOR_BIND_ADDRESS`.
+    A name may stand for another address here than elsewhere. Then JAX decides: it
+    listens everywhere, or at `JAX_COORDINATOR_BIND_ADDRESS`.
     """
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
@@ -118,7 +118,9 @@ def _own_address(coordinator: str) -> str | None:
     return f"{host}:{port}"
 
 
-def _take_part(topology: Topology, how: str, silence: float, seal: signing.Seal) -> None:
+def _take_part(
+    topology: Topology, how: str, silence: float, seal: signing.Seal
+) -> None:
     count = topology.num_processes
     liveness.watch(topology.process_id, count, silence, seal)
     atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.
@@ -190,9 +192,9 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
     which the others take part.
 
     Args:
-        function: Its result is data: numbers, strings, bytes, paths, arrays, and lists, tuples, sets and dictionaries
-            of them. Under a launcher, or where the job has another token (`KERAS_DISTRIBUTE_JOB_TOKEN`), it is anything
-            that can be pickled.
+        function: Its result is data: numbers, strings, bytes, paths, arrays, and lists,
+            tuples, sets and dictionaries of them. Under a launcher, or where the job
+            has another token (`KERAS_DISTRIBUTE_JOB_TOKEN`), what can be pickled.
         *args: For the function.
         **kwargs: Likewise.
 
@@ -201,7 +203,7 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
 
     Raises:
         ClusterError: Where another process does something else, or has died.
-        StructureTypeError: In every process, for a result that is no data, without a token.
+        StructureTypeError: In every process, for what is no data, without a token.
 
     Example:
         >>> import keras_distribute as kd

@@ -3,9 +3,10 @@
 The launcher of the first host listens; each other one says how many processes it will start, and hears which numbers
 they have. Who does not come in time is left out.
 
-Each says and hears short lines. The first host greets with a number for one use, the other one answers with its own, and
-what both say from then on is signed for these two numbers with the token of the job, before anything else looks at it.
-A connection has a few seconds for its line, of bounded length, whatever the others do.
+Each says and hears short lines. The first host greets with a number for one use, and
+the other one answers with its own. What both say is signed for these numbers with the
+token of the job, and nothing else looks at it before that. A connection has a few
+seconds for its line, of bounded length, whatever the others do.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def meet(
         tell: Takes what the user should know while this waits, such as who was refused.
 
     Raises:
-        ClusterError: Where too few come, or the first host cannot be reached; without a token; where the first host has
-            no such address, or the port is taken.
+        ClusterError: Where too few come, or the first host cannot be reached; without
+            a token; where the first host has no such address, or the port is taken.
     """
     if not seal.signs:
         raise without_token()
@@ -159,7 +160,7 @@ class _Guest:
 
 
 class _Reception:
-    """The first host's side: many connections at once, and none keeps the others waiting.
+    """The first host's side: many connections at once, and none that others wait for.
 
     Args:
         address: Where it listens, and nowhere else.
@@ -197,7 +198,7 @@ class _Reception:
         self._selector.close()
 
     def serve(self, seconds: float) -> None:
-        """Looks after everybody who is there, and waits so long for somebody who is not."""
+        """Looks after all who are there, and waits so long for somebody who is not."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._welcome(key.fileobj)
@@ -417,7 +418,7 @@ def _answering(nonce: str, theirs: str) -> str:
 
 
 def _servers(address: tuple[str, int]) -> list[socket.socket]:
-    """Listens at the address that was named alone: at all that the name stands for here."""
+    """Listens at the address that was named alone: all that the name means here."""
     name, port = address
     servers: list[socket.socket] = []
     try:
@@ -441,8 +442,8 @@ def _servers(address: tuple[str, int]) -> list[socket.socket]:
         raise ClusterError(
             f"The launcher of host {_FIRST} cannot listen at {name}:{port}: {error}.",
             received=f"--coordinator {name}:{port - 1}.",
-            fix="an address of this host by which the others find it, and two free ports: "
-            "--coordinator 10.0.0.1:1234",
+            fix="an address of this host by which the others find it, and two free "
+            "ports: --coordinator 10.0.0.1:1234",
         ) from error
     return servers
 

@@ -1,8 +1,8 @@
 """The token of a job, which only its processes know, and what is signed with it.
 
 The launcher of one host makes a token for each start of a job and hands it down in the
-environment. For several hosts the user gives one to all of them. It is never an argument
-of a command, nor part of a text that is written. Knows nothing of JAX.
+environment. For several hosts the user gives one to all of them. It is never an
+argument of a command, nor part of a text that is written. Knows nothing of JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from keras_distribute.errors import ClusterError
 TOKEN = "KERAS_DISTRIBUTE_JOB_TOKEN"
 TOKEN_FILE = "KERAS_DISTRIBUTE_JOB_TOKEN_FILE"
 HOW_TO_MAKE = (
-    '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" > job.token)'
+    '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" '
+    "> job.token)"
 )
 HOW_TO_GIVE = f"export {TOKEN}=$(cat job.token)"
 _LEAST, _MOST = 32, 4096

@@ -12,8 +12,8 @@ from keras_distribute.errors import ClusterError
 def check_private(folder: Path) -> None:
     """Raises where others than the user may write in a folder, or read what is there.
 
-    A folder of `tempfile.mkdtemp` is private. Somebody may have deleted it since, such as
-    a service that cleans up, and somebody else made one of its name; and some file
+    A folder of `tempfile.mkdtemp` is private. Somebody may have deleted it since, such
+    as a service that cleans up, and somebody else made one of its name; and some file
     systems know no modes.
 
     Raises:

@@ -65,7 +65,7 @@ class MultiProcessRunner:
     Raises:
         BackendError: For `by_value` without `cloudpickle`.
         StructureTypeError: For a function that cannot be found by its name.
-        ClusterError: Where other users may write in the folder for temporary files that the processes share.
+        ClusterError: Where others may write in the folder that the processes share.
 
     Example:
         >>> import math, keras_distribute as kd

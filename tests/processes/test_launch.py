@@ -274,6 +274,39 @@ def test_numbers_that_make_no_sense(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_hosts_meet_with_a_token_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(signing.TOKEN, raising=False)
+    arguments = ["--nnodes", "2", "--coordinator", "127.0.0.1:9", "--min-nnodes", "1"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "script.py"])
+    said = capsys.readouterr().err
+    assert "The launchers of several hosts meet with a token of the job" in said
+    assert "> job.token)\n" in said and "--token-file job.token" in said
+    monkeypatch.setenv(signing.TOKEN, "far too short")
+    with pytest.raises(SystemExit):
+        main([*arguments, "script.py"])
+    said = capsys.readouterr().err
+    assert "32 to 4096 characters" in said and "far too short" not in said
+
+
+def test_the_token_is_handed_down_in_the_environment_alone(tmp_path, capsys):
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text(signing.new_token() + "\n")
+    path = script(
+        tmp_path,
+        "places = ('self', os.getppid())\n"
+        "arguments = [open(f'/proc/{place}/cmdline').read() for place in places]\n"
+        "token = os.environ['KERAS_DISTRIBUTE_JOB_TOKEN']\n"
+        "print(token in str(arguments), token == open(sys.argv[1]).read().strip())\n",
+    )
+    hosts = ["--nnodes", "2", "--node-rank", "1", "--coordinator", "host0:1234"]
+    code, out = run([*hosts, "--token-file", str(token), path, str(token)], capsys)
+    assert (code, out) == (0, "[1] False True\n")
+    code, out = run(["--token-file", str(token), path, str(token)], capsys)  # One host.
+    assert (code, out) == (0, "[0] False False\n")
+
+
 def test_gpus_are_shared_evenly(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     path = script(tmp_path, "print(os.environ.get('CUDA_VISIBLE_DEVICES'))\n")

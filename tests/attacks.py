@@ -1,4 +1,7 @@
-"""What a stranger can do to a port at which launchers meet: each attack is a function of an address, and ends soon."""
+"""What a stranger can do to a port at which launchers meet.
+
+Each attack is a function of an address, and ends soon.
+"""
 
 import contextlib
 import json
@@ -42,7 +45,7 @@ def says(line, wait=0.2):
 
 
 def signed(said, seal=WRONG):
-    """An attack that says something with a signature for this connection, of another token."""
+    """An attack that says something signed for this connection, with another token."""
 
     def attack(address):
         with connected(address) as connection:
@@ -88,7 +91,9 @@ def reflects(address):
 def opens_and_resets(address):
     for _ in range(50):
         connection = connected(address)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         connection.close()
 
 
@@ -133,7 +138,8 @@ ATTACKS = {
     "signed with another token": signed(HOST),
     "infinity, signed with another token": signed(HOST | {"processes": float("inf")}),
     "a signature for another connection": says(
-        WRONG.sealed(rendezvous._joining(new_nonce()), json.dumps(HOST).encode()) + b"\n"
+        WRONG.sealed(rendezvous._joining(new_nonce()), json.dumps(HOST).encode())
+        + b"\n"
     ),
     "an empty token": signed(HOST, Seal(b"")),
     "reflected": reflects,
@@ -150,13 +156,20 @@ ATTACKS = {
 
 
 @contextlib.contextmanager
-def attacked(address, names=tuple(ATTACKS), seconds=120.0):
-    """All these attacks at once, again and again, while the block runs; yields how often each was done."""
+def attacked(address, names=tuple(ATTACKS), seconds=120.0, pause=0.01):
+    """All these attacks at once, while the block runs; yields how often each was done.
+
+    Args:
+        address: Of whom.
+        names: Which.
+        seconds: After which they end in any case.
+        pause: Seconds from the end of one to its next beginning.
+    """
     over, end = threading.Event(), time.monotonic() + seconds
     done = dict.fromkeys(names, 0)
 
     def again(name):
-        while not over.wait(0.01) and time.monotonic() < end:
+        while not over.wait(pause) and time.monotonic() < end:
             try:
                 ATTACKS[name](address)
                 done[name] += 1
@@ -165,7 +178,9 @@ def attacked(address, names=tuple(ATTACKS), seconds=120.0):
             except OSError:
                 done[name] += 1  # It was refused.
 
-    threads = [threading.Thread(target=again, args=[name], daemon=True) for name in names]
+    threads = [
+        threading.Thread(target=again, args=[name], daemon=True) for name in names
+    ]
     for thread in threads:
         thread.start()
     try:
