@@ -4,6 +4,12 @@
     python -m keras_distribute.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator host0:1234 train.py
     python -m keras_distribute.launch debug train.py
 
+With `--min-nnodes` the launchers of several hosts meet, with a token that all of them
+know:
+
+    (umask 077 && python -c "import secrets; print(secrets.token_hex(32))" > job.token)
+    python -m keras_distribute.launch --token-file job.token --min-nnodes 1 ...
+
 In each process `kd.MultiWorkerMirroredStrategy()` spans all of them. Output is shown with the number of the process in
 front. When one process fails, the others are stopped, and the job is started again as often as `--max-restarts` says; a
 script that saves with `kd.callbacks.BackupAndRestore` then goes on from its checkpoint. With `--min-nproc` it starts
@@ -26,10 +32,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from keras_distribute.cluster import rendezvous
+from keras_distribute.cluster import rendezvous, signing
 from keras_distribute.cluster.job import Job, Worker
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.rendezvous import Meeting
+from keras_distribute.cluster.signing import Seal
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import ClusterError
 
@@ -59,9 +66,14 @@ class LaunchOptions:
         cpu_devices: The virtual CPU devices of each process, which then uses no accelerator.
         grace: Seconds from a signal, or from the failure of a process, until all are killed.
         log_dir: A folder for the output of each process.
+        token_file: A file with the token of a job of several hosts, the same for all of
+            them; `None` for that in `KERAS_DISTRIBUTE_JOB_TOKEN`, or for none. Hosts
+            meet with a token alone; on one host each job gets its own.
 
     Raises:
-        ClusterError: For numbers that make no sense, and for several hosts without an address, or with `min_nproc`.
+        ClusterError: For numbers that make no sense, and for several hosts without an
+            address, or with `min_nproc`; for hosts that are to meet without a token,
+            and for a token that cannot be one.
     """
 
     nproc: int = 1
@@ -75,6 +87,7 @@ class LaunchOptions:
     cpu_devices: int | None = None
     grace: float = 30.0
     log_dir: Path | None = None
+    token_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("nnodes", 1), ("max_restarts", 0), ("node_timeout", 0), ("grace", 0)):
@@ -108,6 +121,9 @@ class LaunchOptions:
             )
         if self.nnodes > 1 and self.min_nnodes is not None:
             rendezvous.address_of(self.coordinator or "")
+        seal = signing.seal_of_job(self.token_file)  # What is wrong is said now.
+        if self.nnodes > 1 and self.min_nnodes is not None and not seal.signs:
+            raise rendezvous.without_token()
 
 
 class _Output:
@@ -149,10 +165,13 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     received: list[int] = []
     previous = _pass_on(received)
     places = list(range(options.nproc))
+    token = signing.token_of_job(options.token_file)
+    seal = Seal(None if token is None else token.encode())
     try:
         for attempt in itertools.count():
             try:
-                job = _job(command, options, attempt, output, places, _meet(options, attempt, len(places), received))
+                meeting = _meet(options, attempt, len(places), received, seal)
+                job = _job(command, options, attempt, output, places, meeting, token)
             except ClusterError as error:
                 _say(str(error))
                 return 1
@@ -174,7 +193,13 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         output.close()
 
 
-def _meet(options: LaunchOptions, attempt: int, num_local: int, received: list[int]) -> Meeting:
+def _meet(
+    options: LaunchOptions,
+    attempt: int,
+    num_local: int,
+    received: list[int],
+    seal: Seal,
+) -> Meeting:
     """Which numbers the processes of this host have, and how many there are on all that take part."""
     if options.min_nnodes is None or options.nnodes == 1:
         hosts = tuple(range(options.nnodes))
@@ -188,7 +213,9 @@ def _meet(options: LaunchOptions, attempt: int, num_local: int, received: list[i
         num_hosts=options.nnodes,
         least=options.min_nnodes,
         seconds=options.node_timeout if attempt else max(options.node_timeout, _FIRST_SECONDS),
+        seal=seal,
         given_up=lambda: bool(received),
+        tell=_say,
     )
     if len(meeting.hosts) < options.nnodes:
         _say(f"goes on with the hosts {', '.join(map(str, meeting.hosts))} of {options.nnodes}.")
@@ -202,6 +229,7 @@ def _job(
     output: Callable[[int, str], None],
     places: Sequence[int],
     meeting: Meeting,
+    token: str | None,
 ) -> Job:
     """A job with a process for each of the places on this host that are left."""
     own = [] if options.cpu_devices is not None or options.nproc == 1 else gpus()
@@ -221,6 +249,7 @@ def _job(
         coordinator=options.coordinator,
         environment=environment,
         on_line=output,
+        token=token,
     )
 
 
@@ -307,6 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from a signal until processes are killed")
     parser.add_argument("--log-dir", type=Path, help="folder for the output of each process")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"file with the token of a job of several hosts; else {signing.TOKEN}",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="what to run; `debug` in front of all: two processes of one CPU device")
     parser.add_argument("script_arguments", nargs=argparse.REMAINDER, help="its arguments")

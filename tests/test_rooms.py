@@ -9,6 +9,7 @@ PACKAGE = pathlib.Path(kd.__file__).parent
 ROOMS = [
     "errors",
     "checks",
+    "encoding",
     "types",
     "timing",
     "dropped",

@@ -11,7 +11,6 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any

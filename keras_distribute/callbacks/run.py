@@ -18,8 +18,8 @@ from keras_distribute.callbacks import random_streams, states
 from keras_distribute.checkpoint import Checkpoint, CheckpointManager
 from keras_distribute.checkpoint.checkpoint import Reading
 from keras_distribute.checkpoint.manifest import Manifest
-from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.cluster import agreement, processes
+from keras_distribute.encoding import Arrays
 from keras_distribute.errors import CheckpointError, InputError
 from keras_distribute.preemption import Reaction, TerminationConfig, Watch
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 
+from keras_distribute import encoding
 from keras_distribute._compat import callbacks as compat
-from keras_distribute.checkpoint import structures
 from keras_distribute.checkpoint.tracking import is_stateful
 
 _NO_STATE = frozenset({"params", "_model", "model", "validation_data"})
@@ -84,7 +84,7 @@ def _state_of(callback: Any) -> dict[str, Any]:
         name: value
         for name, value in values.items()
         if name not in _NO_STATE and (name not in chosen or isinstance(value, list | dict))
-        if structures.can_encode(value)
+        if encoding.can_encode(value)
     }
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
     if compat.has_monitor(callback):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -12,19 +11,13 @@ from typing import Any
 
 import keras
 
-from keras_distribute import checks, context
-from keras_distribute.checkpoint import (
-    matching,
-    structures,
-    tracking,
-    under_way,
-    values,
-)
+from keras_distribute import checks, context, encoding
+from keras_distribute.checkpoint import matching, tracking, under_way, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
-from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.cluster import agreement, processes
+from keras_distribute.cluster import agreement, messages, processes
+from keras_distribute.encoding import Arrays
 from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
 
@@ -210,7 +203,7 @@ class Checkpoint:
         tracked = tracking.track(self._objects)
         arrays, records = values.fetch(tracked.variables)
         objects = {
-            name: structures.encode(self._state_of(name, value), name, arrays)
+            name: encoding.encode(self._state_of(name, value), name, arrays)
             for name, value in tracked.stateful.items()
         }
         optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
@@ -221,7 +214,7 @@ class Checkpoint:
         """The state of an object; where that is another one in each process, all of them."""
         state = dict(value) if isinstance(value, dict) else value.get_state()
         states = agreement.exchange(f"the state of {name}", state, self.num_processes)
-        alike = all(pickle.dumps(other) == pickle.dumps(states[0]) for other in states)
+        alike = len({messages.to_bytes(other, signed=True) for other in states}) == 1
         return state if alike else {_EACH: states}
 
     def _read(self, path: str, *, partial: bool) -> Reading:
@@ -293,7 +286,7 @@ def state_of(name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None
     Raises:
         CheckpointError: Where each process saved a state of its own, and now there is another number of processes.
     """
-    state = structures.decode(manifest.objects[name], arrays)
+    state = encoding.decode(manifest.objects[name], arrays)
     if not isinstance(state, dict) or state.keys() != {_EACH}:
         return state
     states, count = state[_EACH], processes.process_count()

@@ -17,8 +17,8 @@ from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.checkpoint import Checkpoint, Reading, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
-from keras_distribute.checkpoint.structures import Arrays
 from keras_distribute.cluster import agreement
+from keras_distribute.encoding import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 _T = TypeVar("_T")

@@ -31,7 +31,7 @@ from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.checkpoint.manifest_item import ARRAYS, FILE, MANIFEST, ManifestHandler, ManifestSave, sync
-from keras_distribute.checkpoint.structures import Arrays
+from keras_distribute.encoding import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would stand there under its name. Renamed

@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from keras_distribute.cluster import signing
+
 _KEPT_LINES = 400
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +54,8 @@ class Job:
         coordinator: The address of process 0; a free port of this host by default.
         environment: Further variables, for each, or a function from the place on this host to them.
         on_line: Called with the number of a process and each line that it writes, in a thread of its own.
+        token: Of the job, where other hosts start some of its processes. Where all are
+            started here, they get a new one, that only they know.
     """
 
     def __init__(
@@ -64,10 +68,14 @@ class Job:
         coordinator: str | None = None,
         environment: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
         on_line: Callable[[int, str], None] | None = None,
+        token: str | None = None,
     ) -> None:
         self._command = list(command)
         self._places = range(first, first + num_local)
         self._num_processes = num_processes or num_local
+        if self._num_processes == num_local:
+            token = signing.new_token()
+        self._token = {} if token is None else {signing.TOKEN: token}
         self._coordinator = coordinator or f"127.0.0.1:{free_port()}"
         self._environment = environment if callable(environment) else lambda place: environment or {}
         self._ended: list[Worker] = []
@@ -101,6 +109,7 @@ class Job:
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(self._num_processes),
             "KERAS_DISTRIBUTION_PROCESS_ID": str(index),
             "KERAS_DISTRIBUTE_LOCAL_PROCESS_ID": str(index - self._places.start),
+            **self._token,
             "PYTHONUNBUFFERED": "1",
         }
         return {**os.environ, **place, **self._environment(index - self._places.start)}

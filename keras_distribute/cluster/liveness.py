@@ -10,12 +10,16 @@ A process whose program is over waits until those of all others are. It tells ho
 taken part in: whoever has begun one more would wait for it for ever.
 
 Process 0 serves the keys and values, and JAX ends all others at the moment that it ends: it leaves last.
+
+Whoever reaches the service can write there. Signs of life and the verdict are signed
+with the token of the job, if it has one, and whatever has another form is ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.cluster.signing import Seal
 
 SLOW_SECONDS = 120.0
 FOLLOWING_CODE = 43  # The exit code of a process that ends because of another one.
@@ -32,6 +37,8 @@ _JOIN_SECONDS = 5.0
 _ASK_SECONDS = 0.05
 _FOLDER, _VERDICT = "keras_distribute/alive", "keras_distribute/verdict"
 _ENDED = "ended"
+_SIGN = re.compile(r"\d{1,15}(\|\d{1,15}){2}\|.{0,500}")
+_MOST_TEXT = 2000  # Characters of a verdict.
 _OVER = -1  # In place of a culprit: the programs of all are over.
 
 _steps = 0
@@ -71,17 +78,30 @@ def has_ended(process: int) -> bool:
     return True
 
 
-def watch(process: int, num_processes: int, timeout: float) -> None:
+def watch(
+    process: int, num_processes: int, timeout: float, seal: Seal | None = None
+) -> None:
     """Begins to tell and to listen.
 
     Args:
         process: The number of this one.
         num_processes: Of all.
         timeout: Seconds of silence after which a process counts as dead.
+        seal: With the token of the job, or without one.
     """
     global _watch
-    _watch = _Watch(process, num_processes, timeout)
+    _watch = _Watch(process, num_processes, timeout, seal=seal)
     _watch.start()
+
+
+def sign(seal: Seal) -> None:
+    """From now on only what this seal opens is heard.
+
+    Args:
+        seal: That all processes have by now, or are about to.
+    """
+    if _watch is not None:
+        _watch.sign(seal)
 
 
 def claim_the_end() -> None:
@@ -129,17 +149,28 @@ class _Watch:
         num_processes: Of all.
         timeout: Seconds of silence after which a process counts as dead.
         end: Ends this process.
+        seal: With the token of the job, or without one.
     """
 
-    def __init__(self, process: int, num_processes: int, timeout: float, end: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self,
+        process: int,
+        num_processes: int,
+        timeout: float,
+        end: Callable[[int], Any] = os._exit,
+        seal: Seal | None = None,
+    ) -> None:
         self.process, self.num_processes, self._timeout, self._end = process, num_processes, timeout, end
         self.interval = min(_MOST_SECONDS, timeout / 8)
         self._stopped, self._leaves = threading.Event(), False
         self._tells = threading.Lock()  # So that nothing older is told after that this process leaves.
         self._ends = threading.Lock()  # Held, for ever, by the thread that ends this process.
         self._turn = 0
+        self._seal = seal or Seal(None)
+        self._warned = False
+        self._keys = {f"{_FOLDER}/{other}": other for other in range(num_processes)}
         now = time.monotonic()
-        self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(num_processes), ("0|0|0|at the start", now))
+        self._heard = self._nothing_heard()
         self._answered = now
         self._moved, self._shown = (now, -1), False
         self._verdict: Verdict | None = None
@@ -157,6 +188,15 @@ class _Watch:
         for thread in self._threads:  # One in a call of JAX's runtime would abort an interpreter that is gone.
             thread.join(_JOIN_SECONDS)
 
+    def sign(self, seal: Seal) -> None:
+        """Forgets what was heard by another seal."""
+        with self._tells:
+            self._seal, self._heard = seal, self._nothing_heard()
+
+    def _nothing_heard(self) -> dict[int, tuple[str, float]]:
+        now = time.monotonic()
+        return dict.fromkeys(range(self.num_processes), ("0|0|0|at the start", now))
+
     def claim(self) -> None:
         """Returns in the first thread that calls it, and never in another one."""
         self._ends.acquire()
@@ -171,11 +211,27 @@ class _Watch:
         with self._tells, contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
             self._turn += 1
             told = f"{self._turn}|{_steps}|{_together}|{_ENDED if self._leaves else _place}"
-            client.key_value_set(f"{_FOLDER}/{self.process}", told, allow_overwrite=True)
+            key = f"{_FOLDER}/{self.process}"
+            sealed = self._seal.sealed(key, told.encode())
+            client.key_value_set_bytes(key, sealed, allow_overwrite=True)
 
     def _ask(self) -> None:
         with contextlib.suppress(Exception):
-            self.hear(dict(jax_internals.coordination_client().key_value_dir_get(_FOLDER)))
+            client = jax_internals.coordination_client()
+            said = client.key_value_dir_get_bytes(_FOLDER)
+            told = {key: self._told(key, sealed) for key, sealed in said}
+            self.hear({key: sign for key, sign in told.items() if sign is not None})
+
+    def _told(self, key: str, sealed: bytes) -> str | None:
+        """A sign of life; `None` for what is none, or an old one written again."""
+        process = self._keys.get(key)
+        message = self._seal.opened(key, sealed)
+        told = "" if message is None else message.decode(errors="replace")
+        if process is None or not _SIGN.fullmatch(told):
+            return None
+        before = self._heard[process][0]
+        is_old = int(told.split("|")[0]) < int(before.split("|")[0])
+        return None if self._seal.signs and is_old else told
 
     def hear(self, said: dict[str, str]) -> None:
         """Notes what all have said, by the key of each."""
@@ -230,7 +286,8 @@ class _Watch:
         """The reason for the end of the job, where one has been given."""
 
         def read() -> None:
-            self._verdict = _read(jax_internals.coordination_client().key_value_try_get(_VERDICT))
+            client = jax_internals.coordination_client()
+            self._verdict = self._read(client.key_value_try_get_bytes(_VERDICT))
 
         if self._verdict is None:
             self._briefly(read)
@@ -240,7 +297,16 @@ class _Watch:
         """Says why the job ends, unless somebody has said so before; returns what holds."""
 
         def write() -> None:
-            jax_internals.coordination_client().key_value_set(_VERDICT, f"{verdict[0]}|{verdict[1]}")
+            client = jax_internals.coordination_client()
+            text = f"{verdict[0]}|{verdict[1][:_MOST_TEXT]}".encode()
+            sealed = self._seal.sealed(_VERDICT, text)
+            try:
+                client.key_value_set_bytes(_VERDICT, sealed)
+            except Exception:
+                there = client.key_value_try_get_bytes(_VERDICT)
+                if self._read(there) is not None:
+                    raise  # Another process was faster.
+                client.key_value_set_bytes(_VERDICT, sealed, allow_overwrite=True)
             self._verdict = verdict
 
         self._briefly(write)
@@ -275,7 +341,9 @@ class _Watch:
         client = jax_internals.coordination_client()
         while not self._stopped.is_set():
             try:
-                verdict = _read(client.blocking_key_value_get(_VERDICT, round(1000 * _LISTEN_SECONDS)))
+                wait = round(1000 * _LISTEN_SECONDS)
+                sealed = client.blocking_key_value_get_bytes(_VERDICT, wait)
+                verdict = self._read(sealed)
             except Exception as error:
                 if "UNAVAILABLE" in str(error) and not self._stopped.is_set():
                     text = f"process 0, by which all find each other, is gone; it was last {_where(self._heard[0][0])}"
@@ -285,11 +353,32 @@ class _Watch:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self._stopped.wait(self.interval)
                 continue
+            if verdict is None:
+                self._warn()
+                self._stopped.wait(self.interval)
+                continue
             self._verdict = verdict
             self._stopped.wait(self.interval)  # For the error that this process may be about to raise.
             if not self._stopped.is_set():
                 self._end_because(*verdict)
             return
+
+    def _read(self, sealed: bytes) -> Verdict | None:
+        """The verdict; `None` for what a stranger has written in its place."""
+        message = self._seal.opened(_VERDICT, sealed)
+        text = "" if message is None else message.decode(errors="replace")
+        found = re.fullmatch(rf"(-1|\d{{1,9}})\|(.{{0,{_MOST_TEXT}}})", text, re.DOTALL)
+        if found is None or int(found[1]) >= self.num_processes:
+            return None
+        return int(found[1]), found[2]
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            self._write(
+                "somebody who is no process of this job has written that it ends; "
+                "that is ignored. Which networks are safe: docs/guide/network.md"
+            )
 
     def _end_because(self, culprit: int, text: str) -> None:
         if culprit == _OVER:
@@ -346,11 +435,6 @@ class _Watch:
 
 def _is_over(told: str) -> bool:
     return told.endswith(f"|{_ENDED}")
-
-
-def _read(verdict: str) -> Verdict:
-    process, text = verdict.split("|", 1)
-    return int(process), text
 
 
 def _where(told: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import ipaddress
 import os
 import pickle
 import random
 import re
 import signal
+import socket
 import sys
 import threading
 import zlib
@@ -22,7 +24,7 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import seeds as compat
-from keras_distribute.cluster import agreement, liveness
+from keras_distribute.cluster import agreement, liveness, signing
 from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import ClusterError
 
@@ -44,11 +46,13 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             lives, but does not come to where this one waits for it, half an hour, or longer if this is.
 
     Raises:
-        ClusterError: Where JAX has started already as something else.
+        ClusterError: Where JAX has started already as something else; for a token of
+            the job that cannot be one, and where the processes have different ones.
     """
     global _takes_part
     if topology.num_processes == 1:
         return
+    seal = signing.seal_of_job()
     agreement.set_wait(timeout_seconds)
     silence = timeout_seconds or SILENCE_SECONDS
     if jax.distributed.is_initialized():
@@ -62,7 +66,7 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     else:
         _initialize(topology, how, silence)
     if not _takes_part:
-        _take_part(topology, how, silence)
+        _take_part(topology, how, silence, seal)
         _takes_part = True
 
 
@@ -82,6 +86,7 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             topology.num_processes,
             topology.process_id,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=_own_address(topology.coordinator),
             initialization_timeout=round(_STARTS * silence),
             heartbeat_timeout_seconds=round(2 * silence) + 5,  # Later than `liveness`, which says who has died.
         )
@@ -95,10 +100,33 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
 
 
-def _take_part(topology: Topology, how: str, silence: float) -> None:
-    liveness.watch(topology.process_id, topology.num_processes, silence)
+def _own_address(coordinator: str) -> str | None:
+    """Where process 0 listens: at the IP address that was named alone, if it has that.
+
+    A name may stand for another address here than elsewhere. Then JAX decides: it
+    listens everywhere, or at `JAX_COORDINATOR_BIND_ADDRESS`.
+    """
+    if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return None
+    host, _, port = coordinator.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.bind((str(address), 0))
+    except (ValueError, OSError):
+        return None
+    return f"{host}:{port}"
+
+
+def _take_part(
+    topology: Topology, how: str, silence: float, seal: signing.Seal
+) -> None:
+    count = topology.num_processes
+    liveness.watch(topology.process_id, count, silence, seal)
     atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.
     _fail_at_once()
+    agreement.begin(seal, count)
     _agree_on_seeds()
     counts = agreement.exchange("the start", jax.local_device_count(), topology.num_processes)
     if len(set(counts)) > 1:
@@ -110,7 +138,8 @@ def _take_part(topology: Topology, how: str, silence: float) -> None:
     if is_chief():
         sys.stderr.write(
             f"keras_distribute: {topology.num_processes} processes x {counts[0]} {jax.default_backend()} device(s) = "
-            f"{sum(counts)} replicas, by {how}; coordinator {topology.coordinator}\n"
+            f"{sum(counts)} replicas, by {how}; coordinator {topology.coordinator}"
+            f"{'' if seal.signs else ', without a token of the job'}\n"
         )
 
 
@@ -164,7 +193,9 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
     which the others take part.
 
     Args:
-        function: Its result, or its exception, can be pickled.
+        function: Its result is data: numbers, strings, bytes, paths, arrays, and lists,
+            tuples, sets and dictionaries of them. Under a launcher, or where the job
+            has another token (`KERAS_DISTRIBUTE_JOB_TOKEN`), what can be pickled.
         *args: For the function.
         **kwargs: Likewise.
 
@@ -173,6 +204,7 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
 
     Raises:
         ClusterError: Where another process does something else, or has died.
+        StructureTypeError: In every process, for what is no data, without a token.
 
     Example:
         >>> import keras_distribute as kd

@@ -9,11 +9,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from keras_distribute.testing.folders import check_private
 from keras_distribute.testing.modules import module_of
 
 
 def main(folder: Path) -> int:
     """Calls the function that `folder` describes; returns the exit code."""
+    check_private(folder)
     result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
     call = pickle.loads((folder / "call").read_bytes())
     sys.path[:] = list(dict.fromkeys([*call["path"], *sys.path]))

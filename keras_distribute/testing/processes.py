@@ -20,6 +20,7 @@ from keras_distribute.cluster.job import Job
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
+from keras_distribute.testing.folders import check_private
 
 _MOST_PROCESSES = 2**12  # And virtual devices of each: more are a slip.
 _STOP_SECONDS = 2.0
@@ -66,6 +67,7 @@ class MultiProcessRunner:
     Raises:
         BackendError: For `by_value` without `cloudpickle`.
         StructureTypeError: For a function that cannot be found by its name.
+        ClusterError: Where others may write in the folder that the processes share.
 
     Example:
         >>> import math, keras_distribute as kd
@@ -111,6 +113,7 @@ class MultiProcessRunner:
                 fix="define it with def at the top of a module.",
             )
         self._folder = Path(tempfile.mkdtemp(prefix="keras_distribute_"))
+        check_private(self._folder)
         self._timeout, self._num_processes, self._name = timeout, num_processes, name
         module = inspect.getmodule(function)
         call = {
@@ -209,7 +212,10 @@ class MultiProcessRunner:
     def _result(self, index: int) -> ProcessResult:
         worker = self._job.workers[index]
         file = self._folder / f"result-{index}"
-        value, error = pickle.loads(file.read_bytes()) if file.exists() else (None, None)
+        value, error = None, None
+        if file.exists():
+            check_private(self._folder)
+            value, error = pickle.loads(file.read_bytes())
         return ProcessResult(index, worker.exit_code or 0, value, error, "".join(worker.lines))
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from keras_distribute import launch as launching
 from keras_distribute.callbacks.run import Run
+from keras_distribute.cluster import signing
 from keras_distribute.cluster.job import Job, free_port
 from keras_distribute.launch import LaunchOptions, launch, main
 
@@ -196,6 +197,10 @@ def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
     port = free_port()
     command = [sys.executable, "-m", "keras_distribute.launch", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}"]
     command += ["--min-nnodes", "1", "--node-timeout", "2", "--max-restarts", "1", "--cpu-devices", "1"]
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text(signing.new_token())
+    command += ["--token-file", str(token)]
     hosts = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank), str(TRAINING), "gone", str(tmp_path)],
@@ -267,6 +272,39 @@ def test_numbers_that_make_no_sense(arguments, text, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "script.py"])
     assert text in capsys.readouterr().err
+
+
+def test_hosts_meet_with_a_token_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(signing.TOKEN, raising=False)
+    arguments = ["--nnodes", "2", "--coordinator", "127.0.0.1:9", "--min-nnodes", "1"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "script.py"])
+    said = capsys.readouterr().err
+    assert "The launchers of several hosts meet with a token of the job" in said
+    assert "> job.token)\n" in said and "--token-file job.token" in said
+    monkeypatch.setenv(signing.TOKEN, "far too short")
+    with pytest.raises(SystemExit):
+        main([*arguments, "script.py"])
+    said = capsys.readouterr().err
+    assert "32 to 4096 characters" in said and "far too short" not in said
+
+
+def test_the_token_is_handed_down_in_the_environment_alone(tmp_path, capsys):
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text(signing.new_token() + "\n")
+    path = script(
+        tmp_path,
+        "places = ('self', os.getppid())\n"
+        "arguments = [open(f'/proc/{place}/cmdline').read() for place in places]\n"
+        "token = os.environ['KERAS_DISTRIBUTE_JOB_TOKEN']\n"
+        "print(token in str(arguments), token == open(sys.argv[1]).read().strip())\n",
+    )
+    hosts = ["--nnodes", "2", "--node-rank", "1", "--coordinator", "host0:1234"]
+    code, out = run([*hosts, "--token-file", str(token), path, str(token)], capsys)
+    assert (code, out) == (0, "[1] False True\n")
+    code, out = run(["--token-file", str(token), path, str(token)], capsys)  # One host.
+    assert (code, out) == (0, "[0] False False\n")
 
 
 def test_gpus_are_shared_evenly(tmp_path, capsys, monkeypatch):

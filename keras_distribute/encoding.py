@@ -5,6 +5,7 @@ What comes back has the types that went in: tuples stay tuples, keys need not be
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,15 +14,20 @@ import numpy as np
 from keras_distribute.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+Special = Callable[[Any, str], Any]
 
 
-def encode(value: Any, name: str, arrays: Arrays) -> Any:
+def encode(
+    value: Any, name: str, arrays: Arrays, special: Special | None = None
+) -> Any:
     """`value` as what `json.dumps` takes.
 
     Args:
         value: `None`, booleans, numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them.
         name: What to call it in error texts, and its arrays in `arrays`.
         arrays: Takes copies of the arrays and bytes.
+        special: Asked for the form of what is none of Python's own kinds, a dictionary
+            of one item with a name of its own; `None` leaves it to this function.
 
     Raises:
         CheckpointError: For a value of another type.
@@ -30,15 +36,26 @@ def encode(value: Any, name: str, arrays: Arrays) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [encode(item, f"{name}/{i}", arrays) for i, item in enumerate(value)]
+        items = enumerate(value)
+        return [encode(item, f"{name}/{i}", arrays, special) for i, item in items]
     if kind is tuple:
-        return {"tuple": [encode(item, f"{name}/{i}", arrays) for i, item in enumerate(value)]}
-    if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
-        return {
-            "dict": [[encode(k, f"{name}/key", arrays), encode(v, f"{name}/{k}", arrays)] for k, v in value.items()]
-        }
+        return {"tuple": encode(list(value), name, arrays, special)}
     if kind is bytes:
         return {"bytes": _keep(np.frombuffer(value, np.uint8), name, arrays)}
+    if special is not None and kind is not dict:
+        form = special(value, name)
+        if form is not None:
+            return form
+    if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
+        return {
+            "dict": [
+                [
+                    encode(k, f"{name}/key", arrays, special),
+                    encode(v, f"{name}/{k}", arrays, special),
+                ]
+                for k, v in value.items()
+            ]
+        }
     if isinstance(value, np.generic):
         return {"scalar": _keep(np.asarray(value), name, arrays)}
     if isinstance(value, np.ndarray | jax.Array):
@@ -63,17 +80,30 @@ def can_encode(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
-def decode(form: Any, arrays: Arrays) -> Any:
-    """The value that `encode` made `form` and `arrays` of."""
+def decode(
+    form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Any:
+    """The value that `encode` made `form` and `arrays` of.
+
+    Args:
+        form: What `encode` returned.
+        arrays: What it has put there.
+        special: The value of each special form, by its name.
+    """
     if isinstance(form, list):
-        return [decode(item, arrays) for item in form]
+        return [decode(item, arrays, special) for item in form]
     if not isinstance(form, dict):
         return form
     ((kind, content),) = form.items()
+    if special is not None and kind in special:
+        return special[kind](content)
     if kind == "tuple":
-        return tuple(decode(item, arrays) for item in content)
+        return tuple(decode(item, arrays, special) for item in content)
     if kind == "dict":
-        return {decode(key, arrays): decode(value, arrays) for key, value in content}
+        return {
+            decode(key, arrays, special): decode(value, arrays, special)
+            for key, value in content
+        }
     array = arrays[content]
     if kind == "bytes":
         return array.tobytes()

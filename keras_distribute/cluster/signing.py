@@ -1,0 +1,170 @@
+"""The token of a job, which only its processes know, and what is signed with it.
+
+The launcher of one host makes a token for each start of a job and hands it down in the
+environment. For several hosts the user gives one to all of them. It is never an
+argument of a command, nor part of a text that is written. Knows nothing of JAX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from keras_distribute.errors import ClusterError
+
+TOKEN = "KERAS_DISTRIBUTE_JOB_TOKEN"
+TOKEN_FILE = "KERAS_DISTRIBUTE_JOB_TOKEN_FILE"
+HOW_TO_MAKE = (
+    '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" '
+    "> job.token)"
+)
+HOW_TO_GIVE = f"export {TOKEN}=$(cat job.token)"
+_LEAST, _MOST = 32, 4096
+_DIGITS = 2 * hashlib.sha256().digest_size
+
+
+class Seal:
+    """Signs messages, and tells those of the job from others.
+
+    Args:
+        key: What only the job knows; `None` where it has no token: then nothing is
+            signed, and every message is taken.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"Seal({'with' if self.signs else 'without'} a token)"
+
+    @property
+    def signs(self) -> bool:
+        """Whether there is a token."""
+        return self._key is not None
+
+    def sealed(self, purpose: str, message: bytes) -> bytes:
+        """The message with its signature in front.
+
+        Args:
+            purpose: What it says, of whom and when. Under another purpose the message
+                counts for nothing.
+            message: Any bytes.
+        """
+        if self._key is None:
+            return message
+        return self._signature(purpose, message) + b" " + message
+
+    def opened(self, purpose: str, sealed: bytes) -> bytes | None:
+        """The message, or `None` where it is not one of this job for this purpose."""
+        if self._key is None:
+            return sealed
+        signature, message = sealed[:_DIGITS], sealed[_DIGITS + 1 :]
+        if not hmac.compare_digest(signature, self._signature(purpose, message)):
+            return None
+        return message
+
+    def of(self, nonces: Sequence[str]) -> Seal:
+        """A seal for one conversation: what was signed in another one is not taken."""
+        if self._key is None:
+            return self
+        return Seal(self._signature("nonces", "|".join(nonces).encode()))
+
+    def _signature(self, purpose: str, message: bytes) -> bytes:
+        assert self._key is not None
+        named = purpose.encode()
+        text = b"%d:%b%b" % (len(named), named, message)
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
+
+
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def new_nonce() -> str:
+    """A number for one use."""
+    return secrets.token_hex(16)
+
+
+def why_refused(sealed: bytes) -> str:
+    """What is wrong with a message that a seal with a token does not open."""
+    if is_signed(sealed):
+        return "it is not signed with the token of this job"
+    return "it is not signed"
+
+
+def is_signed(message: bytes) -> bool:
+    """Whether there is a signature in front, of whatever token."""
+    return re.match(b"[0-9a-f]{%d} " % _DIGITS, message) is not None
+
+
+def token_of_job(file: str | os.PathLike[str] | None = None) -> str | None:
+    """The token: that of the file, if one is named, else that of the environment.
+
+    Args:
+        file: Named by the user. `KERAS_DISTRIBUTE_JOB_TOKEN_FILE` names one, too.
+
+    Returns:
+        `None` where there is none.
+
+    Raises:
+        ClusterError: For a file that cannot be read, or that everybody can read; for a
+            token that is too short.
+    """
+    if file is None:
+        token = os.environ.get(TOKEN, "")
+        if token:
+            return _checked(token, TOKEN)
+        file = os.environ.get(TOKEN_FILE) or None
+    return None if file is None else _checked(_read(Path(file)), f"The file {file}")
+
+
+def seal_of_job(file: str | os.PathLike[str] | None = None) -> Seal:
+    """The seal with the token of the job; without one it signs nothing.
+
+    Args:
+        file: As of `token_of_job`.
+    """
+    token = token_of_job(file)
+    return Seal(None if token is None else token.encode())
+
+
+def _read(path: Path) -> str:
+    try:
+        # A pipe would keep us waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"{path} is no file")
+            content = file.read(_MOST + 1)
+    except OSError as error:
+        raise ClusterError(
+            "The file with the token of the job cannot be read.",
+            received=f"{error}.",
+            fix=HOW_TO_MAKE,
+        ) from error
+    if status.st_mode & stat.S_IRWXO:
+        raise ClusterError(
+            "Everybody on this host may read the token of the job, or change it.",
+            received=f"the file {path}, of mode {stat.S_IMODE(status.st_mode):o}.",
+            fix=f"chmod 600 {path}",
+        )
+    return content.decode(errors="replace")
+
+
+def _checked(token: str, where: str) -> str:
+    token = token.strip()
+    if not _LEAST <= len(token) <= _MOST or not token.isprintable():
+        raise ClusterError(
+            f"A token of a job has {_LEAST} to {_MOST} characters, on one line.",
+            received=f"{where}, with {len(token)} characters.",
+            fix=HOW_TO_MAKE,
+        )
+    return token
