@@ -46,8 +46,7 @@ def set_prefetch_steps(num_steps: int) -> None:
         "num_steps",
         num_steps,
         what="Batches are made ready for a number of steps.",
-        fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is "
-        "due.",
+        fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is due.",
         error=ValueStructureError,
     )
     global _prefetch_steps

@@ -65,9 +65,7 @@ class _Stack(threading.local):
 
 
 stack = _Stack()
-_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
-    weakref.WeakKeyDictionary()
-)
+_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = weakref.WeakKeyDictionary()
 _process_strategy: Strategy | None = None
 _default_strategy: Callable[[], Strategy] | None = None
 
@@ -239,8 +237,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise ContextError(
             "The strategy of the process cannot be changed inside a scope.",
             received=inside,
-            fix="call experimental_set_strategy at the top level of the program, "
-            "before its threads enter scopes.",
+            fix="call experimental_set_strategy at the top level of the program, before its threads enter scopes.",
         )
     _process_strategy = None if strategy is None or strategy is default_strategy() else strategy
 
@@ -259,14 +256,11 @@ def require_own(what: str, strategy: Strategy) -> None:
         raise ContextError(
             f"{what} was called inside the scope of another strategy.",
             received=f"a method of {strategy!r} in {describe(current)}",
-            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or "
-            "leave that one's scope first.",
+            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or leave that one's scope first.",
         )
 
 
-def require_cross_replica(
-    what: str, fix: str, strategy: Strategy | None = None
-) -> None:
+def require_cross_replica(what: str, fix: str, strategy: Strategy | None = None) -> None:
     """Raises `ContextError` unless called across replicas, or where none is in force.
 
     Args:

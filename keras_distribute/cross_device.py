@@ -251,8 +251,7 @@ def as_per_replica(value: Any) -> PerReplica:
         raise StructureTypeError(
             "Only distributed values and variables can be reduced.",
             received=f"{checks.shown(value)}.",
-            fix="pass a result of strategy.run, or "
-            "strategy.experimental_distribute_values_from_function.",
+            fix="pass a result of strategy.run, or strategy.experimental_distribute_values_from_function.",
         )
     if context.frame().per_replica:
         return PerReplica(local=value.value)

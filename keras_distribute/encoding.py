@@ -17,9 +17,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Special = Callable[[Any, str], Any]
 
 
-def encode(
-    value: Any, name: str, arrays: Arrays, special: Special | None = None
-) -> Any:
+def encode(value: Any, name: str, arrays: Arrays, special: Special | None = None) -> Any:
     """`value` as what `json.dumps` takes.
 
     Args:
@@ -80,9 +78,7 @@ def can_encode(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
-def decode(
-    form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None
-) -> Any:
+def decode(form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
     """The value that `encode` made `form` and `arrays` of.
 
     Args:
@@ -100,10 +96,7 @@ def decode(
     if kind == "tuple":
         return tuple(decode(item, arrays, special) for item in content)
     if kind == "dict":
-        return {
-            decode(key, arrays, special): decode(value, arrays, special)
-            for key, value in content
-        }
+        return {decode(key, arrays, special): decode(value, arrays, special) for key, value in content}
     array = arrays[content]
     if kind == "bytes":
         return array.tobytes()

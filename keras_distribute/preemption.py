@@ -260,8 +260,7 @@ class PreemptionCheckpointHandler:
             given,
             Checkpoint | CheckpointManager,
             "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
-            "PreemptionCheckpointHandler("
-            "None, kd.Checkpoint(model=model), checkpoint_dir)",
+            "PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), checkpoint_dir)",
         )
         what = "termination_config says how the program learns of its end."
         fix = "kd.experimental.TerminationConfig(), or None."

@@ -244,15 +244,11 @@ def test_methods_of_a_strategy_in_the_scope_of_another(strategy, other):
         "reduce_to": lambda: other.extended.reduce_to("SUM", values[1], None),
         "reduce_to ": lambda: other.extended.batch_reduce_to("SUM", pairs),
         "update": lambda: other.extended.update(variable, lambda v: v.assign(2.0)),
-        "experimental_distribute_values_from_function": lambda: (
-            other.experimental_distribute_values_from_function(lambda context: 1.0)
+        "experimental_distribute_values_from_function": lambda: other.experimental_distribute_values_from_function(
+            lambda context: 1.0
         ),
-        "experimental_distribute_dataset": lambda: (
-            other.experimental_distribute_dataset(dataset)
-        ),
-        "distribute_datasets_from_function": lambda: (
-            other.distribute_datasets_from_function(lambda context: dataset)
-        ),
+        "experimental_distribute_dataset": lambda: other.experimental_distribute_dataset(dataset),
+        "distribute_datasets_from_function": lambda: other.distribute_datasets_from_function(lambda context: dataset),
     }
     for name, call in calls.items():
         text = f"(?s)^{name.strip()} was called inside the scope of another strategy"

@@ -93,9 +93,7 @@ def test_tested_versions_pass_without_a_word(installed, recwarn, keras, jax):
         ("4.0", "1.0", "keras 4.0 and jax 1.0"),
     ],
 )
-def test_versions_beyond_the_tested_ones_are_named_once(
-    installed, recwarn, keras, jax, named
-):
+def test_versions_beyond_the_tested_ones_are_named_once(installed, recwarn, keras, jax, named):
     installed(keras=keras, jax=jax)
     versions.check_versions()
     (warning,) = recwarn.list
@@ -126,10 +124,8 @@ MOVED = "keras_distribute builds on parts of Keras and JAX that have moved: "
     ("script", "named"),
     [
         (  # A function that is imported.
-            "from keras.src.backend.common import stateless_scope as owner\n"
-            "del owner.get_stateless_scope",
-            "cannot import name 'get_stateless_scope' from "
-            "'keras.src.backend.common.stateless_scope'",
+            "from keras.src.backend.common import stateless_scope as owner\ndel owner.get_stateless_scope",
+            "cannot import name 'get_stateless_scope' from 'keras.src.backend.common.stateless_scope'",
         ),
         (  # A method that is called later.
             "del keras.Model.__mro__[2]._symbolic_build",

@@ -368,6 +368,5 @@ def test_a_nan_is_found_on_its_replica(num_logical: int, rows: int, row: int) ->
     strategy = tpu_strategy(num_logical, layout_map=HIDDEN)
     each = -(-rows // (8 // num_logical))
     assert names_of_a_nan(strategy, rows, row) == (
-        "Received: values that are not finite in x of "
-        f"replica {row // each} (process 0)."
+        f"Received: values that are not finite in x of replica {row // each} (process 0)."
     )

@@ -42,12 +42,19 @@ _, jax_trainer, base_trainer = keras.Model.__mro__[:3]
 owners = [keras.Variable, nn, trainer, jax_trainer, trainer.JAXEpochIterator, loss, loss.Loss, Optimizer,
           LossScaleOptimizer, keras.random.SeedGenerator, base_trainer, keras.layers.BatchNormalization, keras.Layer,
           keras.StatelessScope, keras.callbacks.CallbackList, saving_lib, data_adapters]
+class OfTrainer(jax_trainer, keras.Layer):
+    pass
+class OfModel(keras.Model):
+    pass
+bases = [c.__bases__ for c in (keras.Model, OfTrainer, OfModel)]
 before = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 import keras_distribute
 from keras_distribute import _install
 during = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 assert sum(a != b for a, b in zip(before, during)) > 10, "nothing was installed"
+assert [type(m).__mro__.index(keras_distribute.training.trainer.StrategyTrainer) for m in (keras.Model(), OfModel(), OfTrainer())] == [1, 2, 1]
 _install.uninstall()
+assert bases == [c.__bases__ for c in (keras.Model, OfTrainer, OfModel)]
 after = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 for owner, a, b in zip(owners, before, after):
     assert a == b, (owner, {k for k in a.keys() | b.keys() if a.get(k) is not b.get(k)})
@@ -61,10 +68,7 @@ with keras_distribute.MirroredStrategy(["cpu:0"]).scope():
 
 def test_private_attributes_are_looked_up_at_the_import():
     """Each that a module of `_compat` uses of Keras is in a `check` or a `replace` there."""
-    modules = {
-        path.stem: ast.parse(path.read_text())
-        for path in (PACKAGE / "_compat").glob("*.py")
-    }
+    modules = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "_compat").glob("*.py")}
     known = {
         argument.value
         for tree in modules.values()

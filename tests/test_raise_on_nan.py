@@ -56,7 +56,5 @@ def test_rows_that_fill_up_a_batch_name_no_replica(steps_per_execution):
         model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     guard = kd.callbacks.RaiseOnNaN()
     with pytest.raises(kd.errors.NonFiniteError) as caught:
-        model.fit(
-            x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard]
-        )
+        model.fit(x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard])
     assert "not finite in x of replica 2 (process 0).\n" in str(caught.value)

@@ -234,9 +234,7 @@ AGGREGATIONS = ["sum", kd.VariableAggregation.SUM]
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=["text", "member"])
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS, ids=["text", "member"])
 @pytest.mark.parametrize("under", [kd.get_strategy, lambda: mirrored(2)])
-def test_variables_that_are_read_together_are_not_trainable(
-    under, synchronization, aggregation
-):
+def test_variables_that_are_read_together_are_not_trainable(under, synchronization, aggregation):
     how = {"synchronization": synchronization, "aggregation": aggregation}
     with under().scope():
         seen = keras.Variable(1.0, **how)

@@ -37,6 +37,8 @@ from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.lax import parallel
 
+from keras_distribute._compat.seams import check
+
 
 def backends_are_initialized() -> bool:
     """Whether JAX has already created a client, after which devices and thread pools are fixed."""
@@ -58,6 +60,9 @@ def array_of_pieces(
 ) -> jax.Array:
     """The array of `shape` whose parts on `devices`, all of this process, are `pieces`, of a dtype that JAX has."""
     return pxla.batched_device_put(_form(tuple(shape), pieces[0].dtype), sharding, pieces, devices)
+
+
+check(jax.stages.Compiled, "_call")
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:

@@ -46,18 +46,14 @@ def install(
     )
     masked_moments, next_seed = BatchNormalization._moments, SeedGenerator.next
 
-    def new_init(
-        self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
-    ) -> None:
+    def new_init(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
         init(self, *args, synchronized=False, **kwargs)
         self.synchronized = synchronized
 
     def new_call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return around_call(self, call, inputs, training, mask)
 
-    def new_moments(
-        x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
-    ) -> Any:
+    def new_moments(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
         if synchronized:
             return synchronized_moments(x, axes, keepdims, moments)
         return moments(x, axes, keepdims)

@@ -48,9 +48,7 @@ def install(around_apply: AroundApply, all_of: Callable[[Any], Any], slot_create
         return all_of(check_finite(self, grads))
 
     def applying(original: Apply) -> Apply:
-        def apply(
-            self: Any, grads: list[Any], trainable_variables: list[Any] | None = None
-        ) -> None:
+        def apply(self: Any, grads: list[Any], trainable_variables: list[Any] | None = None) -> None:
             around_apply(self, grads, trainable_variables, original)
 
         return apply

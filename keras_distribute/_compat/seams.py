@@ -28,8 +28,7 @@ def moved(what: str) -> BackendError:
     """The error for a private name that is not where it was."""
     return BackendError(
         f"keras_distribute builds on parts of Keras and JAX that have moved: {what}.",
-        received=f"{versions.installed()}; the newest that were tested are "
-        f"{versions.newest_tested()}.",
+        received=f"{versions.installed()}; the newest that were tested are {versions.newest_tested()}.",
         fix=f"pip install {versions.requirements()}, or a newer keras-distribute.",
     )
 

@@ -26,14 +26,13 @@ from typing import Any
 
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.models import model as model_module
-from keras.src.trainers import trainer as base_trainer
+
+from keras_distribute._compat.names import BaseTrainer, JAXTrainer
+from keras_distribute._compat.seams import Replacements
 
 Undo = Callable[[], None]
 
-_NAME = "JAXTrainer" if hasattr(jax_trainer, "JAXTrainer") else "Trainer"
-JAXTrainer: Any = getattr(jax_trainer, _NAME)
 JAXEpochIterator: Any = jax_trainer.JAXEpochIterator
-_Base: Any = getattr(base_trainer, "BaseTrainer", None) or base_trainer.Trainer
 
 sync: Callable[[Any], None] = getattr(JAXTrainer, "state_sync", JAXTrainer.jax_state_sync)
 """Puts the arrays of Keras's own state into the variables."""
@@ -53,26 +52,26 @@ def install(
         around_compile: From Keras's `compile` to ours.
         host_batch: Called with `_distribute_data` and its arguments.
     """
-    undo: list[Callable[[], None]] = []
+    replaced, distribute = Replacements(), jax_trainer._distribute_data
+    undo: list[Callable[[], None]] = [replaced.undo]
 
     def assign(owner: Any, name: str, value: Any) -> None:
         undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    compile_, distribute = _Base.compile, jax_trainer._distribute_data
     for cls in JAXTrainer.__subclasses__():
         if cls is not trainer:
             bases = [trainer if base is JAXTrainer else base for base in cls.__bases__]
             assign(cls, "__bases__", tuple(bases))
     assign(model_module, "Trainer", trainer)
-    assign(jax_trainer, _NAME, trainer)
+    assign(jax_trainer, JAXTrainer.__name__, trainer)
     assign(jax_trainer, "JAXEpochIterator", epoch_iterator)
-    assign(_Base, "compile", functools.wraps(compile_)(around_compile(compile_)))
+    replaced.replace(BaseTrainer, "compile", around_compile(BaseTrainer.compile))
 
     def _distribute_data(data: Any, layouts: Any = None, **more: Any) -> Any:
         return host_batch(functools.partial(distribute, **more), data, layouts)
 
-    assign(jax_trainer, "_distribute_data", _distribute_data)
+    replaced.replace(jax_trainer, "_distribute_data", _distribute_data)
 
     def restore() -> None:
         for step in reversed(undo):
@@ -83,7 +82,7 @@ def install(
 
 def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """That argument of `compile`, by its name or in its place."""
-    names = list(inspect.signature(_Base.compile).parameters)[1:]
+    names = list(inspect.signature(BaseTrainer.compile).parameters)[1:]
     return (dict(zip(names, args, strict=False)) | kwargs).get("steps_per_execution", 1)
 
 

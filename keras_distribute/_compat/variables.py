@@ -57,9 +57,7 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
 
     add_variable: Callable[..., Any] = Optimizer.add_variable_from_reference
 
-    def add_and_mark(
-        self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
-    ) -> Any:
+    def add_and_mark(self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any) -> Any:
         _creating.accumulator = name == "gradient_accumulator"
         try:
             return add_variable(self, reference_variable, name, *more, **kw)

@@ -75,9 +75,7 @@ def requirements() -> str:
     """What to give to `pip install` for versions that were tested."""
     # A nightly is another package: `keras` has releases alone.
     limits = {
-        package: f"<{Version(version).base_version}"
-        if Version(version).is_prerelease
-        else f"<={version}"
+        package: f"<{Version(version).base_version}" if Version(version).is_prerelease else f"<={version}"
         for package, version in TESTED.items()
     }
     return " ".join(f"'{package}>={MINIMUM[package]},{limit}'" for package, limit in limits.items())

@@ -178,9 +178,7 @@ class Checkpoint:
         self._counter = reading.manifest.counter
         return reading.status
 
-    def read(
-        self, save_path: Path | None, *, partial: bool = False
-    ) -> RestoreStatus:
+    def read(self, save_path: Path | None, *, partial: bool = False) -> RestoreStatus:
         """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
         checks.flag("partial", partial)
         if save_path is None:
@@ -203,8 +201,7 @@ class Checkpoint:
         tracked = tracking.track(self._objects)
         arrays, records = values.fetch(tracked.variables)
         objects = {
-            name: encoding.encode(self._state_of(name, value), name, arrays)
-            for name, value in tracked.stateful.items()
+            name: encoding.encode(self._state_of(name, value), name, arrays) for name, value in tracked.stateful.items()
         }
         optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
         unbuilt, counter = tracked.unbuilt, self._counter

@@ -224,9 +224,7 @@ class CheckpointManager:
             f"saving step {step} in",
             lambda: self._open().save(step, manifest, arrays),
         )
-        self._under_way = under_way.Save(
-            self._path(step), step, manifest.metrics, going, self._writer
-        )
+        self._under_way = under_way.Save(self._path(step), step, manifest.metrics, going, self._writer)
         under_way.begin(self._under_way)
         self._last_step = step
 

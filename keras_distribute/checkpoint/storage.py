@@ -291,8 +291,7 @@ def _check_name(folder: epath.Path, manifest: Manifest) -> None:
         raise DamagedCheckpointError(
             f"{str(folder)!r} is not the checkpoint of step {name}.",
             received=f"the checkpoint of step {step}, copied or moved to that name.",
-            fix=f"give the folder its name {step} again, or one that is no number; or "
-            + _FALLBACK,
+            fix=f"give the folder its name {step} again, or one that is no number; or " + _FALLBACK,
         )
 
 

@@ -196,8 +196,7 @@ def _sayable(said: tuple[Any, None]) -> tuple[Any, Exception | None]:
 def _topic_and_said(message: bytes, process: int) -> tuple[Any, Any]:
     if signing.is_signed(message) and not _seal.signs:
         raise ClusterError(
-            f"Process {process} has a token of the job, and process "
-            f"{jax.process_index()} has none.",
+            f"Process {process} has a token of the job, and process {jax.process_index()} has none.",
             received=f"a signed message of process {process}.",
             fix=f"the same token in every process: {signing.HOW_TO_GIVE}",
         )
@@ -209,8 +208,7 @@ def _refusal(process: int, sealed: bytes) -> ClusterError:
     return ClusterError(
         f"What process {process} says was refused: {signing.why_refused(sealed)}.",
         received=f"{len(sealed)} bytes, in process {jax.process_index()}.",
-        fix="the same token in every process; where it is, somebody else wrote this.\n"
-        f"    {signing.HOW_TO_GIVE}",
+        fix=f"the same token in every process; where it is, somebody else wrote this.\n    {signing.HOW_TO_GIVE}",
     )
 
 

@@ -78,9 +78,7 @@ def has_ended(process: int) -> bool:
     return True
 
 
-def watch(
-    process: int, num_processes: int, timeout: float, seal: Seal | None = None
-) -> None:
+def watch(process: int, num_processes: int, timeout: float, seal: Seal | None = None) -> None:
     """Begins to tell and to listen.
 
     Args:

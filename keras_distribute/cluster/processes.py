@@ -119,9 +119,7 @@ def _own_address(coordinator: str) -> str | None:
     return f"{host}:{port}"
 
 
-def _take_part(
-    topology: Topology, how: str, silence: float, seal: signing.Seal
-) -> None:
+def _take_part(topology: Topology, how: str, silence: float, seal: signing.Seal) -> None:
     count = topology.num_processes
     liveness.watch(topology.process_id, count, silence, seal)
     atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.

@@ -106,9 +106,7 @@ def meet(
     if not seal.signs:
         raise without_token()
     if host != _FIRST:
-        return _join(
-            address, host, num_local, num_hosts, seconds, seal, given_up, tell
-        )
+        return _join(address, host, num_local, num_hosts, seconds, seal, given_up, tell)
     with _Reception(address, num_local, num_hosts, seal, tell) as reception:
         end = time.monotonic() + seconds
         while len(reception.sizes) < num_hosts and not given_up():
@@ -127,8 +125,7 @@ def meet(
 def without_token() -> ClusterError:
     """The error for launchers that could not tell each other from strangers."""
     return ClusterError(
-        "The launchers of several hosts meet with a token of the job, which keeps "
-        "everybody else out.",
+        "The launchers of several hosts meet with a token of the job, which keeps everybody else out.",
         received=f"neither --token-file nor {signing.TOKEN} in the environment.",
         fix="write one, once, and give the same to the launcher of every host:\n"
         f"    {signing.HOW_TO_MAKE}\n"
@@ -225,9 +222,7 @@ class _Reception:
                 return
             connection.setblocking(False)
             nonce = signing.new_nonce()
-            guest = _Guest(
-                connection, str(peer[0]), time.monotonic(), nonce, bytearray()
-            )
+            guest = _Guest(connection, str(peer[0]), time.monotonic(), nonce, bytearray())
             self._guests.append(guest)
             self._selector.register(connection, selectors.EVENT_READ, guest)
             self._send(guest, f"keras_distribute meets {nonce}".encode())
@@ -284,10 +279,7 @@ class _Reception:
 
     def _wrong(self, host: int, size: int, num_hosts: int) -> str | None:
         if num_hosts != self._num_hosts:
-            return (
-                f"Host {host} was started with --nnodes {num_hosts}, host {_FIRST} "
-                f"with --nnodes {self._num_hosts}"
-            )
+            return f"Host {host} was started with --nnodes {num_hosts}, host {_FIRST} with --nnodes {self._num_hosts}"
         if not _FIRST < host < num_hosts or not 0 < size <= _MOST_PROCESSES:
             return f"There is no host {host} of {size} processes"
         return None
@@ -367,9 +359,7 @@ def _ask(
     given_up: Callable[[], bool],
 ) -> dict[str, Any]:
     """What the first host answers; nothing where it goes away before that."""
-    greeting = _GREETING.fullmatch(
-        _line(connection, _MOST_BYTES, _LINE_SECONDS, given_up)
-    )
+    greeting = _GREETING.fullmatch(_line(connection, _MOST_BYTES, _LINE_SECONDS, given_up))
     if greeting is None:
         raise _NoHost("something else listens than a launcher")
     nonce, own = greeting[1].decode(), signing.new_nonce()
@@ -390,9 +380,7 @@ def _ask(
     return {}
 
 
-def _line(
-    connection: socket.socket, most: int, seconds: float, given_up: Callable[[], bool]
-) -> bytes:
+def _line(connection: socket.socket, most: int, seconds: float, given_up: Callable[[], bool]) -> bytes:
     """The next line; empty where none comes in time, or one that is too long."""
     end, heard = time.monotonic() + seconds, bytearray()
     while time.monotonic() < end and not given_up():
@@ -442,8 +430,7 @@ def _servers(address: tuple[str, int]) -> list[socket.socket]:
         raise ClusterError(
             f"The launcher of host {_FIRST} cannot listen at {name}:{port}: {error}.",
             received=f"--coordinator {name}:{port - 1}.",
-            fix="an address of this host by which the others find it, and two free "
-            "ports: --coordinator 10.0.0.1:1234",
+            fix="an address of this host by which the others find it, and two free ports: --coordinator 10.0.0.1:1234",
         ) from error
     return servers
 

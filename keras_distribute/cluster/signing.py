@@ -20,10 +20,7 @@ from keras_distribute.errors import ClusterError
 
 TOKEN = "KERAS_DISTRIBUTE_JOB_TOKEN"
 TOKEN_FILE = "KERAS_DISTRIBUTE_JOB_TOKEN_FILE"
-HOW_TO_MAKE = (
-    '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" '
-    "> job.token)"
-)
+HOW_TO_MAKE = '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" > job.token)'
 HOW_TO_GIVE = f"export {TOKEN}=$(cat job.token)"
 _LEAST, _MOST = 32, 4096
 _DIGITS = 2 * hashlib.sha256().digest_size

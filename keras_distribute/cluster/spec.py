@@ -146,8 +146,7 @@ def _index(index: Any, job: Any, tasks: Any) -> int:
 
 def _not_addresses(job: Any, tasks: Any) -> StructureTypeError:
     return StructureTypeError(
-        f"The tasks of the job {checks.shown(job)} are a list of addresses, or a dict "
-        "from numbers to addresses.",
+        f"The tasks of the job {checks.shown(job)} are a list of addresses, or a dict from numbers to addresses.",
         received=f"{checks.shown(tasks)}.",
         fix='{"worker": ["host0:2222", "host1:2222"]}',
     )

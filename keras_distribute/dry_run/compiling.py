@@ -84,4 +84,3 @@ def main() -> None:
         result = str(error)
     with out:
         pickle.dump(result, out)
-

@@ -27,9 +27,7 @@ def batch_of(model: Any, batch: Any) -> Any:
     """
     if checks.is_integer(batch):
         what, fix, error = "A batch has at least one row.", "batch=256", InputError
-        rows = checks.count(
-            "batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error
-        )
+        rows = checks.count("batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error)
         return _from_model(model, rows)
     given = batch if isinstance(batch, tuple) else (batch,)
     forms = jax.tree.map(_form, given)

@@ -116,8 +116,7 @@ def check_dataset_fn(dataset_fn: Any) -> None:
         "dataset_fn",
         dataset_fn,
         "Datasets are made by a function of an InputContext.",
-        "strategy.distribute_datasets_from_function(lambda context: "
-        "dataset.batch(per_replica_batch_size))",
+        "strategy.distribute_datasets_from_function(lambda context: dataset.batch(per_replica_batch_size))",
     )
 
 

@@ -70,8 +70,7 @@ class Strategy:
             cross_device_ops,
             CrossDeviceOps | None,
             "cross_device_ops says how values are reduced over the replicas.",
-            "kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), "
-            "kd.ReductionToOneDevice(), or None.",
+            "kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
         )
         checks.flag("shard_optimizer_state", shard_optimizer_state)
         check_communication_dtype(communication_dtype)
@@ -214,9 +213,7 @@ class Strategy:
         for one in axes:
             if not checks.is_integer(one):
                 checks.instance("axis", one, (), "An axis is an integer.", "axis=0")
-        return structures.mapped(
-            lambda leaf: self.reduce_one(op, leaf, axes), value, is_value
-        )
+        return structures.mapped(lambda leaf: self.reduce_one(op, leaf, axes), value, is_value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' components joined along `axis`, in replica order.
@@ -294,8 +291,7 @@ class Strategy:
             "value_fn",
             value_fn,
             "Values are made by a function of a ValueContext.",
-            "strategy.experimental_distribute_values_from_function("
-            "lambda context: ...)",
+            "strategy.experimental_distribute_values_from_function(lambda context: ...)",
         )
         mesh = self.replica_mesh
         made = [value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas]
@@ -338,9 +334,7 @@ class Strategy:
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
-        self._require_cross_replica(
-            "experimental_distribute_dataset", "call it outside strategy.run"
-        )
+        self._require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
         return sharing.distribute(dataset, self.replica_mesh, self.input_context, options)
 
     def distribute_datasets_from_function(
@@ -371,9 +365,7 @@ class Strategy:
             >>> [[part.tolist() for part in batch.values] for batch in dataset]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        self._require_cross_replica(
-            "distribute_datasets_from_function", "call it outside strategy.run"
-        )
+        self._require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
         return sharing.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
@@ -529,8 +521,7 @@ def check_communication_dtype(dtype: Any) -> None:
     """Raises `StructureTypeError` for what is no dtype that gradients may travel in."""
     if not isinstance(dtype, str | None) or dtype not in (None, *_COMMUNICATION_DTYPES):
         raise StructureTypeError(
-            "communication_dtype is a narrower float, in which gradients are summed "
-            "over the replicas.",
+            "communication_dtype is a narrower float, in which gradients are summed over the replicas.",
             received=f"communication_dtype={checks.shown(dtype)}.",
             fix='"bfloat16", "float16", or None for the dtype that they have.',
         )

@@ -52,9 +52,7 @@ class DefaultStrategy(Strategy):
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """`dataset` itself."""
-        self._require_cross_replica(
-            "experimental_distribute_dataset", "call it outside strategy.run"
-        )
+        self._require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
         sharing.checked(options)
         return dataset
 
@@ -62,9 +60,7 @@ class DefaultStrategy(Strategy):
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
         """What `dataset_fn` returns."""
-        self._require_cross_replica(
-            "distribute_datasets_from_function", "call it outside strategy.run"
-        )
+        self._require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
         sharing.checked(options)
         sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)

@@ -88,8 +88,7 @@ class TPUStrategy(Strategy):
             experimental_device_assignment,
             DeviceAssignment | None,
             "The devices of the replicas are given as a DeviceAssignment.",
-            "kd.tpu.experimental.DeviceAssignment.build("
-            "topology, computation_shape=[1, 1, 1, 2])",
+            "kd.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])",
         )
         spmd = experimental_spmd_xla_partitioning
         checks.flag("experimental_spmd_xla_partitioning", spmd)

@@ -130,8 +130,7 @@ class Topology:
         if not four or not ((place >= 0) & (place < shape)).all():
             raise DeviceError(
                 "The coordinates of a device are four integers inside of the mesh.",
-                received=f"device_coordinates={checks.shown(device_coordinates)} in "
-                f"{self!r}.",
+                received=f"device_coordinates={checks.shown(device_coordinates)} in {self!r}.",
                 fix="coordinates of topology.device_coordinates.",
             )
         return tuple(place.tolist())

@@ -281,9 +281,7 @@ def read_by_the_start_of_a_run(value: Value, path: str) -> None:
 
 def read_by_a_handler_of_preemption(value: Value, path: str) -> None:
     config = kd.experimental.TerminationConfig(termination_watcher_fn=lambda: True)
-    kd.experimental.PreemptionCheckpointHandler(
-        None, value.checkpoint, value.directory, config
-    )
+    kd.experimental.PreemptionCheckpointHandler(None, value.checkpoint, value.directory, config)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +295,7 @@ def read_by_a_handler_of_preemption(value: Value, path: str) -> None:
         read_by_a_handler_of_preemption,
     ],
 )
-def test_what_was_saved_is_known_at_once_and_waited_for(
-    read: Any, value: Value, monkeypatch: Any
-) -> None:
+def test_what_was_saved_is_known_at_once_and_waited_for(read: Any, value: Value, monkeypatch: Any) -> None:
     with value.manager(max_to_keep=2) as manager, slow_writes(monkeypatch) as go_on:
         path = value.save(manager, 1)
         assert not os.path.exists(path or "")
@@ -312,9 +308,7 @@ def test_what_was_saved_is_known_at_once_and_waited_for(
         assert float(value.variable.value) == 1.0
 
 
-def test_a_save_under_way_replaces_what_it_will_delete(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_a_save_under_way_replaces_what_it_will_delete(value: Value, monkeypatch: Any) -> None:
     """Those are there until it is complete, but a reader would lose them meanwhile."""
     options: Any = {"max_to_keep": 1, "keep_best": ("loss", "min")}
     with value.manager(**options) as manager:
@@ -334,9 +328,7 @@ def test_a_save_under_way_replaces_what_it_will_delete(
     assert value.files == ["3"]
 
 
-def test_a_save_that_fails_later_counts_until_its_error_is_told(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_a_save_that_fails_later_counts_until_its_error_is_told(value: Value, monkeypatch: Any) -> None:
     """By what reads it, and by its manager; then the last complete one is the latest."""
     manager = value.manager(max_to_keep=1)
     value.save(manager, 0)
@@ -350,9 +342,7 @@ def test_a_save_that_fails_later_counts_until_its_error_is_told(
             value.save(manager, 1)
             assert manager.all_steps() == [1]
             go_on()
-            with pytest.raises(
-                CheckpointError, match="(?s)/1' could not be written.*No space left"
-            ):
+            with pytest.raises(CheckpointError, match="(?s)/1' could not be written.*No space left"):
                 read()
             assert manager.all_steps() == value.manager().all_steps() == [0]
             with pytest.raises(CheckpointError, match="/1' could not be written"):
@@ -364,9 +354,7 @@ def test_a_save_that_fails_later_counts_until_its_error_is_told(
     assert value.files == ["1"]
 
 
-def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(value: Value, monkeypatch: Any) -> None:
     told: list[str] = []
 
     def read(path: Any) -> None:
@@ -382,10 +370,7 @@ def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(
         thread.start()
         go_on()
         thread.join()
-        assert told == [
-            f"The checkpoint {path!r} could not be written; earlier ones are as they "
-            "were."
-        ]
+        assert told == [f"The checkpoint {path!r} could not be written; earlier ones are as they were."]
         with pytest.raises(CheckpointError, match="could not be written"):
             manager.wait()
     value.save(manager, 0)
@@ -393,9 +378,7 @@ def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(
     assert value.files == ["0"]
 
 
-def test_the_with_block_does_not_repeat_what_was_read_in_it(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_the_with_block_does_not_repeat_what_was_read_in_it(value: Value, monkeypatch: Any) -> None:
     with (
         pytest.raises(CheckpointError, match="could not be written") as error,
         Refusing(monkeypatch, NO_SPACE),
@@ -405,9 +388,7 @@ def test_the_with_block_does_not_repeat_what_was_read_in_it(
     assert not hasattr(error.value, "__notes__")
 
 
-def test_two_managers_of_one_folder_do_not_disturb_each_other(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_two_managers_of_one_folder_do_not_disturb_each_other(value: Value, monkeypatch: Any) -> None:
     """Numbers go on after what the other is writing; what it writes is waited for."""
     first, second = value.manager(), value.manager()
     with slow_writes(monkeypatch) as go_on:
@@ -426,9 +407,7 @@ def test_two_managers_of_one_folder_do_not_disturb_each_other(
     first.close()
 
 
-def test_the_save_of_a_dropped_manager_is_known_and_waited_for(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_the_save_of_a_dropped_manager_is_known_and_waited_for(value: Value, monkeypatch: Any) -> None:
     with slow_writes(monkeypatch) as go_on:
         path = value.save(value.manager(), 3)
         gc.collect()
@@ -448,9 +427,7 @@ def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
     assert under_way.in_folder(manager.directory) is None
 
 
-def test_restoring_none_says_once_that_nothing_was_restored(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_restoring_none_says_once_that_nothing_was_restored(value: Value, monkeypatch: Any) -> None:
     monkeypatch.setattr(checkpoints, "_warned_of_nothing", False)
     manager = value.manager()
     with pytest.warns(UserWarning, match="the path was None.*restore_or_initialize") as w:
@@ -464,8 +441,6 @@ def test_restoring_none_says_once_that_nothing_was_restored(
 
 @pytest.mark.parametrize("step", [-1, 2.5, "3", float("nan"), float("inf"), [1]])
 def test_a_step_is_a_whole_number(step: Any, value: Value) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"(?s)whole number from 0.*Received: save\(.*Fix: "
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)whole number from 0.*Received: save\(.*Fix: "):
         value.manager().save(step)
     assert not value.directory.exists()

@@ -335,9 +335,7 @@ def test_slices_beyond_a_whole_pod_are_refused_by_name(topology):
         targets.parse(topology)
 
 
-@pytest.mark.parametrize(
-    "topology", ["v5e:16x16", "v3:32x32", "v4:4x4x64", "v5p:16x20x28", "tpu7x:4x4x64"]
-)
+@pytest.mark.parametrize("topology", ["v5e:16x16", "v3:32x32", "v4:4x4x64", "v5p:16x20x28", "tpu7x:4x4x64"])
 def test_slices_of_a_pod_are_there(topology):
     shape = topology.partition(":")[2].split("x")
     assert targets.parse(topology).shape == tuple(map(int, shape))
@@ -354,9 +352,7 @@ CRASH = "import sys, os; sys.stderr.write({said!r}); sys.stderr.flush(); {end}"
         ("x\n" * 99 + "end", "os.kill(os.getpid(), 11)", "SIGSEGV", "    x\n    end"),
     ],
 )
-def test_a_compiler_that_ends_its_process_is_an_error(
-    monkeypatch, said, end, how, last
-):
+def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch, said, end, how, last):
     monkeypatch.setattr(compiling, "_CHILD", CRASH.format(said=said, end=end))
     target = targets.parse("v5e:4x4")
     lowered = jax.jit(lambda x: 2 * x).lower(1.0)

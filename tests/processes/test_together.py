@@ -167,9 +167,7 @@ def test_a_save_under_way_is_known_to_all_processes(job):
     """At once; they wait for it together, and hear together that it has failed."""
     calls, results = job
     folder = calls["save_under_way"][0]
-    failed = (
-        f"The checkpoint '{folder}/3' could not be written; earlier ones are as they were."
-    )
+    failed = f"The checkpoint '{folder}/3' could not be written; earlier ones are as they were."
     for result in results:
         assert result["save_under_way"] == [
             *(([1], f"{folder}/1"), 1.0, ([2], f"{folder}/2"), 2.0),
