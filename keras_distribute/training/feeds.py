@@ -35,7 +35,7 @@ class DatasetAdapter(compat.DataAdapter):
         self.dataset = dataset
         self.stands_for = stands_for or type(self).__name__  # What it is called where positions are compared.
 
-    def get_jax_iterator(self) -> Iterator[Any]:
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
         """Host batches, for a model without a strategy."""
         layout = self.dataset.layout
         yield from Feed(layout.open, layout.whole, ahead=0)

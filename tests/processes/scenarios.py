@@ -287,6 +287,48 @@ def a_nan():
     return error, int(model.optimizer.iterations), len(history["loss"])
 
 
+def interrupted(tries):
+    """A `fit` that is interrupted at the same place in all processes; and what is left."""
+    from tests.interruptions import Interrupter
+
+    with kd.MultiWorkerMirroredStrategy().scope():
+        model = make_model()
+
+    def fit(*callbacks):
+        model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            states.append(state())
+
+    def state():
+        return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+    def set_state(values):
+        for variable, value in zip((*model.variables, *model.optimizer.variables), values, strict=True):
+            variable.assign(value)
+
+    fit()
+    begin = state()
+    states = [begin]
+    fit(Note())
+    counter = Interrupter(None, inside="keras_distribute/training")
+    set_state(begin)
+    counter(fit)
+    outcomes = []
+    for i in range(tries):
+        set_state(begin)
+        interrupter = Interrupter((2 * i + 1) * counter.count // (2 * tries), inside="keras_distribute/training")
+        was = interrupter(fit)
+        left = state()
+        whole = [all(map(np.array_equal, left, other)) for other in states]
+        set_state(begin)
+        fit()
+        again = all(map(np.array_equal, state(), states[-1]))
+        outcomes.append((was, whole.index(True) if any(whole) else None, again, interrupter.where))
+    return outcomes
+
+
 def different_programs():
     """What is said where the processes do not do the same."""
     strategy = kd.MultiWorkerMirroredStrategy()

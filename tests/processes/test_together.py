@@ -28,6 +28,7 @@ def job(tmp_path_factory):
         "single_batches": (),
         "narrow_sums": ("bfloat16",),
         "a_nan": (),
+        "interrupted": (8,),
         "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
         "save_under_way": (str(tmp_path_factory.mktemp("under_way")),),
         "files": (str(tmp_path_factory.mktemp("files")),),
@@ -64,6 +65,16 @@ def test_fit_and_predict_give_the_numbers_of_one_device(job, kind):
             np.testing.assert_allclose(distributed[1][name], values, rtol=1e-5)
         np.testing.assert_allclose(distributed[2], plain[2], rtol=1e-5, atol=1e-6)
     equal(both[0][0][0], both[1][0][0], rtol=0, atol=0)
+
+
+def test_an_interruption_leaves_the_state_of_a_whole_step(job):
+    first, second = (result["interrupted"] for result in job[1])
+    assert [outcome[1] for outcome in first] == [outcome[1] for outcome in second]
+    for was_interrupted, whole_steps, same_numbers_afterwards, where in (*first, *second):
+        assert was_interrupted, where
+        assert whole_steps is not None, where
+        assert same_numbers_afterwards, where
+    assert len({outcome[1] for outcome in first}) > 2
 
 
 def test_unequal_data_end_together(job):
