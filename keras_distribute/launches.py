@@ -52,19 +52,19 @@ class Executable:
 
     def __init__(self, program: Any, *arguments: Any) -> None:
         with tracing:
-            self.lowered = program.lower(*arguments)
+            self.lowered: Any = program.lower(*arguments)
         self.logs: Any = None
         self._compiles = threading.Lock()
+        self._compiled: Any = None
         self._direct: Callable[..., Any] | None = None
 
     def compile(self) -> jax.stages.Compiled:
         """The compiled program; compiled once."""
         with self._compiles:
+            if self._compiled is None:
+                self._compiled = self.lowered.compile()
+            self.lowered = None  # It is as large as the program.
             return self._compiled
-
-    @functools.cached_property
-    def _compiled(self) -> jax.stages.Compiled:
-        return self.lowered.compile()
 
     def launch(self, landing: Landing, *arguments: Any) -> None:
         """Runs the program; its result lands whatever is raised. The caller holds `lock`.
@@ -106,6 +106,8 @@ class _Job:
         if self.claim.acquire(blocking=False):
             try:
                 self._landing.append(self._call())
+                # What a program calls back on the host is awaited by its thread alone.
+                jax.effects_barrier()
             except BaseException as error:
                 self.error = error
             self._call = None  # The arguments, which the program may have deleted.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from keras_distribute import collectives, context
 from keras_distribute.context import Mode
@@ -107,7 +108,10 @@ def _require_replica(name: str) -> None:
 
 
 def _checked_size(size: Any) -> Any:
-    array = as_array(size, "global_batch_size is a number of examples.")
+    array: Any = size
+    if not isinstance(size, jax.Array):  # As an array of JAX it would be traced.
+        as_array(size, "global_batch_size is a number of examples.")
+        array = np.asarray(size)
     if array.ndim:
         raise ValueStructureError("global_batch_size is one number.", received=f"shape {array.shape}.", fix="64")
     if not jnp.issubdtype(array.dtype, jnp.integer):

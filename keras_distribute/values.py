@@ -316,12 +316,14 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
         return group(per_replica)
     items: list[list[Any]] = []
     for i, (value, own) in enumerate(zip(per_replica, found, strict=True)):
-        if own is None or found[0] is None or type(value) is not type(first) or own[0] != found[0][0]:
+        keys = [None if each is None else each[0] for each in (own, found[0])]
+        if type(value) is not type(first) or keys[0] != keys[1]:
             raise ValueStructureError(
                 "The replicas returned different structures.",
                 received=f"{_form(first)} from replica 0, {_form(value)} from replica {i}.",
                 fix="return the same structure from every replica.",
             )
+        assert own is not None  # Or no replica has a structure.
         items.append(own[1])
     return structures.filled(first, [regroup(column, group) for column in zip(*items, strict=True)])
 

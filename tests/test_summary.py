@@ -200,7 +200,7 @@ def test_bytes_in_words(count, words):
 
 def test_what_has_no_variables_is_refused():
     with pytest.raises(
-        StructureTypeError, match=r"things that have variables.\n  Received: a str.\n  Fix: strategy.summ"
+        StructureTypeError, match=r"things that have variables.\n  Received: 'model', a str.\n  Fix: strategy.summ"
     ):
         mirrored(2).summary("model")
     with pytest.raises(ValueStructureError, match=r"at least one row.\n  Received: batch_size=0."):

@@ -135,6 +135,11 @@ def anything(value: Any) -> None:
     return None
 
 
+def any_number(value: Any) -> bool | None:
+    """As in TensorFlow, which does not check whether it makes sense."""
+    return None if isinstance(value, int | float | np.number | np.bool_) else False
+
+
 def integer(least: int | None = 0, none: bool = False, most: int | None = None) -> Any:
     def right(value: Any) -> bool:
         if value is None:
@@ -385,8 +390,8 @@ TARGETS: dict[str, Target] = {
     "Checkpoint.read": method(
         checkpoint,
         "read",
-        lambda: {"save_path": f"{folder()}/none"},
-        save_path=a_file,
+        lambda: {"save_path": None},
+        save_path=path_or_none,
         partial=flag,
     ),
     "Checkpoint.restore": method(
@@ -467,12 +472,12 @@ TARGETS: dict[str, Target] = {
     ),
     "InputContext": made(
         kd.InputContext,
-        num_input_pipelines=integer(1),
-        input_pipeline_id=integer(),
-        num_replicas_in_sync=integer(1),
+        num_input_pipelines=any_number,
+        input_pipeline_id=any_number,
+        num_replicas_in_sync=any_number,
     ),
     "InputContext.get_per_replica_batch_size": method(
-        kd.InputContext, "get_per_replica_batch_size", global_batch_size=integer(1)
+        kd.InputContext, "get_per_replica_batch_size", global_batch_size=any_number
     ),
     "InputOptions": made(
         kd.InputOptions,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
+from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.errors import ValueStructureError
@@ -33,6 +35,11 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+def _check_number(name: str, value: Any) -> None:
+    """Raises for what is no number; which numbers make sense TensorFlow does not check."""
+    checks.instance(name, value, numbers.Real, f"{name} is a number.", f"{name}=1")
+
+
 @dataclasses.dataclass(frozen=True)
 class InputContext:
     """What a function that makes datasets is told about its place. Source: `tf.distribute.InputContext`.
@@ -53,19 +60,17 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        pipelines = checks.count("num_input_pipelines", self.num_input_pipelines, 1)
-        place = self.input_pipeline_id
-        checks.count("input_pipeline_id", place, most=pipelines - 1)
-        checks.count("num_replicas_in_sync", self.num_replicas_in_sync, 1)
+        for name in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
+            _check_number(name, getattr(self, name))
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of one replica.
 
         Raises:
             ValueStructureError: For a global batch size that the number of replicas does not divide.
-            StructureTypeError: For one that is no integer.
+            StructureTypeError: For one that is no number.
         """
-        checks.count("global_batch_size", global_batch_size, 1)
+        _check_number("global_batch_size", global_batch_size)
         replicas = self.num_replicas_in_sync
         if global_batch_size % replicas:
             below = global_batch_size // replicas * replicas
@@ -118,6 +123,7 @@ class InputOptions:
                 size,
                 what="The buffer is a number of steps.",
                 fix="2, or 0 to read each batch when it is asked for.",
+                error=ValueStructureError,
             )
         if fetch is not None:
             checks.flag("experimental_fetch_to_device", fetch)

@@ -72,7 +72,7 @@ class CompiledStep:
 
     def _begin(self, groups: list[list[Any]]) -> None:
         self._groups = groups
-        self._state: StepState | None = None
+        self._seen: tuple[State | None, StepState | None] = (None, None)
         self._scans: dict[Any, bool] = {}
         self._scatters: dict[Any, bool] = {}
         self._executables: dict[Any, Executable] = {}
@@ -118,7 +118,7 @@ class CompiledStep:
             _kept[:] = left
         while left:
             group = left[:size]
-            if len(group) == size and _alike(group) and self._can_scan(group):
+            if 1 < size == len(group) and _alike(group) and self._can_scan(group):
                 logs = self._fused(holder, group)
                 del left[:size]
             else:
@@ -128,14 +128,18 @@ class CompiledStep:
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
         """The compiled program for a batch of this form, or for `size` of them at once."""
         key = (size, _form(placed))
-        found = self._executables.get(key)
-        if found is None:
-            program, found_logs = self._jitted(placed, size)
-            data = placed.data if size == 1 else [placed.data] * size
-            found = Executable(program, self._form_of_state(), data)
-            found.logs = found_logs["logs"]
-            self._executables[key] = found
-        return found
+        if key not in self._executables:
+            with launches.tracing:  # Another thread may have made it meanwhile.
+                if key not in self._executables:
+                    self._executables[key] = self._made(placed, size)
+        return self._executables[key]
+
+    def _made(self, placed: batches.Placed, size: int) -> Executable:
+        program, found = self._jitted(placed, size)
+        data = placed.data if size == 1 else [placed.data] * size
+        made = Executable(program, self._form_of_state(), data)
+        made.logs = found["logs"]
+        return made
 
     def traced(self, state: State, placed: batches.Placed, size: int = 1) -> tuple[Any, int]:
         """The program that a call with such arrays runs, traced but not run: the devices need not be there.
@@ -182,11 +186,16 @@ class CompiledStep:
 
     def _holder(self, state: State) -> StepState:
         """What has the values of the variables behind a state of Keras's."""
-        groups = [group.variables for group in state]
-        if self._state is None or not self._state.is_of(groups):
-            self._check_groups(groups)
-            self._state = StepState(groups, self._packing, self._components)
-        return self._state
+        seen, holder = self._seen
+        if state is not seen:  # Keras hands over what it got from the last step.
+            with launches.lock:
+                groups = [group.variables for group in state]
+                if holder is None or not holder.is_of(groups):
+                    self._check_groups(groups)
+                    holder = StepState(groups, self._packing, self._components)
+                self._seen = state, holder
+        assert holder is not None
+        return holder
 
     def _check_groups(self, groups: list[list[Any]]) -> None:
         if form_of(groups) == form_of(self._groups):

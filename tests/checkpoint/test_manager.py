@@ -441,6 +441,6 @@ def test_restoring_none_says_once_that_nothing_was_restored(value: Value, monkey
 
 @pytest.mark.parametrize("step", [-1, 2.5, "3", float("nan"), float("inf"), [1]])
 def test_a_step_is_a_whole_number(step: Any, value: Value) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)whole number from 0.*Received: save\(.*Fix: "):
+    with pytest.raises(CheckpointError, match=r"(?s)whole number from 0.*Received: step=.*Fix: "):
         value.manager().save(step)
     assert not value.directory.exists()

@@ -14,8 +14,8 @@ from keras import layers
 
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
+from keras_distribute.encoding import decode, encode
 from keras_distribute.errors import CheckpointError, ContextError, StructureTypeError, VariableScopeError
-from keras_distribute.structures import decode, encode
 
 from .support import bits, build, made, scope, strategy_of
 

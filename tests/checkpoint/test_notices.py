@@ -139,10 +139,10 @@ def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"exit_fn": 42}, r"exit_fn is a function.\n  Received: 42"),
+        ({"exit_fn": 42}, r"exit_fn is a function.\n  Received: exit_fn=42"),
         ({"termination_watcher_fn": "SIGTERM"}, "termination_watcher_fn is a function"),
         ({"save_fn": 1}, "save_fn is a function"),
-        ({"grace_period": -1}, r"grace_period is a number of seconds.\n  Received: -1"),
+        ({"grace_period": -1}, r"grace_period is a number of seconds.\n  Received: grace_period=-1"),
         ({"grace_period": "60"}, "grace_period is a number of seconds"),
     ],
 )

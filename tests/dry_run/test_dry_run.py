@@ -364,17 +364,23 @@ def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch, said, end, ho
     assert "pip install -U libtpu" in text
 
 
+def without_places(text):
+    """The text of a program without the lines of Python that it comes from."""
+    begin, end = text.index("FileNames"), text.rindex("parent_frame_id")
+    return text[:begin] + text[end:].partition("\n")[2]
+
+
 def test_what_a_compiler_is_given_says_the_same_elsewhere():
     """A program that is taken from JAX, and compiled from its bytes, is the one of JAX."""
     step = jax.jit(lambda x, w: jax.numpy.sin(x) * w, donate_argnums=0)
     lowered = step.lower(*[np.ones((8, 8), "float32")] * 2)
     program = seam.program_of(lowered)
     result, here = seam.compiled_for(jax.devices("cpu")[:1], program), lowered.compile()
-    assert result.as_text() == here.as_text()
+    assert without_places(result.as_text()) == without_places(here.as_text())
     said = here.memory_analysis()
     sizes = vars(result.memory_analysis())
     assert sizes == {name: getattr(said, name) for name in sizes} and len(sizes) == 6
     assert result.cost_analysis() == here.cost_analysis()
     assert pickle.loads(pickle.dumps(result)) == result
     # What JAX has compiled already is not compiled again.
-    assert seam.program_of(lowered).as_text() == here.as_text()
+    assert without_places(seam.program_of(lowered).as_text()) == without_places(here.as_text())

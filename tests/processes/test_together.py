@@ -12,7 +12,7 @@ import keras_distribute as kd
 
 from . import scenarios
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(420)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def job(tmp_path_factory):
         "save_under_way": (str(tmp_path_factory.mktemp("under_way")),),
         "files": (str(tmp_path_factory.mktemp("files")),),
     }
-    results = kd.testing.run_in_processes(scenarios.several, 2, calls, cpu_devices=2, timeout=170)
+    results = kd.testing.run_in_processes(scenarios.several, 2, calls, cpu_devices=2, timeout=400)
     assert len(results) == 2
     return calls, results
 
