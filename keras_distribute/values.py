@@ -323,8 +323,8 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
                 received=f"{_form(first)} from replica 0, {_form(value)} from replica {i}.",
                 fix="return the same structure from every replica.",
             )
-        assert own is not None  # Or no replica has a structure.
-        items.append(own[1])
+        if own is not None:  # Otherwise a replica further on has a structure.
+            items.append(own[1])
     return structures.filled(first, [regroup(column, group) for column in zip(*items, strict=True)])
 
 
