@@ -218,10 +218,11 @@ class _Written(Holder):
     def take(self) -> list[Any]:
         state = super().take() if self.changed or self.landing else []
         # Whoever has read a variable may still hold its array, and a donated array is
-        # deleted. References: the list's, the loop's, and the argument of getrefcount.
-        for i, array in enumerate(state):
-            if sys.getrefcount(array) > 3:
-                state[i] = jnp.copy(array)
+        # deleted. References: the list's, and the argument of getrefcount. (A variable
+        # of the loop would be one more, and what `enumerate` keeps another.)
+        for i in range(len(state)):
+            if sys.getrefcount(state[i]) > 2:
+                state[i] = jnp.copy(state[i])
         return state
 
     def _with(self, changed: dict[int, Any]) -> list[Any]:

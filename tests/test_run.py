@@ -255,3 +255,30 @@ def test_per_replica_of_several_replicas_is_no_array():
             convert(value)
     assert float(mirrored(1).run(lambda: jnp.float32(1))) == 1.0
     assert repr(value).startswith("PerReplica(\n  0: Array(1., dtype=float32),\n  1:")
+
+
+def test_a_loop_copies_no_variable(monkeypatch):
+    """Unless somebody holds its array, which the next call would delete."""
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variables = [keras.Variable(np.zeros(3, "float32"), trainable=False) for _ in range(5)]
+    copies = []
+    copy = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda array: copies.append(1) or copy(array))
+
+    def step():
+        for variable in variables:
+            variable.assign_add(np.ones(3, "float32"))
+
+    for _ in range(4):
+        strategy.run(step)
+    copies.clear()
+    for _ in range(4):
+        strategy.run(step)
+        assert float(variables[0].numpy()[0]) > 0
+    assert copies == []
+    held = variables[1].value
+    strategy.run(step)
+    assert copies == [1]
+    np.testing.assert_array_equal(held, 8 * np.ones(3))
+    np.testing.assert_array_equal(variables[1].numpy(), 9 * np.ones(3))
