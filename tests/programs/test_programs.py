@@ -14,7 +14,7 @@ import pytest
 
 from . import comparing
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 FILES = pathlib.Path(__file__).parent.glob("*.py")
 NAMES = sorted({path.stem for path in FILES} - {"__init__", "comparing", "test_programs"})
@@ -40,7 +40,7 @@ def compiled_programs_end():
     gc.collect()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name: str, num_replicas: int) -> None:
