@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from keras_distribute._compat import adapters
+
 _FOLLOWER, _LAST = "_keras_distribute_follower", "_keras_distribute_last"
 
 
@@ -142,6 +144,7 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
         "steps_seen": epochs._steps_seen,
         "num_batches": epochs._num_batches,
         "open": open_,
+        "epoch": adapters.epoch_of(epochs.data_adapter),
         "at": last.feed.position(ended=not open_),
     }
 
@@ -220,6 +223,7 @@ def train_steps(
     if place is None:
         steps = enumerate_steps(epochs)
     elif place.within:
+        adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
         epochs._num_batches = place.data["num_batches"]
         steps = enumerate_steps(epochs)
         *_, (_, _, batches) = itertools.islice(steps, place.steps // group)
@@ -247,6 +251,7 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
         epochs._current_iterator, epochs._steps_seen = batches, place.data["steps_seen"]
     else:  # At its end. What the next pass depends on, such as the seed of a shuffle, is where that left it.
         batches.feed.close()
+    adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -145,6 +145,46 @@ def test_data(kind: str, place: int, tmp_path: Any) -> None:
     assert_same(interrupted(place, fit, tmp_path / "b", cuts, backup={"save_freq": "epoch"}), expected)
 
 
+SHUFFLED = {
+    "arrays": (data, {"batch_size": 8}),
+    "rows within batches": (data, {"batch_size": 8, "shuffle": "batch"}),
+    "a pass over several epochs": (data, {"batch_size": 8, "steps_per_epoch": 4}),
+    "PyDataset": (Batches, {"shuffle": True}),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_the_order_after_an_interruption_is_that_of_plain_keras(kind: str, tmp_path: Any) -> None:
+    """In the middle of an epoch, behind its last step, and between two epochs."""
+    source, options = SHUFFLED[kind]
+
+    def make() -> Any:  # One that learns nothing: its losses tell the batches.
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.0), loss)
+        return model
+
+    def fit(model: Any, callbacks: Any) -> Any:
+        made = source()
+        x, y = made if isinstance(made, tuple) else (made, None)
+        return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
+
+    def losses(result: dict[str, Any]) -> list[float]:
+        return [each[1] for each in result["log"]["seen"] if isinstance(each, tuple)]
+
+    expected = losses(run(0, fit, None, make=make))
+    for number, (cut, freq) in enumerate(
+        [
+            (Cut(STEP, 9), 2),
+            (Cut("on_epoch_end", 2), 1),
+            (Cut("on_epoch_begin", 3), 1),
+            (Cut("on_epoch_begin", 3), "epoch"),
+        ]
+    ):
+        result = interrupted(2, fit, tmp_path / str(number), [cut], make=make, backup={"save_freq": freq})
+        np.testing.assert_allclose(losses(result), expected, rtol=1e-5)
+
+
 def test_a_generator_has_no_position(tmp_path: Any) -> None:
     x, y = data(44)
 

@@ -116,11 +116,29 @@ def test_targets_beside_a_distributed_dataset_are_refused() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 def test_shuffled_arrays_follow_the_seed_and_differ(shuffle: Any, ahead: int) -> None:
-    """The orders are Keras's own, so two calls of `fit` go on from one another."""
+    """The orders are Keras's own, also where two calls of `fit` go on from one another."""
 
     def fit(model: Any) -> Any:
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, verbose=0)
         return model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, validation_split=0.2, verbose=0)
+
+    assert_same(*both(fit))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_batches_of_a_py_dataset_are_shuffled_as_keras_does(workers: int, ahead: int) -> None:
+    def fit(model: Any) -> Any:
+        model.build((None, 3))  # Or plain Keras's workers begin before the first epoch.
+        return model.fit(Pairs(workers=workers), epochs=3, shuffle=True, verbose=0)
+
+    assert_same(*both(fit))
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_a_shuffled_pass_over_several_epochs_keeps_its_order(shuffle: Any, ahead: int) -> None:
+    def fit(model: Any) -> Any:
+        options: Any = {"steps_per_epoch": 4, "initial_epoch": 1, "epochs": 4}
+        return model.fit(X, Y, batch_size=8, shuffle=shuffle, verbose=0, **options)
 
     assert_same(*both(fit))
 
