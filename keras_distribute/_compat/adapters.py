@@ -48,6 +48,9 @@ check(ArrayDataAdapter, "_inputs", "_num_samples", "_batch_size", "_shuffle")
 check(GeneratorDataAdapter, "_first_batches")
 check(GrainDatasetAdapter, "_output_signature")
 check(PyDatasetAdapter, "py_dataset", "class_weight", "shuffle", "enqueuer")
+if "on_epoch_end" in vars(ArrayDataAdapter):  # It counts epochs, from Keras 3.16 on.
+    check(ArrayDataAdapter, "_epoch")
+    check(PyDatasetAdapter, "_epoch")
 check(TFDatasetAdapter, "_dataset")
 check(TorchDataLoaderAdapter, "_dataloader")
 
