@@ -201,6 +201,26 @@ def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
     return adapter._first_batches, adapter.get_jax_iterator
 
 
+def group_size(steps_per_execution: int) -> int | None:
+    """How many batches Keras's function of a step takes at once; `None`: one by one.
+
+    From Keras 3.16 on a function of several steps asks its iterator once, and takes a list.
+    """
+    lists = hasattr(data_adapter_utils, "PartialBatchList")
+    return steps_per_execution if lists and steps_per_execution > 1 else None
+
+
+def next_group(batches: Iterator[Any], size: int) -> Any:
+    """The next `size` batches, or those that are left, as Keras's function takes them.
+
+    Raises:
+        StopIteration: Where none is left.
+    """
+    first = next(batches)
+    others = itertools.islice(batches, size - 1)
+    return data_adapter_utils.PartialBatchList([first, *others])
+
+
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf of a batch is one of JAX's sparse arrays."""
     return isinstance(leaf, jax.experimental.sparse.JAXSparse)

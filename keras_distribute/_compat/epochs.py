@@ -73,17 +73,26 @@ class Pass(Iterator[Any]):
         epochs: The epoch iterator, which has to live as long as its steps.
         open_feed: Opens a feed for an epoch iterator, and releases the one before it, if any.
         refuse_empty: Raises the error for data without a batch.
+        group: How many batches to give at once, where it is Keras that takes them.
     """
 
-    def __init__(self, epochs: Any, open_feed: Callable[[Any, Any], Any], refuse_empty: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        epochs: Any,
+        open_feed: Callable[[Any, Any], Any],
+        refuse_empty: Callable[[], None],
+        group: int | None = None,
+    ) -> None:
         self._epochs = weakref.ref(epochs)  # It holds its last pass: what that has read is to end with it.
         self._open, self._refuse_empty = open_feed, refuse_empty
-        self._any = False
+        self._any, self._group = False, group
         self.feed: Any = None
 
     def __next__(self) -> Any:
         try:
-            batch = next(self.feed or self._opened())
+            feed = self.feed or self._opened()
+            size = self._group
+            batch = next(feed) if size is None else adapters.next_group(feed, size)
         except StopIteration:
             if not self._any:
                 self._refuse_empty()

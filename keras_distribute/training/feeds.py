@@ -48,7 +48,13 @@ class DatasetAdapter(compat.DataAdapter):
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
         """Host batches, for a model without a strategy."""
         layout = self.dataset.layout
-        yield from Feed(layout.open, layout.whole, ahead=0)
+        feed = Feed(layout.open, layout.whole, ahead=0)
+        while super_batch is not None:
+            try:
+                yield compat.next_group(feed, super_batch)
+            except StopIteration:
+                return
+        yield from feed
 
     @property
     def num_batches(self) -> int | None:

@@ -62,6 +62,12 @@ def test_optimizers_and_steps_per_execution(optimizer: str, group: int, tmp_path
     assert_same(result, uninterrupted(2, optimizer, group))
 
 
+def test_several_steps_at_once_without_a_strategy(tmp_path: Any) -> None:
+    make = functools.partial(build, "adam", 4)
+    result = interrupted(0, fit_arrays, tmp_path / "b", [Cut(STEP, 3)], make=make)
+    assert_same(result, uninterrupted(0, "adam", 4))
+
+
 # Data. ---------------------------------------------------------------------------------------------------------------
 
 

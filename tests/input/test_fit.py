@@ -107,6 +107,26 @@ def test_fit_takes_datasets_from_a_function_whole() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("group", [2, 4])
+def test_several_steps_at_once_without_a_strategy(group: int) -> None:
+    """Of arrays and of a distributed dataset, with groups that are not full at the end."""
+
+    def distributed() -> Any:
+        strategy = kd.MirroredStrategy(["cpu:0"])
+        return strategy.experimental_distribute_dataset(array_dataset()), None
+
+    for data in (lambda: (X, Y), distributed):
+        results = []
+        for steps in (1, group):
+            (x, y), model = data(), make()
+            model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps)
+            keras.utils.set_random_seed(1)
+            options: Any = {} if y is None else {"batch_size": 8}
+            history = model.fit(x, y, epochs=2, verbose=0, **options).history
+            results.append((model.get_weights(), history))
+        assert_same(*results)
+
+
 def test_targets_beside_a_distributed_dataset_are_refused() -> None:
     data = kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(array_dataset())
     for name in ("y", "sample_weight", "class_weight"):
@@ -128,7 +148,8 @@ def test_shuffled_arrays_follow_the_seed_and_differ(shuffle: Any, ahead: int) ->
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_batches_of_a_py_dataset_are_shuffled_as_keras_does(workers: int, ahead: int) -> None:
     def fit(model: Any) -> Any:
-        model.build((None, 3))  # Or plain Keras's workers begin before the first epoch.
+        # Builds the model, or plain Keras's workers would begin before the first epoch.
+        model.fit(X, Y, shuffle=False, verbose=0)
         return model.fit(Pairs(workers=workers), epochs=3, shuffle=True, verbose=0)
 
     assert_same(*both(fit))
