@@ -1,7 +1,9 @@
 """Keras's data adapters: what `fit` makes of its `x`, and how each kind can be read from a position.
 
-An adapter gives an iterator from the beginning, and no position. What is needed to start elsewhere is private: the
-sliceable arrays, the `PyDataset` inside, the dataset of each kind. Goes when adapters have positions.
+An adapter gives an iterator from the beginning, and no position. What is needed to start
+elsewhere is private: the sliceable arrays, the `PyDataset` inside, the dataset of each
+kind, and from Keras 3.16 on the number of the epoch, by which alone an adapter shuffles
+(up to 3.15 it draws from the global streams). Goes when adapters have positions.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +48,9 @@ check(ArrayDataAdapter, "_inputs", "_num_samples", "_batch_size", "_shuffle")
 check(GeneratorDataAdapter, "_first_batches")
 check(GrainDatasetAdapter, "_output_signature")
 check(PyDatasetAdapter, "py_dataset", "class_weight", "shuffle", "enqueuer")
+if "on_epoch_end" in vars(ArrayDataAdapter):  # It counts epochs, from Keras 3.16 on.
+    check(ArrayDataAdapter, "_epoch")
+    check(PyDatasetAdapter, "_epoch")
 check(TFDatasetAdapter, "_dataset")
 check(TorchDataLoaderAdapter, "_dataloader")
 
@@ -83,6 +89,28 @@ def take(sliceables: Any, indices: Any) -> Any:
 def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
     """The sliceable arrays of an adapter, their rows, the batch size, and how they are shuffled."""
     return sliceable_arrays(adapter._inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+
+
+def epoch_of(adapter: Any) -> int | None:
+    """The epoch by which an adapter shuffles next, or `None`: from the global streams."""
+    return getattr(_counting(adapter), "_epoch", None)
+
+
+def set_epoch(adapter: Any, epoch: int | None) -> None:
+    """Makes an adapter that counts its epochs go on with one of them."""
+    if epoch is not None and epoch_of(adapter) is not None:
+        _counting(adapter)._epoch = epoch
+
+
+def epochs_of(adapter: Any) -> Callable[[], int | None]:
+    """`epoch_of`, for a source that its adapter holds."""
+    held = weakref.ref(adapter)
+    return lambda: epoch_of(held())
+
+
+def _counting(adapter: Any) -> Any:
+    """The adapter of Keras itself, where ours stands for it."""
+    return getattr(adapter, "original", adapter)
 
 
 def tf_dataset_of(adapter: Any) -> Any:
@@ -171,6 +199,26 @@ def generator_batches(batches: Iterator[Any]) -> Iterator[Any]:
 def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
     """The batches that Keras has looked at, and a function that gives an iterator over those and the rest."""
     return adapter._first_batches, adapter.get_jax_iterator
+
+
+def group_size(steps_per_execution: int) -> int | None:
+    """How many batches Keras's function of a step takes at once; `None`: one by one.
+
+    From Keras 3.16 on a function of several steps asks its iterator once, and takes a list.
+    """
+    lists = hasattr(data_adapter_utils, "PartialBatchList")
+    return steps_per_execution if lists and steps_per_execution > 1 else None
+
+
+def next_group(batches: Iterator[Any], size: int) -> Any:
+    """The next `size` batches, or those that are left, as Keras's function takes them.
+
+    Raises:
+        StopIteration: Where none is left.
+    """
+    first = next(batches)
+    others = itertools.islice(batches, size - 1)
+    return data_adapter_utils.PartialBatchList([first, *others])
 
 
 def is_sparse(leaf: Any) -> bool:

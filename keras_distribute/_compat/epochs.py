@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from keras_distribute._compat import adapters
+
 _FOLLOWER, _LAST = "_keras_distribute_follower", "_keras_distribute_last"
 
 
@@ -71,17 +73,26 @@ class Pass(Iterator[Any]):
         epochs: The epoch iterator, which has to live as long as its steps.
         open_feed: Opens a feed for an epoch iterator, and releases the one before it, if any.
         refuse_empty: Raises the error for data without a batch.
+        group: How many batches to give at once, where it is Keras that takes them.
     """
 
-    def __init__(self, epochs: Any, open_feed: Callable[[Any, Any], Any], refuse_empty: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        epochs: Any,
+        open_feed: Callable[[Any, Any], Any],
+        refuse_empty: Callable[[], None],
+        group: int | None = None,
+    ) -> None:
         self._epochs = weakref.ref(epochs)  # It holds its last pass: what that has read is to end with it.
         self._open, self._refuse_empty = open_feed, refuse_empty
-        self._any = False
+        self._any, self._group = False, group
         self.feed: Any = None
 
     def __next__(self) -> Any:
         try:
-            batch = next(self.feed or self._opened())
+            feed = self.feed or self._opened()
+            size = self._group
+            batch = next(feed) if size is None else adapters.next_group(feed, size)
         except StopIteration:
             if not self._any:
                 self._refuse_empty()
@@ -142,6 +153,7 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
         "steps_seen": epochs._steps_seen,
         "num_batches": epochs._num_batches,
         "open": open_,
+        "epoch": adapters.epoch_of(epochs.data_adapter),
         "at": last.feed.position(ended=not open_),
     }
 
@@ -220,6 +232,7 @@ def train_steps(
     if place is None:
         steps = enumerate_steps(epochs)
     elif place.within:
+        adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
         epochs._num_batches = place.data["num_batches"]
         steps = enumerate_steps(epochs)
         *_, (_, _, batches) = itertools.islice(steps, place.steps // group)
@@ -247,6 +260,7 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
         epochs._current_iterator, epochs._steps_seen = batches, place.data["steps_seen"]
     else:  # At its end. What the next pass depends on, such as the seed of a shuffle, is where that left it.
         batches.feed.close()
+    adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

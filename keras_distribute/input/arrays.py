@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Part, Position, Reader, Source
+from keras_distribute.input.source import Batch, Part, Position, Reader, Shuffled, uncounted
 
 
 class ArrayDataset:
@@ -102,7 +102,7 @@ class ArrayDataset:
         return ArraySource(arrays, *form, one_order=self.one_order)
 
 
-class ArraySource(Source):
+class ArraySource(Shuffled):
     """Arrays in memory, read by index.
 
     Args:
@@ -110,10 +110,12 @@ class ArraySource(Source):
         rows: Their number of rows.
         batch_size: Rows of a batch.
         shuffle: Whether each pass has an order of its own; `"batch"`: only within each batch.
-        seed: Of the orders; `None` draws them from NumPy's global stream, as Keras does.
+        seed: Of the orders; `None` shuffles as Keras does: by its count of epochs, or
+            from NumPy's global stream.
         drop_remainder: Whether to leave out a last batch that is not full.
         part: Which rows of each batch to read.
         one_order: Whether all processes have the same order.
+        counted: Says Keras's count of epochs, where it shuffles by that.
     """
 
     kind = "arrays"
@@ -128,9 +130,10 @@ class ArraySource(Source):
         drop_remainder: bool = False,
         part: Part | None = None,
         one_order: bool = True,
+        counted: Callable[[], int | None] = uncounted,
     ) -> None:
         self.arrays, self.rows, self.shuffle, self.seed = arrays, rows, shuffle, seed
-        self.part, self._one_order = part, one_order
+        self.part, self._one_order, self.counted = part, one_order, counted
         self.epoch = 0
         self._batch_size, self._drop = batch_size, drop_remainder
 
@@ -159,14 +162,15 @@ class ArraySource(Source):
         self.epoch = epoch
         return batch
 
-    def only_rows(self, part: Part) -> Source:
+    def only_rows(self, part: Part) -> ArraySource:
         if not self._one_order:
             raise InputError(
                 "Each process would shuffle these arrays in another order.",
                 received="shuffle=True without a seed.",
                 fix="kd.ArrayDataset(arrays, batch_size, shuffle=True, seed=7), one seed for all processes.",
             )
-        return ArraySource(self.arrays, self.rows, self._batch_size, self.shuffle, self.seed, self._drop, part)
+        form = (self.rows, self._batch_size, self.shuffle, self.seed, self._drop)
+        return ArraySource(self.arrays, *form, part, counted=self.counted)
 
 
 class _ArrayReader(Reader):
@@ -181,13 +185,14 @@ class _ArrayReader(Reader):
 
     def start(self, ahead: int) -> None:
         source, sought = self._source, self._sought
-        self._epoch = source.epoch if sought is None else sought["epoch"]
+        self._epoch, draws = source.next_pass(sought)
         source.epoch = self._epoch + 1
         if not source.shuffle:
             return
-        if source.seed is None and sought is not None:
-            np.random.set_state(_random_state(sought["random"]))
-        self._before = np.random.get_state(legacy=False) if source.seed is None else None
+        if source.seed is None and draws:
+            if sought is not None:
+                np.random.set_state(_random_state(sought["random"]))
+            self._before = np.random.get_state(legacy=False)
         if source.shuffle != "batch":
             self._order = self._permutation(0, source.rows)
             return
@@ -198,11 +203,13 @@ class _ArrayReader(Reader):
         self._order = np.concatenate(orders) if orders else np.arange(0)
 
     def _permutation(self, step: int, rows: int) -> Any:
-        """A new order of `rows`: from the seed, the epoch and the step, or Keras's next draw."""
+        """A new order of `rows`: from the seed, the epoch and the step, or Keras's."""
         seed = self._source.seed
-        if seed is None:
+        if seed is not None:
+            return np.random.default_rng((seed, self._epoch, step)).permutation(rows)
+        if self._before is not None:
             return np.random.permutation(rows)
-        return np.random.default_rng((seed, self._epoch, step)).permutation(rows)
+        return np.random.default_rng(self._epoch + step).permutation(rows)
 
     def __next__(self) -> Batch:
         source, step = self._source, self._step

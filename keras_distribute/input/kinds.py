@@ -58,13 +58,14 @@ def source_of_adapter(adapter: Any, stream: Stream | None = None, hooks: bool = 
         hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and `on_epoch_end`.
     """
     if isinstance(adapter, compat.ArrayDataAdapter):
-        return ArraySource(*compat.arrays_of(adapter))
+        return ArraySource(*compat.arrays_of(adapter), counted=compat.epochs_of(adapter))
     if isinstance(adapter, compat.TFDatasetAdapter):
         return TensorFlowSource(compat.tf_dataset_of(adapter))
     if isinstance(adapter, compat.GrainDatasetAdapter):
         return GrainSource(compat.grain_dataset_of(adapter), adapter.batch_size, compat.grain_example(adapter))
     if isinstance(adapter, compat.PyDatasetAdapter):
-        return PyDatasetSource(*compat.py_dataset_of(adapter), hooks=hooks)
+        counted = compat.epochs_of(adapter)
+        return PyDatasetSource(*compat.py_dataset_of(adapter), hooks, counted)
     if isinstance(adapter, compat.TorchDataLoaderAdapter):
         return TorchSource(compat.torch_loader_of(adapter))
     if isinstance(adapter, compat.GeneratorDataAdapter) and stream is not None:

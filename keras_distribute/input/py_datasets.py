@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader, Source, first_of, rows_of
+from keras_distribute.input.source import Batch, Position, Reader, Shuffled, first_of, rows_of, uncounted
 
 
-class PyDatasetSource(Source):
+class PyDatasetSource(Shuffled):
     """A `keras.utils.PyDataset`. Its batches depend on their index alone, or it has `get_state` and `set_state`.
 
     Args:
@@ -22,12 +22,22 @@ class PyDatasetSource(Source):
         class_weight: Of `fit`.
         shuffle: Whether each pass takes the batches in an order of its own.
         hooks: Whether a pass calls `on_epoch_begin` and `on_epoch_end`; `fit` does that by itself.
+        counted: Says Keras's count of epochs, where it shuffles by that and not from the
+            stream of `random`.
     """
 
     kind = "PyDataset"
 
-    def __init__(self, dataset: Any, class_weight: Any = None, shuffle: bool = False, hooks: bool = True) -> None:
-        self.dataset, self.class_weight, self.shuffle, self.hooks = dataset, class_weight, shuffle, hooks
+    def __init__(
+        self,
+        dataset: Any,
+        class_weight: Any = None,
+        shuffle: bool = False,
+        hooks: bool = True,
+        counted: Callable[[], int | None] = uncounted,
+    ) -> None:
+        self.dataset, self.class_weight, self.shuffle = dataset, class_weight, shuffle
+        self.hooks, self.counted = hooks, counted
         self.epoch = 0
 
     @property
@@ -43,7 +53,8 @@ class PyDatasetSource(Source):
 
     def peek(self) -> Batch:
         # Not by workers: they would read far ahead, for nobody.
-        return first_of(_PyDatasetReader(PyDatasetSource(self.dataset, self.class_weight, self.shuffle, False), 1))
+        form = (self.dataset, self.class_weight, self.shuffle)
+        return first_of(_PyDatasetReader(PyDatasetSource(*form, False, self.counted), 1))
 
 
 class _PyDatasetReader(Reader):
@@ -60,7 +71,7 @@ class _PyDatasetReader(Reader):
 
     def start(self, ahead: int) -> None:
         source, sought = self._source, self._sought
-        self._epoch = source.epoch if sought is None else sought["epoch"]
+        self._epoch, draws = source.next_pass(sought)
         source.epoch = self._epoch + 1
         if source.hooks:
             source.dataset.on_epoch_begin()
@@ -69,7 +80,9 @@ class _PyDatasetReader(Reader):
         order: Any = itertools.count(self._step)
         if source.num_batches is not None:
             order = list(range(source.num_batches))
-            if source.shuffle:
+            if source.shuffle and not draws:
+                random.Random(self._epoch).shuffle(order)
+            elif source.shuffle:
                 if sought is not None:
                     version, numbers, gauss = sought["random"]
                     random.setstate((version, tuple(numbers), gauss))

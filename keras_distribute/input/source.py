@@ -148,6 +148,33 @@ class Source:
         return _RowsOf(self, part)
 
 
+def uncounted() -> None:
+    """For data whose epochs nobody counts."""
+
+
+class Shuffled(Source):
+    """A dataset that is shuffled here, as Keras shuffles it.
+
+    `epoch` is the number of the next pass; where Keras counts epochs, and shuffles by
+    their number alone, `counted` says the number.
+    """
+
+    epoch = 0
+    counted: Callable[[], int | None]
+
+    def next_pass(self, sought: Position | None) -> tuple[int, bool]:
+        """The number of the pass that begins, and whether a global stream shuffles it.
+
+        Args:
+            sought: The position that it goes on from. That says how it was shuffled,
+                perhaps by another version of Keras.
+        """
+        if sought is not None:
+            return sought["epoch"], sought["random"] is not None
+        counted = self.counted()
+        return (self.epoch, True) if counted is None else (counted, False)
+
+
 def first_of(reader: Reader) -> Batch:
     """Reads one batch, and ends the pass.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from keras_distribute._compat import epochs
+from keras_distribute._compat import adapters, epochs
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXEpochIterator
 from keras_distribute.training import calls, feeds, steps
@@ -32,8 +32,10 @@ class StrategyEpochIterator(JAXEpochIterator):
         call = calls.innermost()
         if call is not None and call.name == "predict" and self._is_read_by_us() and compat.is_unbuilt(call.trainer):
             return self._first_batch()  # To build the model; `reset` follows.
-        if steps.takes_host_batches() or calls.followed_fit() is not None:
-            return epochs.Pass(self, _opened, steps.refuse_empty)
+        ours = steps.takes_host_batches()
+        if ours or calls.followed_fit() is not None:
+            group = None if ours else adapters.group_size(self.steps_per_execution)
+            return epochs.Pass(self, _opened, steps.refuse_empty, group)
         return super()._get_iterator()
 
     def _enumerate_iterator(self) -> Any:

@@ -29,16 +29,32 @@ _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
 
 
 class DatasetAdapter(compat.DataAdapter):
-    """A distributed dataset as the `x` of `fit`: the rows of all replicas are one batch."""
+    """A distributed dataset as the `x` of `fit`: the rows of all replicas are one batch.
 
-    def __init__(self, dataset: DistributedDataset, stands_for: str | None = None) -> None:
-        self.dataset = dataset
-        self.stands_for = stands_for or type(self).__name__  # What it is called where positions are compared.
+    Args:
+        dataset: What is read.
+        original: Keras's adapter of the user's data, if that is what was distributed.
+    """
+
+    def __init__(self, dataset: DistributedDataset, original: Any = None) -> None:
+        self.dataset, self.original = dataset, original
+        # What it is called where positions are compared.
+        self.stands_for = type(original or self).__name__
+
+    def on_epoch_end(self) -> None:
+        epoch = compat.epoch_of(self)
+        compat.set_epoch(self, None if epoch is None else epoch + 1)
 
     def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
         """Host batches, for a model without a strategy."""
         layout = self.dataset.layout
-        yield from Feed(layout.open, layout.whole, ahead=0)
+        feed = Feed(layout.open, layout.whole, ahead=0)
+        while super_batch is not None:
+            try:
+                yield compat.next_group(feed, super_batch)
+            except StopIteration:
+                return
+        yield from feed
 
     @property
     def num_batches(self) -> int | None:
@@ -87,7 +103,7 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
         return adapter
     source = source_of_adapter(adapter, stream)
     dataset = distribute_source(source, strategy.replica_mesh, place, InputOptions())
-    return DatasetAdapter(dataset, type(adapter).__name__)
+    return DatasetAdapter(dataset, adapter)
 
 
 def look(adapter: Any) -> Iterator[Any]:

@@ -147,8 +147,13 @@ class StrategyTrainer(JAXTrainer):
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Of Keras 3.16, which would read the first batch from the adapter itself."""
-        self._symbolic_build(iterator=iterator, data_batch=data_batch)
+        """Of Keras 3.16, which reads the first batch from the adapter itself."""
+        looks = isinstance(iterator, StrategyEpochIterator) and data_batch is None
+        first = iterator.to_look_at() if looks else iterator
+        if first is iterator:
+            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
+        else:
+            super()._symbolic_build(iterator=first)
 
 
 def install() -> compat.Undo:

@@ -62,6 +62,12 @@ def test_optimizers_and_steps_per_execution(optimizer: str, group: int, tmp_path
     assert_same(result, uninterrupted(2, optimizer, group))
 
 
+def test_several_steps_at_once_without_a_strategy(tmp_path: Any) -> None:
+    make = functools.partial(build, "adam", 4)
+    result = interrupted(0, fit_arrays, tmp_path / "b", [Cut(STEP, 3)], make=make)
+    assert_same(result, uninterrupted(0, "adam", 4))
+
+
 # Data. ---------------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +149,49 @@ def test_data(kind: str, place: int, tmp_path: Any) -> None:
     assert_same(interrupted(place, fit, tmp_path / "a", [Cut(STEP, 9), Cut(STEP, 4)]), expected)
     cuts = [Cut("on_epoch_begin", 3)]
     assert_same(interrupted(place, fit, tmp_path / "b", cuts, backup={"save_freq": "epoch"}), expected)
+
+
+SHUFFLED = {
+    "arrays": (data, {"batch_size": 8}),
+    "rows within batches": (data, {"batch_size": 8, "shuffle": "batch"}),
+    "a pass over several epochs": (data, {"batch_size": 8, "steps_per_epoch": 4}),
+    "PyDataset": (Batches, {"shuffle": True}),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_the_order_after_an_interruption_is_that_of_plain_keras(kind: str, tmp_path: Any) -> None:
+    """In the middle of an epoch, behind its last step, and between two epochs."""
+    source, options = SHUFFLED[kind]
+
+    def by_place(_: Any, outputs: Any) -> Any:
+        places = keras.ops.arange(keras.ops.shape(outputs)[0], dtype="float32")
+        return outputs[:, 0] * places
+
+    def make() -> Any:  # One that learns nothing: its losses tell the rows and their order.
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.0), by_place)
+        return model
+
+    def fit(model: Any, callbacks: Any) -> Any:
+        made = source()
+        x, y = made if isinstance(made, tuple) else (made, None)
+        return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
+
+    def losses(result: dict[str, Any]) -> list[float]:
+        return [each[1] for each in result["log"]["seen"] if isinstance(each, tuple)]
+
+    expected = losses(run(0, fit, None, make=make))
+    for number, (cut, freq) in enumerate(
+        [
+            (Cut(STEP, 9), 2),
+            (Cut("on_epoch_end", 2), 1),
+            (Cut("on_epoch_begin", 3), 1),
+            (Cut("on_epoch_begin", 3), "epoch"),
+        ]
+    ):
+        result = interrupted(2, fit, tmp_path / str(number), [cut], make=make, backup={"save_freq": freq})
+        np.testing.assert_allclose(losses(result), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_generator_has_no_position(tmp_path: Any) -> None:

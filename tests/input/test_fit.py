@@ -107,6 +107,26 @@ def test_fit_takes_datasets_from_a_function_whole() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("group", [2, 4])
+def test_several_steps_at_once_without_a_strategy(group: int) -> None:
+    """Of arrays and of a distributed dataset, with groups that are not full at the end."""
+
+    def distributed() -> Any:
+        strategy = kd.MirroredStrategy(["cpu:0"])
+        return strategy.experimental_distribute_dataset(array_dataset()), None
+
+    for data in (lambda: (X, Y), distributed):
+        results = []
+        for steps in (1, group):
+            (x, y), model = data(), make()
+            model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps)
+            keras.utils.set_random_seed(1)
+            options: Any = {} if y is None else {"batch_size": 8}
+            history = model.fit(x, y, epochs=2, verbose=0, **options).history
+            results.append((model.get_weights(), history))
+        assert_same(*results)
+
+
 def test_targets_beside_a_distributed_dataset_are_refused() -> None:
     data = kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(array_dataset())
     for name in ("y", "sample_weight", "class_weight"):
@@ -116,11 +136,27 @@ def test_targets_beside_a_distributed_dataset_are_refused() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 def test_shuffled_arrays_follow_the_seed_and_differ(shuffle: Any, ahead: int) -> None:
-    """The orders are Keras's own, so two calls of `fit` go on from one another."""
+    """The orders are Keras's own, also where two calls of `fit` go on from one another."""
 
     def fit(model: Any) -> Any:
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, verbose=0)
         return model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, validation_split=0.2, verbose=0)
+
+    assert_same(*both(fit))
+
+
+def test_the_batches_of_a_py_dataset_are_shuffled_as_keras_does(ahead: int) -> None:
+    def fit(model: Any) -> Any:
+        return model.fit(Pairs(), epochs=3, shuffle=True, verbose=0)
+
+    assert_same(*both(fit))
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_a_shuffled_pass_over_several_epochs_keeps_its_order(shuffle: Any, ahead: int) -> None:
+    def fit(model: Any) -> Any:
+        options: Any = {"steps_per_epoch": 4, "initial_epoch": 1, "epochs": 4}
+        return model.fit(X, Y, batch_size=8, shuffle=shuffle, verbose=0, **options)
 
     assert_same(*both(fit))
 

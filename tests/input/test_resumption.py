@@ -15,6 +15,9 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from keras_distribute._compat import adapters
+from keras_distribute.input.feeding import Feed
+from keras_distribute.input.kinds import source_of_adapter
 
 from . import kinds
 
@@ -134,26 +137,62 @@ def test_goes_on_in_a_new_process(seed: int, tmp_path: Any) -> None:
         assert resumed[kind] == rest, kind
 
 
-def test_arrays_shuffled_by_fit_go_on() -> None:
-    """The order that Keras draws for `fit`, as the reader of `fit` sees it."""
-    from keras_distribute._compat import adapters
-    from keras_distribute.input.feeding import Feed
-    from keras_distribute.input.kinds import source_of_adapter
+class Counting(adapters.ArrayDataAdapter):
+    """Shuffles as Keras 3.16 does: by its count of epochs, whatever the version is."""
 
-    def feed() -> Any:
-        adapter = adapters.ArrayDataAdapter(np.arange(20), batch_size=3, shuffle=True)
-        return Feed(source_of_adapter(adapter).open, lambda batch: np.ravel(batch.data).tolist(), ahead=2)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._epoch = 4
+
+
+class Drawing(adapters.ArrayDataAdapter):
+    """Shuffles as Keras 3.15 does: from NumPy's stream, whatever the version is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.__dict__.pop("_epoch", None)
+
+
+def feed_of(adapter: Any) -> Any:
+    """The rows of each batch that `fit` reads."""
+    source = source_of_adapter(adapter)
+    return Feed(source.open, lambda batch: np.ravel(batch.data).tolist(), ahead=2)
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+@pytest.mark.parametrize("kind", [Counting, Drawing])
+@pytest.mark.parametrize("goes_on", [Counting, Drawing])
+def test_arrays_shuffled_by_fit_go_on(kind: Any, goes_on: Any, shuffle: Any) -> None:
+    """The order of Keras, as the reader of `fit` sees it; another version goes on in it."""
+
+    def adapter(kind: Any) -> Any:
+        return kind(np.arange(20), batch_size=3, shuffle=shuffle)
 
     np.random.seed(5)
-    first = feed()
+    kept = adapter(kind)
+    first = feed_of(kept)
     seen = [next(first) for _ in range(3)]
     state = first.position()
     rest, following = list(first), np.random.rand()
-    np.random.seed(77)
-    second = feed()
+    np.random.seed(5 if kind is Counting else 77)
+    other = adapter(goes_on)
+    second = feed_of(other)
     second.seek(state)
     assert list(second) == rest and np.random.rand() == following
     assert sorted(itertools.chain(*seen, *rest)) == list(range(20))
+
+
+def test_an_order_by_the_epoch_is_that_of_keras() -> None:
+    for epoch in (4, 5):
+        adapter = Counting(np.arange(7), batch_size=3, shuffle=True)
+        adapter._epoch = epoch
+        order = np.random.default_rng(epoch).permutation(7)
+        assert list(itertools.chain(*feed_of(adapter))) == order.tolist()
+        within = Counting(np.arange(7), batch_size=3, shuffle="batch")
+        within._epoch = epoch
+        starts = enumerate(([0, 1, 2], [3, 4, 5], [6]))
+        rows = [np.random.default_rng(epoch + i).permutation(part).tolist() for i, part in starts]
+        assert list(feed_of(within)) == rows
 
 
 class Changing(kinds.Batches):
