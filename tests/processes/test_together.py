@@ -28,7 +28,6 @@ def job(tmp_path_factory):
         "single_batches": (),
         "narrow_sums": ("bfloat16",),
         "a_nan": (),
-        "interrupted": (8,),
         "checkpoint": (str(tmp_path_factory.mktemp("checkpoint")), "save"),
         "save_under_way": (str(tmp_path_factory.mktemp("under_way")),),
         "files": (str(tmp_path_factory.mktemp("files")),),
@@ -67,8 +66,10 @@ def test_fit_and_predict_give_the_numbers_of_one_device(job, kind):
     equal(both[0][0][0], both[1][0][0], rtol=0, atol=0)
 
 
-def test_an_interruption_leaves_the_state_of_a_whole_step(job):
-    first, second = (result["interrupted"] for result in job[1])
+def test_an_interruption_leaves_the_state_of_a_whole_step():
+    first, second = kd.testing.run_in_processes(
+        scenarios.interrupted, 2, 8, cpu_devices=2, timeout=400
+    )
     assert [outcome[1] for outcome in first] == [outcome[1] for outcome in second]
     for was_interrupted, whole_steps, same_numbers_afterwards, where in (*first, *second):
         assert was_interrupted, where
