@@ -21,7 +21,7 @@ from keras_distribute import context
 from keras_distribute.training import calls, packing
 from tests.interruptions import Interrupter
 
-TRIES = int(os.environ.get("INTERRUPTIONS", "6"))
+TRIES = int(os.environ.get("INTERRUPTIONS", "3"))
 RNG = np.random.RandomState(0)
 X = RNG.randn(42, 6).astype("float32")
 Y = RNG.randint(0, 3, 42)
@@ -155,6 +155,7 @@ def made(request: Any, monkeypatch: Any) -> tuple[keras.Model, str]:
         return MODELS[kind](), call
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", KINDS, indirect=True, ids=" | ".join)
 @pytest.mark.timeout(1800)
 def test_an_interruption_leaves_the_state_of_a_whole_step(made: Any) -> None:
