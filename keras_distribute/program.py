@@ -194,6 +194,7 @@ class _Program:
             liveness.at("in run", self._num_processes)
             program.launch(holder.landing, written, read, arrays)
             results = holder.landed()
+            holder.is_running = False
         left = map(_per_replica, results, self._trace.shapes)
         leaves = [next(left) if leaf is None else leaf.value for leaf in self._trace.leaves]
         return jax.tree.unflatten(self._trace.structure, leaves)

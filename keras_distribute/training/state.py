@@ -38,6 +38,12 @@ class StateGroup(Sequence[Any]):
             return [variable.value for variable in self.variables[index]]
         return self.variables[index].value
 
+    def synchronized(self) -> None:
+        """Lets the variables show, by Keras's name for it, that they have their values."""
+        for variable in self.variables[:1]:
+            if variable._link is not None:
+                variable._link[0].is_running = False
+
     def __repr__(self) -> str:
         return f"StateGroup({len(self)} variables)"
 

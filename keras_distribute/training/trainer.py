@@ -107,6 +107,9 @@ class StrategyTrainer(JAXTrainer):
         if steps.strategy_of(self) is None:
             compat.sync(self)
         elif state and not self._jax_state_synced:
+            for group in state.values():
+                if isinstance(group, StateGroup):
+                    group.synchronized()
             if not all(isinstance(group, StateGroup) for group in state.values()):
                 with given_away():
                     compat.sync(self)

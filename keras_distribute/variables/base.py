@@ -87,9 +87,9 @@ class DistributedVariable(compat.Variable):
 
     @property
     def _value(self) -> jax.Array | None:
-        """Keras's name for the array; see `holding.py`."""
+        """Keras's name for the array, which is `None` in the middle of Keras's loops."""
         link = self._link
-        return self._own if link is None else link[0].stored(link[1], self)
+        return None if link is not None and link[0].is_running else self.stored
 
     @_value.setter
     def _value(self, value: jax.Array | None) -> None:
@@ -123,7 +123,8 @@ class DistributedVariable(compat.Variable):
     @property
     def stored(self) -> jax.Array | None:
         """The array that stands on the devices; `None` before the variable is initialized."""
-        return self._value
+        link = self._link
+        return self._own if link is None else link[0].stored(link[1], self)
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

@@ -40,11 +40,13 @@ class Holder:
     Attributes:
         landing: What the program's results are appended to; empty before the first call.
         changed: The variables, by their places, that are to be taken (again).
+        is_running: Whether Keras's loop goes on, which has not synchronized yet.
     """
 
     def __init__(self, variables: Iterable[tuple[Place, DistributedVariable]]) -> None:
         self.landing: launches.Landing = []
         self.changed = dict(variables)
+        self.is_running = False
         self._thread: int | None = None
 
     def take(self) -> Any:
@@ -54,7 +56,8 @@ class Holder:
         """
         launches.settle()
         self._thread = threading.get_ident()
-        if self.changed:
+        self.is_running = True
+        if self.changed or not self.landing:
             changed = dict(self.changed)
             self.landing[:] = [(None, self._with(changed))]
             for place, variable in changed.items():

@@ -59,8 +59,8 @@ class MirroredVariable(DistributedVariable):
     def divide(self) -> None:
         """From now on each replica keeps its part only, where the shape allows it."""
         self._divided = True
-        if isinstance(self._value, jax.Array):
-            self._value = self.replica_mesh.put(self._value, self.sharding)
+        if isinstance(self.stored, jax.Array):
+            self._value = self.replica_mesh.put(self.stored, self.sharding)
 
     def _as_stored(self, value: Any) -> Any:
         value, sharding = strong(value), self.sharding
@@ -69,15 +69,15 @@ class MirroredVariable(DistributedVariable):
         return value
 
     def _components(self) -> tuple[jax.Array, ...]:
-        whole = jax.device_put(self._value, self.replica_mesh.replicated)
+        whole = jax.device_put(self.stored, self.replica_mesh.replicated)
         # Copies, since the next program may give the variable's own buffers away.
         return tuple(map(jnp.copy, copies(whole)))
 
     def _read_now(self) -> Any:
-        return self._value
+        return self.stored
 
     def _is_shown(self) -> bool:
-        value = self._value
+        value = self.stored
         return value is not None and not is_divided_over_processes(value)
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:

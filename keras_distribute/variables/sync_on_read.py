@@ -57,7 +57,7 @@ class SyncOnReadVariable(DistributedVariable):
     @property
     def components(self) -> PerReplica | None:
         """What is stored, to be assigned again as it is; `None` before it is initialized."""
-        return PerReplica(stacked=self._value) if self.is_initialized else None
+        return PerReplica(stacked=self.stored) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:
         if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
@@ -85,13 +85,13 @@ class SyncOnReadVariable(DistributedVariable):
         if compat.in_stateless_scope():
             return super()._assign_change(change)
         with launches.lock:
-            stored = self._value
+            stored = self.stored
             assert stored is not None
             self._value = stored + self._spread(strong(change))
         return change if self.aggregation == "none" else self._read_stored()
 
     def _components(self) -> tuple[jax.Array, ...]:
-        stacked = self._value
+        stacked = self.stored
         assert stacked is not None
         if any(self.logical_axes):
             stacked = jax.device_put(stacked, self.replica_mesh.split)
@@ -103,7 +103,7 @@ class SyncOnReadVariable(DistributedVariable):
         if held is not None:
             return held
         liveness.together(self.replica_mesh.num_processes)
-        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(self._value)
+        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(self.stored)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):

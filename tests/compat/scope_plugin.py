@@ -103,7 +103,7 @@ class Watch:
 
     def install(self) -> None:
         """Wraps what makes a trainer's step functions, what puts a batch on devices, and what makes variables."""
-        from keras.src.backend.common.variables import Variable
+        from keras import Variable
         from keras.src.backend.jax.trainer import JAXTrainer
 
         from keras_distribute.training import batches
