@@ -232,6 +232,9 @@ class _Written(Holder):
             state[i] = variable.stored
         return state
 
+    def forget(self, place: int) -> None:
+        self.landing[-1][1][place] = None
+
     def _array(self, place: int, variable: Any) -> Any:
         return self.landing[-1][1][place]
 

@@ -104,6 +104,11 @@ class StepState(Holder):
         """Takes new values from a step that is not compiled."""
         self.landing[:] = [(None, [value for group in groups for value in group])]
 
+    def forget(self, place: Place) -> None:
+        self._stored.pop(place, None)
+        if place in self._index and isinstance(self.landing[-1][1], list):
+            self.landing[-1][1][self._index[place]] = None
+
     def across(self, place: Place, variable: DistributedVariable) -> Any:
         if place in self._components:
             return None

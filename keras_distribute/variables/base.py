@@ -107,6 +107,8 @@ class DistributedVariable(compat.Variable):
             link[0].changed[link[1]] = self
         self._link = holder, place
         self._own = None
+        if link is not None and link[0] is not holder:
+            link[0].forget(link[1])
 
     def _as_stored(self, value: Any) -> Any:
         """The array that is kept for a value, or for the components of the replicas."""

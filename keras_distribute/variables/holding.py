@@ -79,6 +79,11 @@ class Holder:
         """
         return self._read(place, variable, self._array)
 
+    def forget(self, place: Place) -> None:
+        """Drops the array of a variable that another holder has taken: two references
+        to one array would have it copied before it is given away."""
+        del place
+
     def across(self, place: Place, variable: DistributedVariable) -> Any:
         """What the variable reads across replicas, if that is in the state; else `None`."""
         del place, variable
