@@ -125,8 +125,9 @@ class DistributedVariable(compat.Variable):
     @property
     def stored(self) -> jax.Array | None:
         """The array that stands on the devices; `None` before the variable is initialized."""
-        link = self._link
-        return self._own if link is None else link[0].stored(link[1], self)
+        with launches.lock:  # Another thread's step may take it meanwhile.
+            link = self._link
+            return self._own if link is None else link[0].stored(link[1], self)
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

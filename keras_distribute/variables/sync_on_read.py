@@ -99,7 +99,9 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _read_now(self) -> Any:
         self._check_readable()
-        held = None if self._link is None else self._link[0].across(self._link[1], self)
+        with launches.lock:
+            link = self._link
+            held = None if link is None else link[0].across(link[1], self)
         if held is not None:
             return held
         liveness.together(self.replica_mesh.num_processes)
