@@ -106,7 +106,7 @@ class StepState(Holder):
 
     def forget(self, place: Place) -> None:
         self._stored.pop(place, None)
-        if place in self._index and isinstance(self.landing[-1][1], list):
+        if place in self._index:
             self.landing[-1][1][self._index[place]] = None
 
     def across(self, place: Place, variable: DistributedVariable) -> Any:

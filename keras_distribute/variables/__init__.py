@@ -13,7 +13,6 @@ carries their values, as Keras does it; this room says what a read or an assignm
 
 from keras_distribute.variables.base import DistributedVariable, Layout
 from keras_distribute.variables.choice import choose_class
-from keras_distribute.variables.components import spread_sum
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.ownership import given_away
@@ -32,5 +31,4 @@ __all__ = [
     "given_away",
     "lost_error",
     "read_before",
-    "spread_sum",
 ]

@@ -46,11 +46,6 @@ def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ())
     return launches.ordered(jax.jit(spread, out_shardings=sharding))
 
 
-def spread_sum(mesh: ReplicaMesh) -> Any:
-    """A program from one value to components that add up to it."""
-    return spread_over(mesh, True)
-
-
 @functools.lru_cache(maxsize=256)
 def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> Any:
     """A program from the stored components to the value that a read across replicas gives."""
