@@ -51,8 +51,9 @@ def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
         texts.append(self.executable(placed).compile().as_text())
         return original(self, holder, placed)
 
-    monkeypatch.setattr(compiled.CompiledStep, "_one", one)
-    model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled.CompiledStep, "_one", one)
+        model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
     return "\n".join(texts)
 
 
