@@ -171,7 +171,7 @@ def attacked(address, names=tuple(ATTACKS), seconds=120.0, pause=0.01):
                 ATTACKS[name](address)
                 done[name] += 1
             except ConnectionRefusedError:
-                time.sleep(0.05)  # Nobody listens at the moment.
+                time.sleep(0.2)  # Nobody listens at the moment.
             except OSError:
                 done[name] += 1  # It was refused.
 

@@ -231,7 +231,7 @@ with open(f"{sys.argv[1]}/{kd.process_index()}.json", "w") as file:
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
     """The launchers meet, train, one fails, they meet again, and end as if alone."""
     script, token = tmp_path / "script.py", tmp_path / "job.token"
@@ -261,25 +261,29 @@ def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)]),
     }
-    with attacks.attacked(("127.0.0.1", port + 1), seconds=170, pause=0.3) as done:
-        hosts = [
-            subprocess.Popen(
-                [*command, "--node-rank", str(rank), str(script), str(tmp_path)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-            for rank in (0, 1)
-        ]
+    with attacks.attacked(("127.0.0.1", port + 1), seconds=170, pause=1.0) as done:
+        hosts = []
         try:
-            said = [host.communicate(timeout=180)[0] for host in hosts]
+            for rank in (0, 1):
+                hosts.append(
+                    subprocess.Popen(
+                        [*command, "--node-rank", str(rank), str(script), str(tmp_path)],
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        env=environment,
+                    )
+                )
+                end = time.monotonic() + 60
+                while not all(done.values()) and time.monotonic() < end:
+                    time.sleep(0.1)  # The first host meets them all, the second some.
+            said = [host.communicate(timeout=240)[0] for host in hosts]
         finally:
             for host in hosts:
                 host.kill()
                 host.communicate()
     assert [host.returncode for host in hosts] == [0, 0], said
-    assert sum(count > 0 for count in done.values()) > 15, done
+    assert all(done.values()), done
     assert said[0].count("has refused a connection from 127.0.0.1: what it says: it is not signed") >= 2
     assert not any(token.read_text() in text or "without a token" in text for text in said)
     turns, weights = trained(kd.MirroredStrategy(["cpu:0", "cpu:1"]))
