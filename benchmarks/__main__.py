@@ -1,4 +1,6 @@
-"""Runs the benchmarks, one after the other: `python -m benchmarks`, or `python -m benchmarks step_time exactness`."""
+"""Runs the benchmarks, one after the other: `python -m benchmarks`, or `python -m
+benchmarks step_time exactness`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NAMES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *NAMES], help="which; all by default")
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *NAMES], help="which; all by default"
+    )
     for name in parser.parse_args().names or NAMES:
         print(f"\n== {name}", flush=True)
         subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], check=True)

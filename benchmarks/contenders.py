@@ -1,8 +1,10 @@
-"""Who takes part: each contender is a process that stays alive, and runs a round when it is told to.
+"""Who takes part: each contender is a process that stays alive, and runs a round when
+it is told to.
 
-Contenders are measured in turn, round after round, so that whatever else the machine does meets all of them. A round
-is one call of `fit`, `evaluate` or `predict` over arrays in memory, or the same number of steps of a loop; of the kind
-"call", one call of `fit` over a single batch.
+Contenders are measured in turn, round after round, so that whatever else the machine
+does meets all of them. A round is one call of `fit`, `evaluate` or `predict` over
+arrays in memory, or the same number of steps of a loop; of the kind "call", one call of
+`fit` over a single batch.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Task(NamedTuple):
         return 1 if self.kind == "call" else WORKLOADS[self.workload].steps
 
 
-# In the process of a contender. --------------------------------------------------------------------------------------
+# In the process of a contender.
+# --------------------------------------------------------------------------------------
 
 
 def prepared(task: Task) -> tuple[Callable[[], None], int]:
@@ -70,7 +73,9 @@ def prepared(task: Task) -> tuple[Callable[[], None], int]:
         jax.config.update("jax_num_cpu_devices", task.devices)
     assert len(jax.devices()) == (1 if alone else task.devices)
     if name == "data_parallel":
-        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+        keras.distribution.set_distribution(
+            keras.distribution.DataParallel(devices=keras.distribution.list_devices())
+        )
     keras.utils.set_random_seed(0)
     fused = FUSED if name.endswith("fused") else 1
     if name.startswith("ours"):
@@ -113,7 +118,9 @@ def _tensorflow(task: Task, workload: Workload) -> Callable[[], None]:
 
     count = task.devices if task.contender == "tf_mirrored" else 1
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * count
+    )
     if count == 1 and task.contender == "tf_one":
         return _keras(task.kind, _compiled(workload, 1), workload)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
@@ -151,8 +158,12 @@ def _run_loop(strategy: Any, model: Any, workload: Workload) -> Callable[[], Non
     return round_
 
 
-def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[], None]:
-    """The loop that one would write in JAX: local statistics in BatchNormalization, gradients averaged, Adam."""
+def _by_hand(
+    name: str, kind: str, model: Any, workload: Workload
+) -> Callable[[], None]:
+    """The loop that one would write in JAX: local statistics in BatchNormalization,
+    gradients averaged, Adam.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -163,16 +174,26 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
     optimizer, loss_of, batch = model.optimizer, model.loss, workload.batch
     optimizer.build(model.trainable_variables)
     mesh = Mesh(np.asarray(jax.devices()), ("replica",))
-    replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("replica"))
+    replicated, split = (
+        NamedSharding(mesh, PartitionSpec()),
+        NamedSharding(mesh, PartitionSpec("replica")),
+    )
     stacked = NamedSharding(mesh, PartitionSpec(None, "replica"))
     everywhere, by_replica = PartitionSpec(), PartitionSpec("replica")
-    groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
+    )
     trainable, others, slots = [[v.value for v in group] for group in groups]
     shapes = [value.shape for value in trainable]
     ends = np.cumsum([value.size for value in trainable])[:-1].tolist()
 
     def parts(flat: Any) -> list[Any]:
-        return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)]
+        return [
+            part.reshape(shape)
+            for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)
+        ]
 
     def joined(values: list[Any]) -> Any:
         return jnp.concatenate([jnp.ravel(value) for value in values])
@@ -195,7 +216,9 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
 
         (loss, others), grads = jax.value_and_grad(loss_fn, has_aux=True)(weights)
         grads = [joined(grads)] if name == "by_hand_flat" else grads
-        others = [lax.pmean(v, "replica") if v.dtype.name == "float32" else v for v in others]
+        others = [
+            lax.pmean(v, "replica") if v.dtype.name == "float32" else v for v in others
+        ]
         loss, grads = lax.pmean((loss, grads), "replica")
         trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
         return trainable, others, slots, total + loss
@@ -207,8 +230,12 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
     def prediction(state: Any, x: Any) -> Any:
         return model.stateless_call(state[0], state[1], x, training=False)[0]
 
-    def mapped(function: Any, inputs: Any, outputs: Any, donate: tuple[int, ...] = (0,)) -> Any:
-        program = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    def mapped(
+        function: Any, inputs: Any, outputs: Any, donate: tuple[int, ...] = (0,)
+    ) -> Any:
+        program = jax.shard_map(
+            function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+        )
         return jax.jit(program, donate_argnums=donate)
 
     state = jax.device_put((trainable, others, slots, 0.0), replicated)
@@ -218,7 +245,10 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
         predict = mapped(prediction, (everywhere, by_replica), by_replica, ())
 
         def predictions() -> None:
-            parts = [predict(held[0], jax.device_put(x[i : i + batch], split)) for i in range(0, len(x), batch)]
+            parts = [
+                predict(held[0], jax.device_put(x[i : i + batch], split))
+                for i in range(0, len(x), batch)
+            ]
             np.concatenate([np.asarray(part) for part in parts])
 
         return predictions
@@ -226,13 +256,19 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
     if name == "by_hand_scan":
 
         def steps(state: Any, x: Any, y: Any) -> Any:
-            return lax.scan(lambda state, data: (step(state, *data), None), state, (x, y))[0]
+            return lax.scan(
+                lambda state, data: (step(state, *data), None), state, (x, y)
+            )[0]
 
         inner = PartitionSpec(None, "replica")
         program = mapped(steps, (everywhere, inner, inner), everywhere)
         width, target = batch * FUSED, stacked
     else:
-        program = mapped(evaluation if kind == "evaluate" else step, (everywhere, by_replica, by_replica), everywhere)
+        program = mapped(
+            evaluation if kind == "evaluate" else step,
+            (everywhere, by_replica, by_replica),
+            everywhere,
+        )
         width, target = batch, split
 
     def round_() -> None:
@@ -248,16 +284,24 @@ def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> Callable[[
 
 
 def work(task: Task) -> None:
-    """Runs one round for each line that arrives; answers with milliseconds a step, and the peak memory so far."""
+    """Runs one round for each line that arrives; answers with milliseconds a step, and
+    the peak memory so far.
+    """
     round_, steps = prepared(task)
     for _ in sys.stdin:
         start = time.perf_counter()
         round_()
         elapsed = 1000 * (time.perf_counter() - start)
-        print("ms", elapsed / steps, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+        print(
+            "ms",
+            elapsed / steps,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            flush=True,
+        )
 
 
-# In the process that measures. ---------------------------------------------------------------------------------------
+# In the process that measures.
+# ---------------------------------------------------------------------------------------
 
 
 class Contender:
@@ -266,13 +310,24 @@ class Contender:
     def __init__(self, task: Task) -> None:
         root = str(Path(__file__).resolve().parents[1])
         environment = os.environ | {
-            "KERAS_BACKEND": "tensorflow" if task.contender.startswith("tf_") else "jax",
+            "KERAS_BACKEND": "tensorflow"
+            if task.contender.startswith("tf_")
+            else "jax",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "PYTHONPATH": os.pathsep.join(
+                [root, os.environ.get("PYTHONPATH", "")]
+            ).rstrip(os.pathsep),
         }
-        if task.contender in ("data_parallel", "by_hand", "by_hand_flat", "by_hand_scan"):
-            environment["NPROC"] = str(8 * task.devices)  # keras_distribute does this by itself
+        if task.contender in (
+            "data_parallel",
+            "by_hand",
+            "by_hand_flat",
+            "by_hand_scan",
+        ):
+            environment["NPROC"] = str(
+                8 * task.devices
+            )  # keras_distribute does this by itself
         self.peak_mib = 0.0
         self._process = subprocess.Popen(
             [sys.executable, __file__, *map(str, task)],
@@ -291,7 +346,9 @@ class Contender:
             if line.startswith("ms "):
                 self.peak_mib = float(line.split()[2])
                 return float(line.split()[1])
-        raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
+        raise RuntimeError(
+            f"{self._process.args} ended with status {self._process.wait()}."
+        )
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -321,14 +378,20 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
     """All contenders of one comparison, in turn, by name."""
     contenders = {task.contender: Contender(task) for task in tasks}
     try:
-        first = {name: contender.round() * tasks[0].steps for name, contender in contenders.items()}
+        first = {
+            name: contender.round() * tasks[0].steps
+            for name, contender in contenders.items()
+        }
         for contender in contenders.values():
             contender.round()
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, contender in contenders.items():
                 times[name].append(contender.round())
-        return {name: Measured(times[name], first[name], contenders[name].peak_mib) for name in contenders}
+        return {
+            name: Measured(times[name], first[name], contenders[name].peak_mib)
+            for name in contenders
+        }
     finally:
         for contender in contenders.values():
             contender.close()

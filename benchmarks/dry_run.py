@@ -1,9 +1,11 @@
-"""Training steps compiled for TPUs that are not there: memory, collectives, FLOPs, and estimated times. Nothing is run.
+"""Training steps compiled for TPUs that are not there: memory, collectives, FLOPs, and
+estimated times. Nothing is run.
 
     python benchmarks/dry_run.py                        # all of it, about half an hour on two idle cores
     python benchmarks/dry_run.py resnet50 lstm@v6e:2x2  # one model, one case; the other results stay
 
-Writes results/dry_run.md, .json and .svg. Needs `pip install 'keras-distribute[dry-run-tpu,dry-run-cuda,plots]'`.
+Writes results/dry_run.md, .json and .svg. Needs `pip install
+'keras-distribute[dry-run-tpu,dry-run-cuda,plots]'`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def lstm() -> Any:
     import keras
     from keras import layers
 
-    return keras.Sequential([keras.Input((100, 64)), layers.LSTM(128), layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input((100, 64)), layers.LSTM(128), layers.Dense(10)]
+    )
 
 
 def resnet50() -> Any:
@@ -70,25 +74,36 @@ def resnet50() -> Any:
 
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     model = keras.applications.ResNet50(weights=None)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy")
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy"
+    )
     return model
 
 
 def bert() -> Any:
-    """A classifier of BERT base's size: 12 blocks of 768, 12 heads, 512 tokens, dropout of 0.1; in float32."""
+    """A classifier of BERT base's size: 12 blocks of 768, 12 heads, 512 tokens, dropout
+    of 0.1; in float32.
+    """
     import keras
     from keras import layers
 
     tokens = keras.Input((512,), dtype="int32")
-    x = layers.Dropout(0.1)(layers.LayerNormalization()(layers.Embedding(30522, 768)(tokens)))
+    x = layers.Dropout(0.1)(
+        layers.LayerNormalization()(layers.Embedding(30522, 768)(tokens))
+    )
     for _ in range(12):
         y = layers.Dropout(0.1)(layers.MultiHeadAttention(12, 64, dropout=0.1)(x, x))
         x = layers.LayerNormalization()(layers.Add()([x, y]))
-        y = layers.Dropout(0.1)(layers.Dense(768)(layers.Dense(3072, activation="gelu")(x)))
+        y = layers.Dropout(0.1)(
+            layers.Dense(768)(layers.Dense(3072, activation="gelu")(x))
+        )
         x = layers.LayerNormalization()(layers.Add()([x, y]))
     pooled = layers.Dense(768, activation="tanh")(x[:, 0])
     model = keras.Model(tokens, layers.Dense(2)(layers.Dropout(0.1)(pooled)))
-    model.compile(keras.optimizers.AdamW(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(
+        keras.optimizers.AdamW(),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
     return model
 
 
@@ -136,7 +151,8 @@ def row(name: str, facts: dict[str, Any]) -> list[str]:
         f"{kinds.count('all-reduce')}" + (f" + {others} other" if others else ""),
         f"{flops:.3g}",
         f"{facts['bytes_moved'] / 2**20:,.1f}",
-        f"{between(estimate['at_least'], estimate['in_turn'], '.3g')} ({estimate['bound_by']})",
+        f"{between(estimate['at_least'], estimate['in_turn'], '.3g')} "
+        f"({estimate['bound_by']})",
         f"{facts['compile_seconds']:.0f}",
     ]
 
@@ -163,10 +179,14 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
     ]
     rows = [row(key.partition("@")[0], facts) for key, facts in cases.items()]
     notes = (
-        "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without TPU and GPU; no step was run. "
-        "Memory and collectives are the compiler's. The times are ESTIMATES from published peak rates, from everything "
-        "overlapping to collectives that overlap with nothing; real steps take longer, those of the small models far "
-        "longer, since starting a program is not counted. The seconds of compiling are of a machine that did other "
+        "Compiled ahead of time, by libtpu and JAX's CUDA plugin, on a machine without "
+        "TPU and GPU; no step was run. "
+        "Memory and collectives are the compiler's. The times are ESTIMATES from "
+        "published peak rates, from everything "
+        "overlapping to collectives that overlap with nothing; real steps take longer, "
+        "those of the small models far "
+        "longer, since starting a program is not counted. The seconds of compiling are "
+        "of a machine that did other "
         "work, too."
     )
     return f"{report.table(header, rows, 'lrrrrrrrrr')}\n\n{notes}\n\n{check(cases)}"
@@ -176,13 +196,15 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
 PUBLISHED = {
     "resnet50@v2:2x2": (
         1024 / 3186 * 1e3,
-        "ResNet-50 on a Cloud TPU v2-8, 3,186 images a second, here for 1,024 of them (quoted in a discussion of a "
+        "ResNet-50 on a Cloud TPU v2-8, 3,186 images a second, here for 1,024 of them "
+        "(quoted in a discussion of a "
         "comparison by RiseML, 2018, which does not say whose measurement it was: "
         "https://news.ycombinator.com/item?id=16931394)",
     ),
     "bert@a100:1": (
         222.37,
-        "BERT base, `fit` of Keras 3 on JAX on an A100 40 GB in float32, batch 32, 512 tokens "
+        "BERT base, `fit` of Keras 3 on JAX on an A100 40 GB in float32, batch 32, 512 "
+        "tokens "
         "(https://keras.io/getting_started/benchmarks/)",
     ),
 }
@@ -196,8 +218,20 @@ def check(cases: dict[str, dict[str, Any]]) -> str:
         if estimate is not None:
             low, high = estimate["at_least"], estimate["in_turn"]
             estimated = f"{between(low, high, '.0f')} ({estimate['bound_by']})"
-            lines.append([what, f"{measured:.0f}", estimated, between(low / measured, high / measured, ".2f")])
-    header = ["published measurement", "measured, ms", "ESTIMATED here, ms", "estimate / measurement"]
+            lines.append(
+                [
+                    what,
+                    f"{measured:.0f}",
+                    estimated,
+                    between(low / measured, high / measured, ".2f"),
+                ]
+            )
+    header = [
+        "published measurement",
+        "measured, ms",
+        "ESTIMATED here, ms",
+        "estimate / measurement",
+    ]
     return report.table(header, lines, "lrrr") if lines else ""
 
 
@@ -209,10 +243,18 @@ def draw(cases: dict[str, dict[str, Any]]) -> None:
     figure = Figure(figsize=(11, 0.8 + 0.28 * len(shown)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = [key.replace("@", " on ") for key in shown]
-    left.barh(names, [f["needed_bytes"] / f["limit_bytes"] * 100 for f in shown.values()], color="#4c72b0")
+    left.barh(
+        names,
+        [f["needed_bytes"] / f["limit_bytes"] * 100 for f in shown.values()],
+        color="#4c72b0",
+    )
     left.set_xlabel("peak memory, % of what a program may take")
     left.invert_yaxis()
-    for part, color in (("compute", "#4c72b0"), ("memory", "#55a868"), ("communication", "#c44e52")):
+    for part, color in (
+        ("compute", "#4c72b0"),
+        ("memory", "#55a868"),
+        ("communication", "#c44e52"),
+    ):
         values = [f["estimate"][part] * 1e3 for f in shown.values()]
         right.plot(values, names, "o", color=color, label=part)
     right.set_xscale("log")
@@ -222,24 +264,46 @@ def draw(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="models, or model@topology; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "which", nargs="*", help="models, or model@topology; all by default"
+    )
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         one(*given.child)
         return
-    keys = [f"{name}@{topology}" for name, case in CASES.items() for topology in case.topologies]
-    chosen = [key for key in keys if not given.which or key in given.which or key.partition("@")[0] in given.which]
+    keys = [
+        f"{name}@{topology}"
+        for name, case in CASES.items()
+        for topology in case.topologies
+    ]
+    chosen = [
+        key
+        for key in keys
+        if not given.which or key in given.which or key.partition("@")[0] in given.which
+    ]
     file = report.RESULTS / "dry_run.json"
-    known = json.loads(file.read_text(encoding="utf-8"))["cases"] if file.exists() and given.which else {}
+    known = (
+        json.loads(file.read_text(encoding="utf-8"))["cases"]
+        if file.exists() and given.which
+        else {}
+    )
     for key in chosen:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "found.json")
-            subprocess.run([sys.executable, __file__, "--child", *key.split("@"), path], check=True, timeout=LARGEST)
+            subprocess.run(
+                [sys.executable, __file__, "--child", *key.split("@"), path],
+                check=True,
+                timeout=LARGEST,
+            )
             known[key] = json.loads(Path(path).read_text(encoding="utf-8"))
         cases = {key: known[key] for key in keys if key in known}
-        report.write("dry_run", {"cases": cases}, markdown(cases), quiet=True, how="Compiled")
+        report.write(
+            "dry_run", {"cases": cases}, markdown(cases), quiet=True, how="Compiled"
+        )
     draw(cases)
 
 

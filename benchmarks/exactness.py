@@ -1,13 +1,15 @@
-"""How far training on four devices is from training on one: the largest difference, case by case.
+"""How far training on four devices is from training on one: the largest difference,
+case by case.
 
-Every case of `exactness_cases.py` is run three ways, each in a process of its own: plain Keras on one device,
-keras_distribute on four replicas, `keras.distribution.DataParallel` on four devices.
+Every case of `exactness_cases.py` is run three ways, each in a process of its own:
+plain Keras on one device, keras_distribute on four replicas,
+`keras.distribution.DataParallel` on four devices.
 
     python benchmarks/exactness.py                # writes results/exactness.md and .json
     python benchmarks/exactness.py --only dropout # cases whose name contains the word, printed only
 
-The four devices are virtual CPU devices. XLA's thread pool is made large enough for them in every process, since
-otherwise `DataParallel` can abort on few cores.
+The four devices are virtual CPU devices. XLA's thread pool is made large enough for
+them in every process, since otherwise `DataParallel` can abort on few cores.
 """
 
 from __future__ import annotations
@@ -40,20 +42,26 @@ def flat(value: Any) -> Any:
 
 
 def work(layout_name: str, names: list[str]) -> None:
-    """In a process of its own: runs cases, and prints one line of JSON before and after each."""
+    """In a process of its own: runs cases, and prints one line of JSON before and after
+    each.
+    """
     layout = Layout(layout_name)
     for name in names:
         print(json.dumps({"started": name}), flush=True)
         label, _, n = name.rpartition(SIZE)
         try:
-            outcome: Result = {"numbers": flat(CASES[label][0](layout, int(n))).tolist()}
+            outcome: Result = {
+                "numbers": flat(CASES[label][0](layout, int(n))).tolist()
+            }
         except Exception as error:  # Whatever a library says to a case is its outcome.
             outcome = {"error": type(error).__name__, "text": str(error)[:400]}
         print(json.dumps({"ended": name, **outcome}), flush=True)
 
 
 def outcomes(layout: str, names: list[str]) -> dict[str, Result]:
-    """The outcome of each case under one layout. A process that aborts costs the case it was in, not the others."""
+    """The outcome of each case under one layout. A process that aborts costs the case
+    it was in, not the others.
+    """
     environment = os.environ | {
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
@@ -83,12 +91,18 @@ def outcomes(layout: str, names: list[str]) -> dict[str, Result]:
                 found[event.pop("ended")] = event
         status = process.wait()
         if running is not None:
-            found[running] = {"error": "the process aborted", "text": f"exit status {status}"}
+            found[running] = {
+                "error": "the process aborted",
+                "text": f"exit status {status}",
+            }
         if all(name in found for name in names):
             break
         remaining = [name for name in left if name not in found]
         if remaining == left:
-            raise RuntimeError(f"The worker for {layout!r} ended with status {status} before its first case.")
+            raise RuntimeError(
+                f"The worker for {layout!r} ended with status {status} before its "
+                "first case."
+            )
         left = remaining
     return found
 
@@ -98,7 +112,10 @@ def compare(reference: Result, other: Result) -> Result:
     import numpy as np
 
     if "error" in reference:
-        return {"error": f"on one device: {reference['error']}", "text": reference["text"]}
+        return {
+            "error": f"on one device: {reference['error']}",
+            "text": reference["text"],
+        }
     if "error" in other:
         return other
     expected, got = np.asarray(reference["numbers"]), np.asarray(other["numbers"])
@@ -132,8 +149,14 @@ out everywhere."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run the cases whose name contains this, and only print")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run the cases whose name contains this, and only print",
+    )
     parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -141,22 +164,38 @@ def main() -> None:
         work(arguments.layout, arguments.cases)
         return
 
-    chosen = {name: sizes for name, (_, sizes) in CASES.items() if arguments.only.lower() in name.lower()}
+    chosen = {
+        name: sizes
+        for name, (_, sizes) in CASES.items()
+        if arguments.only.lower() in name.lower()
+    }
     names = [f"{name}{SIZE}{n}" for name, sizes in chosen.items() for n in sizes]
     results = {layout: outcomes(layout, names) for layout in LAYOUTS}
     reference = results.pop(LAYOUTS[0])
     compared = {
-        name: {layout: compare(reference[name], found[name]) for layout, found in results.items()} for name in names
+        name: {
+            layout: compare(reference[name], found[name])
+            for layout, found in results.items()
+        }
+        for name in names
     }
 
     def cells(name: str, layout: str) -> list[str]:
         """For a batch that divides over the devices, and for one that does not."""
-        by_tail = {n % 8 == 0: cell(compared[f"{name}{SIZE}{n}"][layout]) for n in chosen[name]}
+        by_tail = {
+            n % 8 == 0: cell(compared[f"{name}{SIZE}{n}"][layout]) for n in chosen[name]
+        }
         return [by_tail.get(True, ""), by_tail.get(False, "")]
 
-    rows = [[name, *(text for layout in results for text in cells(name, layout))] for name in chosen]
+    rows = [
+        [name, *(text for layout in results for text in cells(name, layout))]
+        for name in chosen
+    ]
     header = ["case"]
-    for title in (f"keras_distribute, {NUM_DEVICES} replicas", f"`DataParallel`, {NUM_DEVICES} devices"):
+    for title in (
+        f"keras_distribute, {NUM_DEVICES} replicas",
+        f"`DataParallel`, {NUM_DEVICES} devices",
+    ):
         header += [f"{title}: even", "odd tail"]
     markdown = report.table(header, rows, "lrrrr")
     if arguments.only:
@@ -166,7 +205,11 @@ def main() -> None:
                 if outcome.get("text"):
                     print(f"\n{layout}, {name}: {outcome['text']}")
         return
-    report.write("exactness", {"devices": NUM_DEVICES, "cases": compared}, f"{markdown}\n\n{FOOTNOTES}")
+    report.write(
+        "exactness",
+        {"devices": NUM_DEVICES, "cases": compared},
+        f"{markdown}\n\n{FOOTNOTES}",
+    )
 
 
 if __name__ == "__main__":

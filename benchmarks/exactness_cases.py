@@ -1,7 +1,9 @@
-"""The cases of `exactness.py`: each builds a model from a seed, trains it, evaluates and predicts.
+"""The cases of `exactness.py`: each builds a model from a seed, trains it, evaluates
+and predicts.
 
-A case is a function of a `Layout`, which says where to run, and of the number of samples; it returns whatever has to be
-equal: weights, the history of `fit`, the results of `evaluate`, predictions.
+A case is a function of a `Layout`, which says where to run, and of the number of
+samples; it returns whatever has to be equal: weights, the history of `fit`, the results
+of `evaluate`, predictions.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ CASES: dict[str, tuple[Case, tuple[int, ...]]] = {}
 
 
 def case(name: str, *sizes: int) -> Callable[[Case], Case]:
-    """Registers a case, to be run with an even number of samples and with an odd one unless `sizes` says otherwise."""
+    """Registers a case, to be run with an even number of samples and with an odd one
+    unless `sizes` says otherwise.
+    """
 
     def register(function: Case) -> Case:
         CASES[name] = function, sizes or (EVEN, ODD)
@@ -48,7 +52,9 @@ class Layout:
 
     @contextlib.contextmanager
     def scope(self, num_replicas: int = NUM_DEVICES) -> Iterator[None]:
-        """Around the building of a model. `DataParallel` wants to stay in force afterwards, so it is left set."""
+        """Around the building of a model. `DataParallel` wants to stay in force
+        afterwards, so it is left set.
+        """
         import keras
 
         keras.utils.set_random_seed(7)
@@ -60,11 +66,14 @@ class Layout:
             return
         if not self.is_one:
             devices = keras.distribution.list_devices()[:num_replicas]
-            keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+            keras.distribution.set_distribution(
+                keras.distribution.DataParallel(devices=devices)
+            )
         yield
 
 
-# The data and the models that the cases share. -----------------------------------------------------------------------
+# The data and the models that the cases share.
+# -----------------------------------------------------------------------
 
 
 def rows(n: int, features: int = 8, classes: int = 3, seed: int = 0) -> tuple[Any, Any]:
@@ -80,7 +89,14 @@ def dense(*extra: Any, classes: int = 3) -> Any:
     import keras
     from keras import layers
 
-    return keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="tanh"), *extra, layers.Dense(classes)])
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh"),
+            *extra,
+            layers.Dense(classes),
+        ]
+    )
 
 
 def compiled(model: Any, **options: Any) -> Any:
@@ -95,10 +111,17 @@ def compiled(model: Any, **options: Any) -> Any:
     return model
 
 
-def trained(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 3, **options: Any) -> Result:
+def trained(
+    model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 3, **options: Any
+) -> Result:
     """Trains without shuffling, evaluates and predicts on the same rows."""
-    history = model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options)
-    return {"history": list(history.history.values()), **measured(model, x, y, batch_size)}
+    history = model.fit(
+        x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **options
+    )
+    return {
+        "history": list(history.history.values()),
+        **measured(model, x, y, batch_size),
+    }
 
 
 def measured(model: Any, x: Any, y: Any, batch_size: int = 32) -> Result:
@@ -109,7 +132,8 @@ def measured(model: Any, x: Any, y: Any, batch_size: int = 32) -> Result:
     }
 
 
-# The cases. ----------------------------------------------------------------------------------------------------------
+# The cases.
+# ----------------------------------------------------------------------------------------------------------
 
 
 @case("fit, evaluate, predict", EVEN, ODD)
@@ -140,7 +164,9 @@ def batches_of_30(layout: Layout, n: int) -> Result:
 def validation(layout: Layout, n: int) -> Result:
     with layout.scope():
         model = compiled(dense())
-    return trained(model, *rows(EVEN), validation_data=rows(n, seed=1), validation_batch_size=32)
+    return trained(
+        model, *rows(EVEN), validation_data=rows(n, seed=1), validation_batch_size=32
+    )
 
 
 @case("`sample_weight`, weighted metrics")
@@ -170,9 +196,15 @@ def _register_reductions() -> None:
 
             x, y = rows(n)
             with layout.scope():
-                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-                model = compiled(dense(), loss=loss, optimizer=keras.optimizers.SGD(0.01))
-            return trained(model, x, y, sample_weight=np.linspace(0, 2, n, dtype="float32"))
+                loss = keras.losses.SparseCategoricalCrossentropy(
+                    from_logits=True, reduction=reduction
+                )
+                model = compiled(
+                    dense(), loss=loss, optimizer=keras.optimizers.SGD(0.01)
+                )
+            return trained(
+                model, x, y, sample_weight=np.linspace(0, 2, n, dtype="float32")
+            )
 
 
 _register_reductions()
@@ -200,7 +232,12 @@ def added_loss(layout: Layout, n: int) -> Result:
             return x
 
     with layout.scope():
-        model = compiled(dense(Penalty(), layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2")))
+        model = compiled(
+            dense(
+                Penalty(),
+                layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l2"),
+            )
+        )
     return trained(model, *rows(n))
 
 
@@ -214,8 +251,13 @@ def masked(layout: Layout, n: int) -> Result:
     tokens = rng.integers(1, 20, (n, 12))
     tokens[np.arange(12)[None] >= rng.integers(1, 13, n)[:, None]] = 0
     with layout.scope():
-        embedding, lstm = layers.Embedding(20, 8, mask_zero=True), layers.LSTM(8, return_sequences=True)
-        model = compiled(keras.Sequential([keras.Input((12,)), embedding, lstm, layers.Dense(20)]))
+        embedding, lstm = (
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.LSTM(8, return_sequences=True),
+        )
+        model = compiled(
+            keras.Sequential([keras.Input((12,)), embedding, lstm, layers.Dense(20)])
+        )
     return trained(model, tokens, np.roll(tokens, -1, axis=1))
 
 
@@ -228,14 +270,22 @@ def two_outputs(layout: Layout, n: int) -> Result:
     with layout.scope():
         a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
         both = layers.Dense(16, activation="tanh")(layers.Concatenate()([a, b]))
-        outputs = {"label": layers.Dense(3, name="label")(both), "value": layers.Dense(1, name="value")(both)}
+        outputs = {
+            "label": layers.Dense(3, name="label")(both),
+            "value": layers.Dense(1, name="value")(both),
+        }
         model = compiled(
             keras.Model({"a": a, "b": b}, outputs),
-            loss={"label": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "value": "mse"},
+            loss={
+                "label": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                "value": "mse",
+            },
             loss_weights={"label": 1.0, "value": 0.3},
             metrics=None,
         )
-    return trained(model, {"a": x, "b": x[::-1].copy()}, {"label": y, "value": x[:, :1]})
+    return trained(
+        model, {"a": x, "b": x[::-1].copy()}, {"label": y, "value": x[:, :1]}
+    )
 
 
 def _batch_norm(layout: Layout, n: int, **options: Any) -> Result:
@@ -259,7 +309,9 @@ def local_batch_norm(layout: Layout, n: int) -> Result:
         return _batch_norm(layout, n)
 
     class Grouped(layers.BatchNormalization):
-        """The definition, written out on one device: groups of rows, normalised one by one, statistics averaged."""
+        """The definition, written out on one device: groups of rows, normalised one by
+        one, statistics averaged.
+        """
 
         def call(self, inputs: Any, training: bool | None = None) -> Any:
             if not training or inputs.shape[0] % NUM_DEVICES:
@@ -267,8 +319,14 @@ def local_batch_norm(layout: Layout, n: int) -> Result:
             groups = ops.split(inputs, NUM_DEVICES, axis=0)
             means = [ops.mean(group, axis=0) for group in groups]
             variances = [ops.var(group, axis=0) for group in groups]
-            for moving, values in ((self.moving_mean, means), (self.moving_variance, variances)):
-                moving.assign(moving * self.momentum + sum(values) / NUM_DEVICES * (1 - self.momentum))
+            for moving, values in (
+                (self.moving_mean, means),
+                (self.moving_variance, variances),
+            ):
+                moving.assign(
+                    moving * self.momentum
+                    + sum(values) / NUM_DEVICES * (1 - self.momentum)
+                )
             normalised = [
                 (group - mean) / ops.sqrt(variance + self.epsilon)
                 for group, mean, variance in zip(groups, means, variances, strict=True)
@@ -285,7 +343,9 @@ def random(layout: Layout, n: int) -> Result:
     from keras import layers
 
     with layout.scope():
-        model = compiled(dense(layers.Dropout(0.4, seed=3), layers.GaussianNoise(0.2, seed=4)))
+        model = compiled(
+            dense(layers.Dropout(0.4, seed=3), layers.GaussianNoise(0.2, seed=4))
+        )
     return trained(model, *rows(n))
 
 
@@ -302,7 +362,11 @@ def metrics(layout: Layout, n: int) -> Result:
             keras.metrics.TopKCategoricalAccuracy(2),
             keras.metrics.Precision(),
         ]
-        model = compiled(dense(), loss=keras.losses.CategoricalCrossentropy(from_logits=True), metrics=chosen)
+        model = compiled(
+            dense(),
+            loss=keras.losses.CategoricalCrossentropy(from_logits=True),
+            metrics=chosen,
+        )
     return trained(model, x, np.eye(3, dtype="float32")[y])
 
 
@@ -316,7 +380,9 @@ def maximum(layout: Layout, n: int) -> Result:
             super().__init__(name="largest")
             self.largest = self.add_variable((), "zeros", name="largest")
 
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        def update_state(
+            self, y_true: Any, y_pred: Any, sample_weight: Any = None
+        ) -> None:
             self.largest.assign(ops.maximum(self.largest.value, ops.max(y_pred)))
 
         def result(self) -> Any:
@@ -346,7 +412,9 @@ def _custom_step(layout: Layout, n: int, *, compute_loss: bool) -> Result:
             if compute_loss:
                 return self.compute_loss(x, y, y_pred), others
             log_probabilities = ops.log_softmax(y_pred)
-            return -ops.mean(ops.sum(ops.one_hot(y, 3) * log_probabilities, axis=-1)), others
+            return -ops.mean(
+                ops.sum(ops.one_hot(y, 3) * log_probabilities, axis=-1)
+            ), others
 
         def train_step(self, state: Any, data: Any) -> Any:
             trainable, others, slots, metrics = state
@@ -390,11 +458,15 @@ def _register_optimizers() -> None:
     for options in optimizers:
 
         @case(f"`{', '.join(f'{name}={value}' for name, value in options.items())}`")
-        def optimizer(layout: Layout, n: int, options: dict[str, Any] = options) -> Result:
+        def optimizer(
+            layout: Layout, n: int, options: dict[str, Any] = options
+        ) -> Result:
             import keras
 
             with layout.scope():
-                model = compiled(dense(), optimizer=keras.optimizers.SGD(0.1, **options))
+                model = compiled(
+                    dense(), optimizer=keras.optimizers.SGD(0.1, **options)
+                )
             return trained(model, *rows(n))
 
 
@@ -413,14 +485,20 @@ def overflow(layout: Layout, n: int) -> Result:
     try:
         with layout.scope():
             inner = keras.optimizers.SGD(0.01)
-            optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10)
+            optimizer = keras.optimizers.LossScaleOptimizer(
+                inner, initial_scale=2.0**10
+            )
             linear = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
             model = compiled(linear, optimizer=optimizer, loss="mse", metrics=None)
         trained(model, x, np.eye(3, dtype="float32")[y], epochs=2)
     finally:
         keras.config.set_dtype_policy(before)
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())
-    return {"scale": float(optimizer.dynamic_scale.value), "steps": int(inner.iterations.value), "finite": finite}
+    return {
+        "scale": float(optimizer.dynamic_scale.value),
+        "steps": int(inner.iterations.value),
+        "finite": finite,
+    }
 
 
 @case("`train_on_batch`, `test_on_batch`, `predict_on_batch`", 32, 30)
@@ -485,7 +563,9 @@ def saved(layout: Layout, n: int) -> Result:
             with layout.scope(num_replicas):
                 loaded = keras.models.load_model(path)
             again = trained(loaded, x, y, epochs=1)
-            results |= {f"{key} on {num_replicas}": value for key, value in again.items()}
+            results |= {
+                f"{key} on {num_replicas}": value for key, value in again.items()
+            }
     return results
 
 
@@ -495,7 +575,10 @@ def two_strategies(layout: Layout, n: int) -> Result:
     for num_replicas in (2, 4):
         with layout.scope(num_replicas):
             model = compiled(dense())
-        results |= {f"{key} on {num_replicas}": value for key, value in trained(model, *rows(n)).items()}
+        results |= {
+            f"{key} on {num_replicas}": value
+            for key, value in trained(model, *rows(n)).items()
+        }
     return results
 
 

@@ -1,14 +1,17 @@
-"""What a slow input pipeline adds to a training step: nothing, where batches are made ready while the step runs.
+"""What a slow input pipeline adds to a training step: nothing, where batches are made
+ready while the step runs.
 
-The pipeline waits for each batch as long as 80 % of a step, as one that reads from a disk or a network does; or it
-computes as long. A contender is a process of its own. Its rounds take turns between the pipeline that costs nothing,
-whose steps say how long a step is, and the slow ones; the ratio of the medians counts.
+The pipeline waits for each batch as long as 80 % of a step, as one that reads from a
+disk or a network does; or it computes as long. A contender is a process of its own. Its
+rounds take turns between the pipeline that costs nothing, whose steps say how long a
+step is, and the slow ones; the ratio of the medians counts.
 
     python benchmarks/input_pipeline.py             # writes results/input_pipeline.md and .json
     python benchmarks/input_pipeline.py --rounds 3  # quicker and rougher
 
-The devices are virtual CPU devices that share the machine's cores, so a pipeline that computes takes their cores from
-them: its ratio says what this machine can do, not what reading ahead costs.
+The devices are virtual CPU devices that share the machine's cores, so a pipeline that
+computes takes their cores from them: its ratio says what this machine can do, not what
+reading ahead costs.
 """
 
 from __future__ import annotations
@@ -50,15 +53,31 @@ def work(contender: str, rounds: int) -> None:
 
     if contender == "data_parallel":
         jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+        keras.distribution.set_distribution(
+            keras.distribution.DataParallel(devices=keras.distribution.list_devices())
+        )
     keras.utils.set_random_seed(0)
 
     def build() -> keras.Model:
         blocks: list[Any] = []
         for filters in (16, 32, 32):
-            blocks += [layers.Conv2D(filters, 3, strides=1 if filters == 16 else 2, padding="same"), layers.ReLU()]
-        model = keras.Sequential([keras.Input((28, 28, 1)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(10)])
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            blocks += [
+                layers.Conv2D(
+                    filters, 3, strides=1 if filters == 16 else 2, padding="same"
+                ),
+                layers.ReLU(),
+            ]
+        model = keras.Sequential(
+            [
+                keras.Input((28, 28, 1)),
+                *blocks,
+                layers.GlobalAveragePooling2D(),
+                layers.Dense(10),
+            ]
+        )
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
         return model
 
     rng = np.random.default_rng(0)
@@ -123,10 +142,18 @@ def work(contender: str, rounds: int) -> None:
 def measured(contender: str, rounds: int) -> dict[str, list[float]]:
     """Runs one contender in a process of its own."""
     root = str(Path(__file__).resolve().parents[1])
-    environment = os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | {
+        "KERAS_BACKEND": "jax",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [root, os.environ.get("PYTHONPATH", "")]
+    ).rstrip(os.pathsep)
     if contender == "data_parallel":
-        environment["NPROC"] = str(8 * NUM_DEVICES)  # keras_distribute does this by itself
+        environment["NPROC"] = str(
+            8 * NUM_DEVICES
+        )  # keras_distribute does this by itself
     done = subprocess.run(
         [sys.executable, __file__, "--contender", contender, "--rounds", str(rounds)],
         env=environment,
@@ -134,7 +161,9 @@ def measured(contender: str, rounds: int) -> dict[str, list[float]]:
         text=True,
         check=False,
     )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
+    line = next(
+        (line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None
+    )
     if line is None:
         raise RuntimeError(f"{contender} failed:\n{done.stderr[-3000:]}")
     return json.loads(line.removeprefix("FOUND "))
@@ -151,17 +180,34 @@ def main() -> None:
     times = {name: measured(name, arguments.rounds) for name in CONTENDERS}
     rows = []
     for name, title in CONTENDERS.items():
-        free, waits, computes = (statistics.median(times[name][kind]) for kind in PIPELINES)
-        rows.append(
-            [title, f"{free:.1f}", f"{waits:.1f}, {waits / free:.2f} ×", f"{computes:.1f}, {computes / free:.2f} ×"]
+        free, waits, computes = (
+            statistics.median(times[name][kind]) for kind in PIPELINES
         )
-    header = ["", "free pipeline", f"waits {SHARE:.0%} of a step", f"computes {SHARE:.0%} of a step"]
+        rows.append(
+            [
+                title,
+                f"{free:.1f}",
+                f"{waits:.1f}, {waits / free:.2f} ×",
+                f"{computes:.1f}, {computes / free:.2f} ×",
+            ]
+        )
+    header = [
+        "",
+        "free pipeline",
+        f"waits {SHARE:.0%} of a step",
+        f"computes {SHARE:.0%} of a step",
+    ]
     text = report.table(header, rows, "lrrr") + (
-        f"\n\nMilliseconds a step: medians of {arguments.rounds} rounds of {STEPS} steps, and the ratio to the same "
-        f"contender's step with a pipeline that costs nothing. A CNN on {BATCH_SIZE} images, {NUM_DEVICES} virtual "
-        "CPU devices (plain Keras: one), which share the cores with a pipeline that computes."
+        f"\n\nMilliseconds a step: medians of {arguments.rounds} rounds of {STEPS} "
+        "steps, and the ratio to the same "
+        f"contender's step with a pipeline that costs nothing. A CNN on {BATCH_SIZE} "
+        f"images, {NUM_DEVICES} virtual "
+        "CPU devices (plain Keras: one), which share the cores with a pipeline that "
+        "computes."
     )
-    report.write("input_pipeline", {"milliseconds": times, "steps": STEPS, "share": SHARE}, text)
+    report.write(
+        "input_pipeline", {"milliseconds": times, "steps": STEPS, "share": SHARE}, text
+    )
 
 
 if __name__ == "__main__":

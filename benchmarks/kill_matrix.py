@@ -1,11 +1,13 @@
-"""Kills, freezes and terminates one process of a training job at every stage of it, and says what became of the job.
+"""Kills, freezes and terminates one process of a training job at every stage of it, and
+says what became of the job.
 
     python -m benchmarks kill_matrix                         # All 36 cells, as a table: about 15 minutes.
     python benchmarks/kill_matrix.py --victims worker --signals KILL --moments epoch,save
 
-Each cell trains `tests/processes/staged.py` in two processes under the launcher with one restart. It must end with the
-weights of an uninterrupted run, bit for bit. The results of cells that were not run stay as they were. The exit status
-is the number of cells that are not as they must be.
+Each cell trains `tests/processes/staged.py` in two processes under the launcher with
+one restart. It must end with the weights of an uninterrupted run, bit for bit. The
+results of cells that were not run stay as they were. The exit status is the number of
+cells that are not as they must be.
 """
 
 from __future__ import annotations
@@ -42,16 +44,24 @@ CELL_SECONDS = 120.0
 GOOD = "the same weights"
 
 
-def job(folder: Path, moment: str, victim: int, name: str) -> tuple[int | None, float, str]:
+def job(
+    folder: Path, moment: str, victim: int, name: str
+) -> tuple[int | None, float, str]:
     """One job: its exit code (`None`: it hung), how long it took, and its output."""
     command = [sys.executable, str(SCRIPT), str(folder), moment, str(victim), name]
     out = io.StringIO()
     begin = time.monotonic()
-    timer = threading.Timer(CELL_SECONDS, lambda: os.kill(os.getpid(), signal.SIGTERM))  # The launcher ends all then.
+    timer = threading.Timer(
+        CELL_SECONDS, lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )  # The launcher ends all then.
     timer.start()
     with contextlib.redirect_stdout(out):
-        code: int | None = launch(command, LaunchOptions(nproc=2, cpu_devices=1, max_restarts=1, grace=20.0))
-        if code == 42:  # Saved on SIGTERM, and ended: whoever started it starts it again.
+        code: int | None = launch(
+            command, LaunchOptions(nproc=2, cpu_devices=1, max_restarts=1, grace=20.0)
+        )
+        if (
+            code == 42
+        ):  # Saved on SIGTERM, and ended: whoever started it starts it again.
             command[3] = "never"
             code = launch(command, LaunchOptions(nproc=2, cpu_devices=1, grace=20.0))
     timer.cancel()
@@ -61,7 +71,10 @@ def job(folder: Path, moment: str, victim: int, name: str) -> tuple[int | None, 
 
 def weights(folder: Path) -> list[str]:
     """What the processes found at their ends."""
-    return [path.read_text() if path.exists() else "" for path in (folder / f"{i}.json" for i in (0, 1))]
+    return [
+        path.read_text() if path.exists() else ""
+        for path in (folder / f"{i}.json" for i in (0, 1))
+    ]
 
 
 def uninterrupted(folder: Path) -> tuple[list[str], float]:
@@ -69,13 +82,21 @@ def uninterrupted(folder: Path) -> tuple[list[str], float]:
     folder.mkdir()
     code, seconds, out = job(folder, "never", 0, "KILL")
     expected = weights(folder)
-    if code != 0 or expected[0] != expected[1] or not json.loads(expected[0])["weights"]:
+    if (
+        code != 0
+        or expected[0] != expected[1]
+        or not json.loads(expected[0])["weights"]
+    ):
         raise RuntimeError(f"the uninterrupted job ended with {code}:\n{out}")
     return expected, seconds
 
 
-def cell(folder: Path, moment: str, victim: str, name: str, expected: list[str]) -> tuple[str, float, str]:
-    """What became of a job that one of its processes was taken from: in words, its seconds, and its output."""
+def cell(
+    folder: Path, moment: str, victim: str, name: str, expected: list[str]
+) -> tuple[str, float, str]:
+    """What became of a job that one of its processes was taken from: in words, its
+    seconds, and its output.
+    """
     folder.mkdir()
     code, seconds, out = job(folder, moment, VICTIMS[victim], name)
     if code is None:
@@ -95,8 +116,19 @@ def table(cells: dict[str, dict[str, float | str]]) -> str:
     rows: list[list[str]] = []
     for moment, words in MOMENTS.items():
         found = [cells.get(f"{moment} {victim} {name}") for victim, name in columns]
-        rows.append([words, *("not run" if one is None else f"{one['result']}, {one['seconds']} s" for one in found)])
-    header = ["killed, frozen or terminated", *(f"{victim}, SIG{name}" for victim, name in columns)]
+        rows.append(
+            [
+                words,
+                *(
+                    "not run" if one is None else f"{one['result']}, {one['seconds']} s"
+                    for one in found
+                ),
+            ]
+        )
+    header = [
+        "killed, frozen or terminated",
+        *(f"{victim}, SIG{name}" for victim, name in columns),
+    ]
     return report.table(header, rows, "l" * len(header))
 
 
@@ -104,31 +136,50 @@ def write(cells: dict[str, dict[str, float | str]], seconds: float) -> None:
     """Keeps the results, and the table."""
     text = (
         "# A process that is killed, frozen or terminated\n\n"
-        "What became of a job of two processes under the launcher with one restart: it finished with the weights of an "
-        f"uninterrupted job, bit for bit, or not; and after how many seconds. Uninterrupted it takes {seconds:.0f}.\n\n"
-        + table(cells)
+        "What became of a job of two processes under the launcher with one restart: it "
+        "finished with the weights of an "
+        "uninterrupted job, bit for bit, or not; and after how many seconds. "
+        f"Uninterrupted it takes {seconds:.0f}.\n\n" + table(cells)
     )
-    report.write("kill_matrix", {"uninterrupted seconds": round(seconds), "cells": cells}, text, quiet=True)
+    report.write(
+        "kill_matrix",
+        {"uninterrupted seconds": round(seconds), "cells": cells},
+        text,
+        quiet=True,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--moments", default=",".join(MOMENTS))
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--signals", default=",".join(SIGNALS))
-    parser.add_argument("--missing", action="store_true", help="only cells without a good result so far")
-    parser.add_argument("--show", action="store_true", help="print the output of cells that fail")
+    parser.add_argument(
+        "--missing", action="store_true", help="only cells without a good result so far"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the output of cells that fail"
+    )
     chosen = parser.parse_args()
     known = report.RESULTS / "kill_matrix.json"
     cells = json.loads(known.read_text())["cells"] if known.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
         expected, seconds = uninterrupted(Path(directory) / "plain")
-        wanted = itertools.product(*(getattr(chosen, name).split(",") for name in ("moments", "victims", "signals")))
+        wanted = itertools.product(
+            *(
+                getattr(chosen, name).split(",")
+                for name in ("moments", "victims", "signals")
+            )
+        )
         for moment, victim, name in wanted:
             key = f"{moment} {victim} {name}"
             if chosen.missing and cells.get(key, {}).get("result") == GOOD:
                 continue
-            result, took, out = cell(Path(directory) / key.replace(" ", "-"), moment, victim, name, expected)
+            result, took, out = cell(
+                Path(directory) / key.replace(" ", "-"), moment, victim, name, expected
+            )
             cells[key] = {"result": result, "seconds": round(took)}
             print(f"{key:24} {result} ({took:.0f} s)", flush=True)
             if chosen.show and result != GOOD:

@@ -1,9 +1,11 @@
-"""Who takes part in `processes.py`: contenders in jobs of several processes that stay alive.
+"""Who takes part in `processes.py`: contenders in jobs of several processes that stay
+alive.
 
-What runs on JAX shares the processes of one job, so that neither their memory nor their connections favour anyone;
-TensorFlow has a job of its own. The contenders take turns, so that whatever else the machine does meets all of them.
-All processes of a job are told who is to take how many steps; the time of the slowest one counts. Each process has a
-device, and its rows of the global batch.
+What runs on JAX shares the processes of one job, so that neither their memory nor their
+connections favour anyone; TensorFlow has a job of its own. The contenders take turns,
+so that whatever else the machine does meets all of them. All processes of a job are
+told who is to take how many steps; the time of the slowest one counts. Each process has
+a device, and its rows of the global batch.
 """
 
 from __future__ import annotations
@@ -50,12 +52,16 @@ class Model(NamedTuple):
 
 MODELS = {
     "mlp": Model("A dense model 784-256-128-1", (784, 256, 128, 1), 320),
-    "small": Model("100 dense layers of 100, gradients of 40 KB", (100,) * 101 + (1,), 80),
+    "small": Model(
+        "100 dense layers of 100, gradients of 40 KB", (100,) * 101 + (1,), 80
+    ),
 }
 
 
 class Place(NamedTuple):
-    """What one process is: of which contender and model, which one, and where the others are."""
+    """What one process is: of which contender and model, which one, and where the
+    others are.
+    """
 
     contender: str
     model: str
@@ -67,7 +73,8 @@ class Place(NamedTuple):
         return len(self.addresses)
 
 
-# In the processes of a contender. ------------------------------------------------------------------------------------
+# In the processes of a contender.
+# ------------------------------------------------------------------------------------
 
 
 def rows_of(place: Place, steps: int, *, own: bool) -> tuple[Any, Any]:
@@ -75,7 +82,11 @@ def rows_of(place: Place, steps: int, *, own: bool) -> tuple[Any, Any]:
     import numpy as np
 
     total = ROWS * place.count
-    x = np.random.default_rng(0).normal(size=(total, MODELS[place.model].widths[0])).astype("float32")
+    x = (
+        np.random.default_rng(0)
+        .normal(size=(total, MODELS[place.model].widths[0]))
+        .astype("float32")
+    )
     if own:
         x = x[ROWS * place.process : ROWS * (place.process + 1)]
     return np.tile(x, (steps, 1)), np.tile(x[:, :1], (steps, 1))
@@ -86,8 +97,13 @@ def keras_model(model: Model) -> Any:
     import keras
 
     keras.utils.set_random_seed(0)
-    inner = [keras.layers.Dense(n, activation="relu", kernel_initializer="he_normal") for n in model.widths[1:-1]]
-    return keras.Sequential([keras.Input((model.widths[0],)), *inner, keras.layers.Dense(model.widths[-1])])
+    inner = [
+        keras.layers.Dense(n, activation="relu", kernel_initializer="he_normal")
+        for n in model.widths[1:-1]
+    ]
+    return keras.Sequential(
+        [keras.Input((model.widths[0],)), *inner, keras.layers.Dense(model.widths[-1])]
+    )
 
 
 def ours(place: Place, steps: int) -> Run:
@@ -105,7 +121,13 @@ def ours(place: Place, steps: int) -> Run:
     batch = ROWS * place.count
 
     def run(steps: int) -> None:
-        model.fit(x[: steps * batch], y[: steps * batch], batch_size=batch, shuffle=False, verbose=0)
+        model.fit(
+            x[: steps * batch],
+            y[: steps * batch],
+            batch_size=batch,
+            shuffle=False,
+            verbose=0,
+        )
 
     return run
 
@@ -130,8 +152,14 @@ def by_hand(place: Place, steps: int) -> Run:
     flat, widths = place.contender == "by_hand", MODELS[place.model].widths
     rng = np.random.default_rng(0)
     shapes = [shape for a, b in itertools.pairwise(widths) for shape in ((a, b), (b,))]
-    values = [rng.normal(size=s).astype("float32") * (2 / s[0]) ** 0.5 * (len(s) == 2) for s in shapes]
-    weights = [jax.make_array_from_callback(v.shape, replicated, lambda index, v=v: v[index]) for v in values]
+    values = [
+        rng.normal(size=s).astype("float32") * (2 / s[0]) ** 0.5 * (len(s) == 2)
+        for s in shapes
+    ]
+    weights = [
+        jax.make_array_from_callback(v.shape, replicated, lambda index, v=v: v[index])
+        for v in values
+    ]
 
     def step(weights: Any, x: Any, y: Any) -> Any:
         def loss(weights: Any) -> Any:
@@ -147,9 +175,17 @@ def by_hand(place: Place, steps: int) -> Run:
         else:
             grads = lax.psum(grads, "replica")
         n = lax.axis_size("replica")
-        return [w - RATE * g / n for w, g in zip(weights, grads, strict=True)], lax.psum(value, "replica") / n
+        return [
+            w - RATE * g / n for w, g in zip(weights, grads, strict=True)
+        ], lax.psum(value, "replica") / n
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(same, split, split), out_specs=(same, same), check_vma=False)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(same, split, split),
+        out_specs=(same, same),
+        check_vma=False,
+    )
     program = jax.jit(mapped, donate_argnums=0)
     data = rows_of(place, steps, own=True)
 
@@ -158,7 +194,10 @@ def by_hand(place: Place, steps: int) -> Run:
         value = None
         for i in range(steps):
             own = slice(ROWS * i, ROWS * (i + 1))
-            batch = (jax.make_array_from_process_local_data(divided, whole[own]) for whole in data)
+            batch = (
+                jax.make_array_from_process_local_data(divided, whole[own])
+                for whole in data
+            )
             weights, value = program(weights, *batch)
         jax.block_until_ready((weights, value))
 
@@ -166,14 +205,18 @@ def by_hand(place: Place, steps: int) -> Run:
 
 
 def tensorflow(place: Place, steps: int) -> Run:
-    """A loop of `run` with Keras's layers and optimizer; each process reads its own rows, as TensorFlow advises.
+    """A loop of `run` with Keras's layers and optimizer; each process reads its own
+    rows, as TensorFlow advises.
 
-    Not `fit`: that of Keras 3.15 on TensorFlow 2.21 ends with "Attempt to convert a value (PerReplica:...) with an
-    unsupported type" under this strategy, when it builds the model's loss, whether the dataset is distributed or not.
+    Not `fit`: that of Keras 3.15 on TensorFlow 2.21 ends with "Attempt to convert a
+    value (PerReplica:...) with an unsupported type" under this strategy, when it builds
+    the model's loss, whether the dataset is distributed or not.
     """
     if place.count > 1:
         cluster = {"worker": list(place.addresses)}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": place.process}})
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": cluster, "task": {"type": "worker", "index": place.process}}
+        )
     import keras
     import tensorflow as tf
 
@@ -187,19 +230,25 @@ def tensorflow(place: Place, steps: int) -> Run:
 
     def dataset(steps: int) -> Any:
         return strategy.distribute_datasets_from_function(
-            lambda _: tf.data.Dataset.from_tensor_slices((x[: steps * ROWS], y[: steps * ROWS])).batch(ROWS)
+            lambda _: tf.data.Dataset.from_tensor_slices(
+                (x[: steps * ROWS], y[: steps * ROWS])
+            ).batch(ROWS)
         )
 
     def replica_step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = tf.nn.compute_average_loss(tf.reduce_mean((model(x, training=True) - y) ** 2, -1))
+            loss = tf.nn.compute_average_loss(
+                tf.reduce_mean((model(x, training=True) - y) ** 2, -1)
+            )
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(grads, model.trainable_variables)
         return loss
 
     @tf.function
     def step(x: Any, y: Any) -> Any:
-        return strategy.reduce("SUM", strategy.run(replica_step, args=(x, y)), axis=None)
+        return strategy.reduce(
+            "SUM", strategy.run(replica_step, args=(x, y)), axis=None
+        )
 
     def run(steps: int) -> None:
         loss = None
@@ -210,11 +259,18 @@ def tensorflow(place: Place, steps: int) -> Run:
     return run
 
 
-PREPARE = {"ours": ours, "by_hand": by_hand, "by_hand_each": by_hand, "tensorflow": tensorflow}
+PREPARE = {
+    "ours": ours,
+    "by_hand": by_hand,
+    "by_hand_each": by_hand,
+    "tensorflow": tensorflow,
+}
 
 
 def work(places: Sequence[Place], steps: int) -> None:
-    """Has a contender take as many steps as a line says, at most `steps`; answers with the seconds."""
+    """Has a contender take as many steps as a line says, at most `steps`; answers with
+    the seconds.
+    """
     runs = {place.contender: PREPARE[place.contender](place, steps) for place in places}
     for line in sys.stdin:
         name, count = line.split()
@@ -223,7 +279,8 @@ def work(places: Sequence[Place], steps: int) -> None:
         print("seconds", time.perf_counter() - start, flush=True)
 
 
-# In the process that measures. ---------------------------------------------------------------------------------------
+# In the process that measures.
+# ---------------------------------------------------------------------------------------
 
 
 class Job:
@@ -237,7 +294,9 @@ class Job:
         log: Where they write what they say beside.
     """
 
-    def __init__(self, names: Sequence[str], model: str, count: int, steps: int, log: Path) -> None:
+    def __init__(
+        self, names: Sequence[str], model: str, count: int, steps: int, log: Path
+    ) -> None:
         from keras_distribute.cluster.job import free_port
 
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
@@ -246,14 +305,24 @@ class Job:
             "KERAS_BACKEND": "tensorflow" if "tensorflow" in names else "jax",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "PYTHONPATH": os.pathsep.join(
+                [root, os.environ.get("PYTHONPATH", "")]
+            ).rstrip(os.pathsep),
             "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses[0],
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(count),
         }
         self._names, self._log = tuple(names), log.open("w")
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, ",".join(names), model, str(i), str(steps), *addresses],
+                [
+                    sys.executable,
+                    __file__,
+                    ",".join(names),
+                    model,
+                    str(i),
+                    str(steps),
+                    *addresses,
+                ],
                 env=environment | {"KERAS_DISTRIBUTION_PROCESS_ID": str(i)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -275,7 +344,10 @@ class Job:
         for line in process.stdout:
             if line.startswith("seconds "):
                 return float(line.split()[1])
-        raise RuntimeError(f"{', '.join(self._names)} ended with status {process.wait()}; see {self._log.name}.")
+        raise RuntimeError(
+            f"{', '.join(self._names)} ended with status {process.wait()}; see "
+            f"{self._log.name}."
+        )
 
     def close(self) -> None:
         """Kills the processes: they would end by waiting for each other."""
@@ -295,4 +367,10 @@ if __name__ == "__main__":
     parser.add_argument("addresses", nargs="+")
     given = parser.parse_args()
     addresses = tuple(given.addresses)
-    work([Place(name, given.model, given.process, addresses) for name in given.contenders.split(",")], given.steps)
+    work(
+        [
+            Place(name, given.model, given.process, addresses)
+            for name in given.contenders.split(",")
+        ],
+        given.steps,
+    )

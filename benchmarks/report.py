@@ -1,4 +1,6 @@
-"""What every result file says of the machine and the versions it was measured with, and where it goes."""
+"""What every result file says of the machine and the versions it was measured with, and
+where it goes.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ def machine() -> dict[str, Any]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            project = tomllib.loads(
+                (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+            )["project"]
             versions[package] = project["version"]  # run from a source tree
-    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def _processor() -> str:
@@ -32,18 +41,29 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return names[0] if names else platform.machine()
 
 
-def write(name: str, facts: dict[str, Any], markdown: str, quiet: bool = False, how: str = "Measured") -> None:
-    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter unless `quiet`.
+def write(
+    name: str,
+    facts: dict[str, Any],
+    markdown: str,
+    quiet: bool = False,
+    how: str = "Measured",
+) -> None:
+    """Writes `results/<name>.json` and `results/<name>.md`, and prints the latter
+    unless `quiet`.
 
     `how` says at the end what was done: `"Measured"`, or `"Compiled"`.
     """
     RESULTS.mkdir(exist_ok=True)
     about = machine()
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8"
+    )
     versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
     where = f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {versions}"
     text = f"{markdown}\n\n{how} by `benchmarks/{name}.py` on: {where}.\n"

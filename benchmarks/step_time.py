@@ -1,12 +1,13 @@
-"""Milliseconds a step: keras_distribute beside plain Keras, `DataParallel`, `tf.distribute` and loops by hand.
+"""Milliseconds a step: keras_distribute beside plain Keras, `DataParallel`,
+`tf.distribute` and loops by hand.
 
     python benchmarks/step_time.py                 # writes results/step_time.md, .json and .svg
     python benchmarks/step_time.py --rounds 3      # quicker and rougher
     python benchmarks/step_time.py --only mlp_fit  # one comparison, which takes its place among the others' results
     python benchmarks/step_time.py --only mlp_fit --dry  # writes nothing
 
-The devices are virtual CPU devices that share the machine's cores: this measures what distribution costs, not what
-more hardware would gain. Read the ratios.
+The devices are virtual CPU devices that share the machine's cores: this measures what
+distribution costs, not what more hardware would gain. Read the ratios.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Comparison:
         kind: What is measured.
         contenders: Their names.
         limits: What ours must reach: our contender, the other one, and the ratio.
-        scaling: Ours must also lose no more to plain Keras on one device than `tf.distribute` does to its own.
+        scaling: Ours must also lose no more to plain Keras on one device than
+            `tf.distribute` does to its own.
     """
 
     workload: str
@@ -41,7 +43,15 @@ class Comparison:
     scaling: bool = False
 
 
-ALL = ("plain", "data_parallel", "tf_mirrored", "by_hand", "by_hand_scan", "ours", "ours_fused")
+ALL = (
+    "plain",
+    "data_parallel",
+    "tf_mirrored",
+    "by_hand",
+    "by_hand_scan",
+    "ours",
+    "ours_fused",
+)
 COMPARISONS = {
     "mlp_fit": Comparison(
         "mlp",
@@ -59,8 +69,20 @@ COMPARISONS = {
         "cnn",
         4,
         "fit",
-        ("plain", "data_parallel", "tf_one", "tf_mirrored", "by_hand", "ours", "ours_fused"),
-        (("ours", "by_hand", 1.03), ("ours", "data_parallel", 0.92), ("ours_fused", "ours", 1.02)),
+        (
+            "plain",
+            "data_parallel",
+            "tf_one",
+            "tf_mirrored",
+            "by_hand",
+            "ours",
+            "ours_fused",
+        ),
+        (
+            ("ours", "by_hand", 1.03),
+            ("ours", "data_parallel", 0.92),
+            ("ours_fused", "ours", 1.02),
+        ),
         scaling=True,
     ),
     "deep_fit": Comparison(
@@ -78,23 +100,41 @@ COMPARISONS = {
         (("ours", "by_hand", 1.05),),
     ),
     **{
-        f"{name}_one_device": Comparison(name, 1, "fit", ("plain", "ours"), (("ours", "plain", 1.02),))
+        f"{name}_one_device": Comparison(
+            name, 1, "fit", ("plain", "ours"), (("ours", "plain", 1.02),)
+        )
         for name in WORKLOADS
     },
     **{
         f"mlp_{kind}": Comparison(
-            "mlp", 4, kind, ("plain", "data_parallel", "by_hand", "ours"), (("ours", "by_hand", 1.10),)
+            "mlp",
+            4,
+            kind,
+            ("plain", "data_parallel", "by_hand", "ours"),
+            (("ours", "by_hand", 1.10),),
         )
         for kind in ("evaluate", "predict")
     },
     "mlp_call": Comparison(
-        "mlp", 4, "call", ("plain", "data_parallel", "tf_mirrored", "ours"), (("ours", "tf_mirrored", 0.03),)
+        "mlp",
+        4,
+        "call",
+        ("plain", "data_parallel", "tf_mirrored", "ours"),
+        (("ours", "tf_mirrored", 0.03),),
     ),
-    "mlp_run": Comparison("mlp", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.10),)),
-    "cnn_run": Comparison("cnn", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.10),)),
+    "mlp_run": Comparison(
+        "mlp", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.10),)
+    ),
+    "cnn_run": Comparison(
+        "cnn", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.10),)
+    ),
     **{
         f"mlp_{devices}_devices": Comparison(
-            "mlp", devices, "fit", ("plain", "data_parallel", "by_hand", "ours"), (("ours", "by_hand", 1.05),)
+            "mlp",
+            devices,
+            "fit",
+            ("plain", "data_parallel", "by_hand", "ours"),
+            (("ours", "by_hand", 1.05),),
         )
         for devices in (2, 8)
     },
@@ -103,10 +143,14 @@ COMPARISONS = {
 
 PEAK_LIMIT = 1.05  # Of the memory of a `fit`, beside the loop by hand.
 NOTE = (
-    "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is to the first row. The "
-    "contenders of a table are processes of the same run and take turns. The first round compiles. The devices are "
-    "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses statistics of the whole batch, "
-    "keras_distribute, `tf.distribute` and the loops by hand those of each replica's rows."
+    "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is "
+    "to the first row. The "
+    "contenders of a table are processes of the same run and take turns. The first "
+    "round compiles. The devices are "
+    "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses "
+    "statistics of the whole batch, "
+    "keras_distribute, `tf.distribute` and the loops by hand those of each replica's "
+    "rows."
 )
 
 
@@ -125,11 +169,20 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
         time = f"{each.median:.2f} ({low:.2f}–{high:.2f})"
         first, peak = f"{each.first_ms / 1000:.1f} s", f"{each.peak_mib:.0f} MiB"
         rows.append(
-            [TITLES[contender], str(1 if one else comparison.devices), time, f"{each.median / base:.2f} ×", first, peak]
+            [
+                TITLES[contender],
+                str(1 if one else comparison.devices),
+                time,
+                f"{each.median / base:.2f} ×",
+                first,
+                peak,
+            ]
         )
     header = ["", "devices", "ms a step", "ratio", "first round", "peak memory"]
     workload = WORKLOADS[comparison.workload]
-    kind = "a `fit` of one batch" if comparison.kind == "call" else f"`{comparison.kind}`"
+    kind = (
+        "a `fit` of one batch" if comparison.kind == "call" else f"`{comparison.kind}`"
+    )
     title = f"### {workload.title}, {workload.batch} rows, {kind}, {comparison.devices} device(s)"
     lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
     for ours, other, limit in comparison.limits:
@@ -138,10 +191,16 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     if comparison.scaling:
         theirs = found["tf_mirrored"].median / found["tf_one"].median
         ratio = found["ours"].median / found["plain"].median
-        lines.append(f"- {TITLES['ours']} / {TITLES['plain']}, beside TensorFlow's ratio: {_judged(ratio, theirs)}")
+        lines.append(
+            f"- {TITLES['ours']} / {TITLES['plain']}, beside TensorFlow's ratio: "
+            f"{_judged(ratio, theirs)}"
+        )
     if comparison.kind == "fit" and {"ours", "by_hand"} <= found.keys():
         ratio = found["ours"].peak_mib / found["by_hand"].peak_mib
-        lines.append(f"- peak memory, {TITLES['ours']} / {TITLES['by_hand']}: {_judged(ratio, PEAK_LIMIT)}")
+        lines.append(
+            f"- peak memory, {TITLES['ours']} / {TITLES['by_hand']}: "
+            f"{_judged(ratio, PEAK_LIMIT)}"
+        )
     return "\n".join(lines)
 
 
@@ -154,13 +213,21 @@ def draw(found: dict[str, dict[str, Measured]]) -> None:
     for axis, (name, each) in zip(axes, found.items(), strict=False):
         comparison = COMPARISONS[name]
         names = list(each)[::-1]
-        colors = ["#3f51b5" if contender.startswith("ours") else "#b0b4c8" for contender in names]
-        bars = axis.barh([TITLES[contender].replace("`", "") for contender in names], [each[n].median for n in names])
+        colors = [
+            "#3f51b5" if contender.startswith("ours") else "#b0b4c8"
+            for contender in names
+        ]
+        bars = axis.barh(
+            [TITLES[contender].replace("`", "") for contender in names],
+            [each[n].median for n in names],
+        )
         for bar, color in zip(bars, colors, strict=True):
             bar.set_color(color)
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
         axis.set_title(
-            f"{WORKLOADS[comparison.workload].title}: {comparison.kind}, {comparison.devices} device(s)", fontsize=9
+            f"{WORKLOADS[comparison.workload].title}: {comparison.kind}, "
+            f"{comparison.devices} device(s)",
+            fontsize=9,
         )
         axis.tick_params(labelsize=7)
         axis.margins(x=0.12)
@@ -184,13 +251,18 @@ def stored() -> dict[str, dict[str, Measured]]:
 def write(every: dict[str, dict[str, Measured]]) -> None:
     """All comparisons, in their order, as text, numbers and picture."""
     draw(every)
-    facts = {name: {each: found._asdict() for each, found in every[name].items()} for name in every}
+    facts = {
+        name: {each: found._asdict() for each, found in every[name].items()}
+        for name in every
+    }
     texts = [described(name, COMPARISONS[name], every[name]) for name in every]
     report.write("step_time", facts, "\n\n".join([*texts, NOTE]), quiet=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=[])
     parser.add_argument("--dry", action="store_true")
@@ -198,10 +270,17 @@ def main() -> None:
     every = stored() if arguments.only else {}
     for name in arguments.only or COMPARISONS:
         comparison = COMPARISONS[name]
-        tasks = [Task(each, comparison.workload, comparison.devices, comparison.kind) for each in comparison.contenders]
+        tasks = [
+            Task(each, comparison.workload, comparison.devices, comparison.kind)
+            for each in comparison.contenders
+        ]
         found = measure(tasks, arguments.rounds)
         print(described(name, comparison, found), end="\n\n", flush=True)
-        every = {each: found if each == name else every[each] for each in COMPARISONS if each == name or each in every}
+        every = {
+            each: found if each == name else every[each]
+            for each in COMPARISONS
+            if each == name or each in every
+        }
         if not arguments.dry:  # What has been measured is kept, should the rest fail.
             write(every)
 

@@ -33,8 +33,14 @@ class Workload:
 
         rng = np.random.default_rng(0)
         count = self.batch * self.steps
-        x = rng.integers(0, self.tokens, (count, *self.shape)) if self.tokens else rng.normal(size=(count, *self.shape))
-        return x.astype("int32" if self.tokens else "float32"), rng.integers(0, 10, count).astype("int32")
+        x = (
+            rng.integers(0, self.tokens, (count, *self.shape))
+            if self.tokens
+            else rng.normal(size=(count, *self.shape))
+        )
+        return x.astype("int32" if self.tokens else "float32"), rng.integers(
+            0, 10, count
+        ).astype("int32")
 
 
 def mlp() -> Any:
@@ -42,7 +48,9 @@ def mlp() -> Any:
     import keras
     from keras import layers
 
-    return keras.Sequential([keras.Input((784,)), layers.Dense(128, activation="relu"), layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input((784,)), layers.Dense(128, activation="relu"), layers.Dense(10)]
+    )
 
 
 def cnn() -> Any:
@@ -53,11 +61,24 @@ def cnn() -> Any:
     blocks: list[Any] = []
     for filters in (16, 32, 32):
         blocks += [
-            layers.Conv2D(filters, 3, strides=1 if filters == 16 else 2, padding="same", use_bias=False),
+            layers.Conv2D(
+                filters,
+                3,
+                strides=1 if filters == 16 else 2,
+                padding="same",
+                use_bias=False,
+            ),
             layers.BatchNormalization(),
             layers.ReLU(),
         ]
-    return keras.Sequential([keras.Input((32, 32, 3)), *blocks, layers.GlobalAveragePooling2D(), layers.Dense(10)])
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            *blocks,
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(10),
+        ]
+    )
 
 
 def deep() -> Any:
@@ -88,5 +109,7 @@ WORKLOADS = {
     "mlp": Workload("MLP 784-128-10", mlp, (784,), 256, 100),
     "cnn": Workload("CNN, 3 × (conv, BatchNorm)", cnn, (32, 32, 3), 128, 12),
     "deep": Workload("161 dense layers of 32", deep, (32,), 256, 20),
-    "transformer": Workload("transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200),
+    "transformer": Workload(
+        "transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200
+    ),
 }

@@ -1,4 +1,5 @@
-"""keras_distribute: the programming model of `tf.distribute.Strategy`, for Keras 3 on JAX.
+"""keras_distribute: the programming model of `tf.distribute.Strategy`, for Keras 3 on
+JAX.
 
 import keras_distribute as kd
 strategy = kd.MirroredStrategy()
@@ -40,14 +41,20 @@ from keras_distribute.cluster.processes import process_count as process_count  #
 from keras_distribute.cluster.processes import process_index as process_index  # noqa: E402
 from keras_distribute.cluster.processes import run_on_chief as run_on_chief  # noqa: E402
 from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps  # noqa: E402
-from keras_distribute.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce  # noqa: E402
+from keras_distribute.collectives import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
 from keras_distribute.collectives import NcclAllReduce as NcclAllReduce  # noqa: E402
 from keras_distribute.collectives import ReductionToOneDevice as ReductionToOneDevice  # noqa: E402
-from keras_distribute.context import experimental_set_strategy as experimental_set_strategy  # noqa: E402
+from keras_distribute.context import (
+    experimental_set_strategy as experimental_set_strategy,
+)
 from keras_distribute.context import get_replica_context as get_replica_context  # noqa: E402
 from keras_distribute.context import get_strategy as get_strategy  # noqa: E402
 from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
-from keras_distribute.context import in_cross_replica_context as in_cross_replica_context  # noqa: E402
+from keras_distribute.context import (
+    in_cross_replica_context as in_cross_replica_context,
+)
 from keras_distribute.dry_run import DryRunReport as DryRunReport  # noqa: E402
 from keras_distribute.dry_run import dry_run as dry_run  # noqa: E402
 from keras_distribute.input.arrays import ArrayDataset as ArrayDataset  # noqa: E402
@@ -64,8 +71,12 @@ from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
 from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended  # noqa: E402
 from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
-from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: E402
-from keras_distribute.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy  # noqa: E402
+from keras_distribute.strategies.multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_distribute.strategies.one_device import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
 from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy  # noqa: E402
 from keras_distribute.summary import StrategySummary as StrategySummary  # noqa: E402
 from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
@@ -145,7 +156,9 @@ def _publish() -> None:
     """Makes each public object say that it comes from where users find it."""
     here = {name: globals()[name] for name in __all__}
     modules = (callbacks, cluster_resolver, experimental, nn, testing, tpu.experimental)
-    everywhere = [(m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules]
+    everywhere = [
+        (m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules
+    ]
     for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():
             if hasattr(thing, "__module__"):

@@ -1,4 +1,6 @@
-"""Puts the package's seams into Keras, once, on import; `uninstall` takes them out again."""
+"""Puts the package's seams into Keras, once, on import; `uninstall` takes them out
+again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Hooks variable creation, the trainer and its input, optimizers, losses, batch normalization and seeds."""
+    """Hooks variable creation, the trainer and its input, optimizers, losses, batch
+    normalization and seeds.
+    """
     if _undo:
         return
     context.register_default(default_strategy)
@@ -37,8 +41,16 @@ def install() -> None:
             adapters.install(steps.choose_adapter),
             callbacks.install(steps.is_quiet),
             saving.install(written_once),
-            optimizer.install(replica_rules.apply_gradients, replica_rules.all_replicas_agree, sharding.slot_created),
-            losses.install(replica_rules.global_sum, replica_rules.in_replica, replica_rules.shapes_differ),
+            optimizer.install(
+                replica_rules.apply_gradients,
+                replica_rules.all_replicas_agree,
+                sharding.slot_created,
+            ),
+            losses.install(
+                replica_rules.global_sum,
+                replica_rules.in_replica,
+                replica_rules.shapes_differ,
+            ),
             added_losses.install(),
             layers.install(
                 replica_rules.batch_normalization,

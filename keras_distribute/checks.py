@@ -63,12 +63,16 @@ def flag(name: str, value: Any, error: _Error = StructureTypeError) -> None:
     instance(name, value, bool | np.bool_, f"{name} is a flag.", f"{name}=True", error)
 
 
-def text(name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError) -> None:
+def text(
+    name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
+) -> None:
     """Raises unless `value` is a string."""
     instance(name, value, str, f"{name} is a string.", fix or f'{name}="..."', error)
 
 
-def path(name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError) -> None:
+def path(
+    name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
+) -> None:
     """Raises unless `value` names a file or folder."""
     kinds, what = (str, os.PathLike), f"{name} is a path."
     instance(name, value, kinds, what, fix or f'{name}="folder"', error)
@@ -77,7 +81,9 @@ def path(name: str, value: Any, fix: str | None = None, error: _Error = Structur
         raise wrong(what, received=f"{name}={value!r}.", fix=fix or f'{name}="folder"')
 
 
-def one_of(name: str, value: Any, known: Sequence[Any], error: _Error | None = None) -> None:
+def one_of(
+    name: str, value: Any, known: Sequence[Any], error: _Error | None = None
+) -> None:
     """Raises unless `value` is one of a few strings or other constants."""
     if any(type(value) is type(each) and value == each for each in known):
         return

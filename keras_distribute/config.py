@@ -1,9 +1,10 @@
 """CPU virtual devices, and the XLA thread pool that they need.
 
-XLA's CPU client has one thread per core, and an all-reduce blocks its thread until all devices have joined. With more
-virtual devices than cores the pool starves and the process aborts after 40 seconds ("Expected N threads to join the
-rendezvous"). The pool's size comes from the environment variable `NPROC` when the client is created, so it is set
-here, whoever asked for the devices.
+XLA's CPU client has one thread per core, and an all-reduce blocks its thread until all
+devices have joined. With more virtual devices than cores the pool starves and the
+process aborts after 40 seconds ("Expected N threads to join the rendezvous"). The
+pool's size comes from the environment variable `NPROC` when the client is created, so
+it is set here, whoever asked for the devices.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from keras_distribute.errors import DeviceError, ValueStructureError
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
 _COUNT = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_pool_size: int | None = None  # threads of XLA's CPU pool where we could choose it, else None
+_pool_size: int | None = (
+    None  # threads of XLA's CPU pool where we could choose it, else None
+)
 
 
 _prefetch_steps: int | None = None
 
 
 def set_prefetch_steps(num_steps: int) -> None:
-    """How many batches `fit`, `evaluate` and `predict` have ready on the devices ahead of the step that runs.
+    """How many batches `fit`, `evaluate` and `predict` have ready on the devices ahead
+    of the step that runs.
 
     And loops over distributed datasets whose `InputOptions` do not say it.
 
     Args:
-        num_steps: At least 0; 0 reads each batch when its step is due, in the thread that called `fit`. By default 2,
-            and 0 for arrays in memory that are not shuffled where the devices are CPUs: there is nothing to wait for.
+        num_steps: At least 0; 0 reads each batch when its step is due, in the thread
+            that called `fit`. By default 2, and 0 for arrays in memory that are not
+            shuffled where the devices are CPUs: there is nothing to wait for.
 
     Raises:
         ValueStructureError: For a negative number, or none.
@@ -46,7 +51,8 @@ def set_prefetch_steps(num_steps: int) -> None:
         "num_steps",
         num_steps,
         what="Batches are made ready for a number of steps.",
-        fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is due.",
+        fix="kd.config.set_prefetch_steps(2), or 0 to read each batch when its step is "
+        "due.",
         error=ValueStructureError,
     )
     global _prefetch_steps
@@ -59,10 +65,12 @@ def prefetch_steps(default: int = 2) -> int:
 
 
 def set_cpu_devices(num_devices: int) -> None:
-    """Makes JAX offer `num_devices` virtual CPU devices, and gives XLA the threads that they need.
+    """Makes JAX offer `num_devices` virtual CPU devices, and gives XLA the threads that
+    they need.
 
-    Call it before anything that uses JAX's devices (creating an array is enough). Calling it again with the same
-    number, also after JAX has started with that many devices, does nothing.
+    Call it before anything that uses JAX's devices (creating an array is enough).
+    Calling it again with the same number, also after JAX has started with that many
+    devices, does nothing.
 
     Args:
         num_devices: How many CPU devices; at least 1.
@@ -86,13 +94,17 @@ def set_cpu_devices(num_devices: int) -> None:
         existing = jax.device_count("cpu")
         if existing != num_devices:
             raise DeviceError(
-                f"JAX has already started with {existing} CPU device(s), and cannot change that.",
+                f"JAX has already started with {existing} CPU device(s), and cannot "
+                "change that.",
                 received=f"set_cpu_devices({num_devices}).",
-                fix="call kd.config.set_cpu_devices first thing in the program, before creating any array.",
+                fix="call kd.config.set_cpu_devices first thing in the program, before "
+                "creating any array.",
             )
         return
     flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG.search(flags):  # JAX refuses to start when the flag and its own option are both set.
+    if _FLAG.search(
+        flags
+    ):  # JAX refuses to start when the flag and its own option are both set.
         os.environ["XLA_FLAGS"] = _FLAG.sub("", flags).strip()
     jax.config.update("jax_num_cpu_devices", num_devices)
     libtpu.load_without_profiler()  # Where it is installed, for dry runs, JAX would load it now.
@@ -100,9 +112,15 @@ def set_cpu_devices(num_devices: int) -> None:
 
 
 def size_pool_for_requested_devices() -> None:
-    """Sizes XLA's pool for virtual devices that were asked for by a flag or by JAX's option. Runs on import."""
+    """Sizes XLA's pool for virtual devices that were asked for by a flag or by JAX's
+    option. Runs on import.
+    """
     match = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
-    requested = int(match.group(1)) if match else max(1, jax.config.values["jax_num_cpu_devices"])
+    requested = (
+        int(match.group(1))
+        if match
+        else max(1, jax.config.values["jax_num_cpu_devices"])
+    )
     if not jax_internals.backends_are_initialized():
         _size_pool(requested)
 
@@ -111,14 +129,17 @@ def check_pool(num_devices: int) -> None:
     """Refuses to train on CPU devices whose thread pool would starve.
 
     Raises:
-        DeviceError: When JAX started its CPU client, with too few threads, before we could choose their number.
+        DeviceError: When JAX started its CPU client, with too few threads, before we
+            could choose their number.
     """
     threads = max(_pool_size or 0, _threads_asked_for(), os.cpu_count() or 1)
     if num_devices > threads:
         raise DeviceError(
-            f"Training on {num_devices} CPU devices with XLA's pool of {threads} threads would deadlock.",
+            f"Training on {num_devices} CPU devices with XLA's pool of {threads} "
+            "threads would deadlock.",
             received="a JAX that was started before keras_distribute was imported.",
-            fix=f"import keras_distribute before using JAX, or set the environment variable NPROC="
+            fix="import keras_distribute before using JAX, or set the environment "
+            "variable NPROC="
             f"{_THREADS_PER_DEVICE * num_devices} before starting Python.",
         )
 

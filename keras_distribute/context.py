@@ -1,8 +1,9 @@
-"""Which strategy is current, and in which of its contexts the caller stands. Knows nothing of how steps compile.
+"""Which strategy is current, and in which of its contexts the caller stands. Knows
+nothing of how steps compile.
 
-Each thread has a stack of frames; an empty stack means the process-wide strategy, which is the default strategy
-unless `experimental_set_strategy` changed it. The stack is ours, not Keras's, so `keras.utils.clear_session()` does
-not touch it.
+Each thread has a stack of frames; an empty stack means the process-wide strategy, which
+is the default strategy unless `experimental_set_strategy` changed it. The stack is
+ours, not Keras's, so `keras.utils.clear_session()` does not touch it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Mode(enum.Enum):
-    """Where code stands: `CROSS` sees all replicas, `REPLICA` is one of them, `UPDATE` updates one variable."""
+    """Where code stands: `CROSS` sees all replicas, `REPLICA` is one of them, `UPDATE`
+    updates one variable.
+    """
 
     CROSS = "cross-replica"
     REPLICA = "replica"
@@ -40,12 +43,16 @@ class Frame:
         strategy: The current strategy.
         mode: Which of its contexts this is.
         replica_context: The replica's context, in `Mode.REPLICA`.
-        per_replica: Whether values here are one replica's own, inside a program over all replicas (`Strategy.run`).
-        groups: In a step of `fit`, how many replicas the rows of its batch are spread over evenly; else 1.
+        per_replica: Whether values here are one replica's own, inside a program over
+            all replicas (`Strategy.run`).
+        groups: In a step of `fit`, how many replicas the rows of its batch are spread
+            over evenly; else 1.
         rows: In a step of `fit`, how many rows its batch has.
         whole: In a step of `fit`, whether each replica has all of them.
-        named: Whether the user opened it with `scope()`: these guard against mixed strategies.
-        ragged: The trace, where the replicas of its program hold arrays of different shapes.
+        named: Whether the user opened it with `scope()`: these guard against mixed
+            strategies.
+        ragged: The trace, where the replicas of its program hold arrays of different
+            shapes.
     """
 
     strategy: Strategy
@@ -65,7 +72,9 @@ class _Stack(threading.local):
 
 
 stack = _Stack()
-_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = weakref.WeakKeyDictionary()
+_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
+    weakref.WeakKeyDictionary()
+)
 _process_strategy: Strategy | None = None
 _default_strategy: Callable[[], Strategy] | None = None
 
@@ -92,7 +101,9 @@ def frame() -> Frame:
 
 
 def in_ragged_program() -> bool:
-    """Whether a program is being traced whose replicas hold different shapes, so that no count is known from one."""
+    """Whether a program is being traced whose replicas hold different shapes, so that
+    no count is known from one.
+    """
     return ragged_trace() is not None
 
 
@@ -104,7 +115,9 @@ def ragged_trace() -> RaggedTrace | None:
 
 @contextlib.contextmanager
 def entered(new: Frame) -> Generator[Frame]:
-    """Makes `new` the innermost frame for a `with` block; removed again whatever happens inside."""
+    """Makes `new` the innermost frame for a `with` block; removed again whatever
+    happens inside.
+    """
     stack.frames.append(new)
     depth = len(stack.frames)
     try:
@@ -129,7 +142,9 @@ def inherited(frames: list[Frame]) -> Generator[None]:
 
 
 class Scope(contextlib.AbstractContextManager["Strategy"]):
-    """What `Strategy.scope()` returns: a context manager that can be entered again, also inside itself."""
+    """What `Strategy.scope()` returns: a context manager that can be entered again,
+    also inside itself.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -137,7 +152,10 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
 
     def __enter__(self) -> Strategy:
         current = frame()
-        if current.mode is not Mode.CROSS and current is not default_strategy().top_frame:
+        if (
+            current.mode is not Mode.CROSS
+            and current is not default_strategy().top_frame
+        ):
             raise ContextError(
                 "A strategy's scope cannot be entered inside Strategy.run.",
                 received=describe(current),
@@ -145,9 +163,11 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
             )
         if stack.frames and current.strategy is not self._strategy:
             raise ContextError(
-                "Two strategies cannot be mixed: this scope was opened inside another strategy's.",
+                "Two strategies cannot be mixed: this scope was opened inside another "
+                "strategy's.",
                 received=f"{self._strategy!r} inside {current.strategy!r}.",
-                fix="leave the outer `with strategy.scope():` first; one model, one strategy.",
+                fix="leave the outer `with strategy.scope():` first; one model, one "
+                "strategy.",
             )
         own = Frame(self._strategy, Mode.CROSS, named=True)
         stack.frames.append(own)
@@ -164,7 +184,8 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
                 stack.frames.remove(own)
             raise ContextError(
                 "Scopes were left in another order than they were entered.",
-                received=f"the end of a scope of {self._strategy!r} that is not the innermost one.",
+                received=f"the end of a scope of {self._strategy!r} that is not the "
+                "innermost one.",
                 fix="use `with strategy.scope():` blocks, which nest by themselves.",
             )
         stack.frames.pop()
@@ -187,14 +208,17 @@ def has_strategy() -> bool:
 
 
 def scope_strategy() -> Strategy | None:
-    """The strategy whose scope the user opened around this code, or set for the process; `None` for the default one."""
+    """The strategy whose scope the user opened around this code, or set for the
+    process; `None` for the default one.
+    """
     named = [entry.strategy for entry in stack.frames if entry.named]
     chosen = named[-1] if named else _process_strategy
     return None if chosen is default_strategy() else chosen
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code here sees all replicas: in a scope, in a step of `fit`, in `merge_call`, and in an update.
+    """Whether code here sees all replicas: in a scope, in a step of `fit`, in
+    `merge_call`, and in an update.
 
     `False` inside `Strategy.run`, and, as in TensorFlow, where no strategy is in force.
     """
@@ -202,15 +226,18 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the running replica, inside `Strategy.run`; `None` in the cross-replica context.
+    """The context of the running replica, inside `Strategy.run`; `None` in the
+    cross-replica context.
 
-    Where no strategy is in force, it is the context of the default strategy's only replica.
+    Where no strategy is in force, it is the context of the default strategy's only
+    replica.
     """
     return frame().replica_context
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` the current one from here on, in every thread, without a `with` block; `None` undoes it.
+    """Makes `strategy` the current one from here on, in every thread, without a `with`
+    block; `None` undoes it.
 
     Raises:
         ContextError: Inside `Strategy.run`, and while this or another thread is in
@@ -237,9 +264,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise ContextError(
             "The strategy of the process cannot be changed inside a scope.",
             received=inside,
-            fix="call experimental_set_strategy at the top level of the program, before its threads enter scopes.",
+            fix="call experimental_set_strategy at the top level of the program, "
+            "before its threads enter scopes.",
         )
-    _process_strategy = None if strategy is None or strategy is default_strategy() else strategy
+    _process_strategy = (
+        None if strategy is None or strategy is default_strategy() else strategy
+    )
 
 
 def describe(current: Frame) -> str:
@@ -256,11 +286,14 @@ def require_own(what: str, strategy: Strategy) -> None:
         raise ContextError(
             f"{what} was called inside the scope of another strategy.",
             received=f"a method of {strategy!r} in {describe(current)}",
-            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or leave that one's scope first.",
+            fix=f"call it of kd.get_strategy(), which is {current.strategy!r}, or "
+            "leave that one's scope first.",
         )
 
 
-def require_cross_replica(what: str, fix: str, strategy: Strategy | None = None) -> None:
+def require_cross_replica(
+    what: str, fix: str, strategy: Strategy | None = None
+) -> None:
     """Raises `ContextError` unless called across replicas, or where none is in force.
 
     Args:
@@ -273,4 +306,6 @@ def require_cross_replica(what: str, fix: str, strategy: Strategy | None = None)
         require_own(what, strategy)
     if current.mode is not Mode.REPLICA or current is default_strategy().top_frame:
         return
-    raise ContextError(f"{what} was called inside a replica.", received=describe(current), fix=fix)
+    raise ContextError(
+        f"{what} was called inside a replica.", received=describe(current), fix=fix
+    )

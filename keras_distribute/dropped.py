@@ -1,7 +1,8 @@
 """Ends what was dropped without being closed. Knows nothing else of the package.
 
-Python may collect garbage at any allocation, also while the same thread holds a lock of `threading`'s own. A finalizer
-that waits for a thread, or takes a lock, can then wait for itself for ever. Here it only hands over; a thread does it.
+Python may collect garbage at any allocation, also while the same thread holds a lock of
+`threading`'s own. A finalizer that waits for a thread, or takes a lock, can then wait
+for itself for ever. Here it only hands over; a thread does it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 
 _Ending = Callable[[], Any]
 
-_handed_over: queue.SimpleQueue[_Ending] = queue.SimpleQueue()  # Its `put` may be called while it is being called.
+_handed_over: queue.SimpleQueue[_Ending] = (
+    queue.SimpleQueue()
+)  # Its `put` may be called while it is being called.
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
 def when_dropped(owner: object, end: _Ending) -> weakref.finalize[..., Any]:
-    """Calls `end` soon after `owner` has gone, in another thread; not at the end of the program.
+    """Calls `end` soon after `owner` has gone, in another thread; not at the end of the
+    program.
 
     Args:
         owner: What may be dropped.
@@ -52,7 +56,9 @@ def _start() -> None:
     global _thread
     with _starting:
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_run, name="keras_distribute dropped", daemon=True)
+            _thread = threading.Thread(
+                target=_run, name="keras_distribute dropped", daemon=True
+            )
             _thread.start()
 
 

@@ -1,6 +1,8 @@
-"""Small structures of Python values as JSON, with their arrays and bytes beside it. Knows no files.
+"""Small structures of Python values as JSON, with their arrays and bytes beside it.
+Knows no files.
 
-What comes back has the types that went in: tuples stay tuples, keys need not be strings, and a NumPy scalar is one.
+What comes back has the types that went in: tuples stay tuples, keys need not be
+strings, and a NumPy scalar is one.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Special = Callable[[Any, str], Any]
 
 
-def encode(value: Any, name: str, arrays: Arrays, special: Special | None = None) -> Any:
+def encode(
+    value: Any, name: str, arrays: Arrays, special: Special | None = None
+) -> Any:
     """`value` as what `json.dumps` takes.
 
     Args:
-        value: `None`, booleans, numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them.
+        value: `None`, booleans, numbers, strings, bytes, arrays, and lists, tuples and
+            dictionaries of them.
         name: What to call it in error texts, and its arrays in `arrays`.
         arrays: Takes copies of the arrays and bytes.
         special: Asked for the form of what is none of Python's own kinds, a dictionary
@@ -63,7 +68,8 @@ def encode(value: Any, name: str, arrays: Arrays, special: Special | None = None
     raise CheckpointError(
         f"{name!r} is of a type that a checkpoint cannot keep.",
         received=f"{value!r}, a {kind.__name__}.",
-        fix="None, bool, int, float, str, bytes, arrays, and lists, tuples and dictionaries of them.",
+        fix="None, bool, int, float, str, bytes, arrays, and lists, tuples and "
+        "dictionaries of them.",
     )
 
 
@@ -78,7 +84,9 @@ def can_encode(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
-def decode(form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+def decode(
+    form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Any:
     """The value that `encode` made `form` and `arrays` of.
 
     Args:
@@ -96,7 +104,10 @@ def decode(form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]
     if kind == "tuple":
         return tuple(decode(item, arrays, special) for item in content)
     if kind == "dict":
-        return {decode(key, arrays, special): decode(value, arrays, special) for key, value in content}
+        return {
+            decode(key, arrays, special): decode(value, arrays, special)
+            for key, value in content
+        }
     array = arrays[content]
     if kind == "bytes":
         return array.tobytes()

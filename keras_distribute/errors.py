@@ -1,4 +1,5 @@
-"""The exceptions of the package, and the form of their text. Knows nothing of JAX or Keras.
+"""The exceptions of the package, and the form of their text. Knows nothing of JAX or
+Keras.
 
     DistributeError                     everything below
     ├── BackendError(ImportError)       Keras runs on another backend, or a version cannot work
@@ -34,7 +35,9 @@ class DistributeError(Exception):
         fix: Code or an action that works.
     """
 
-    def __init__(self, what: str, *, received: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, received: str | None = None, fix: str | None = None
+    ) -> None:
         lines = [what]
         if received is not None:
             lines.append(f"  Received: {received}")
@@ -52,7 +55,9 @@ class DeviceError(DistributeError, ValueError):
 
 
 class ContextError(DistributeError, RuntimeError):
-    """A call in the wrong context: strategies mixed, or a replica context missing or not wanted."""
+    """A call in the wrong context: strategies mixed, or a replica context missing or
+    not wanted.
+    """
 
 
 class ValueStructureError(DistributeError, ValueError):
@@ -72,7 +77,9 @@ class AggregationError(DistributeError, ValueError):
 
 
 class InputError(DistributeError, ValueError):
-    """A dataset that cannot be distributed, batches that do not fit together, or a position that cannot be had."""
+    """A dataset that cannot be distributed, batches that do not fit together, or a
+    position that cannot be had.
+    """
 
 
 class OutOfRangeError(DistributeError, StopIteration):
@@ -80,7 +87,9 @@ class OutOfRangeError(DistributeError, StopIteration):
 
 
 class ClusterError(DistributeError, ValueError, RuntimeError):
-    """A cluster that makes no sense, an environment without one, or processes that cannot train together."""
+    """A cluster that makes no sense, an environment without one, or processes that
+    cannot train together.
+    """
 
 
 class DuplicateTaskError(ClusterError, KeyError):
@@ -94,7 +103,9 @@ class NonFiniteError(DistributeError, FloatingPointError):
 
 
 class CheckpointError(DistributeError, ValueError):
-    """A checkpoint that is missing, does not fit the objects it is restored into, or cannot be written."""
+    """A checkpoint that is missing, does not fit the objects it is restored into, or
+    cannot be written.
+    """
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -1,9 +1,13 @@
 """The names that TensorFlow keeps under `tf.distribute.experimental`."""
 
 from keras_distribute.input.datasets import Optional as Optional
-from keras_distribute.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from keras_distribute.preemption import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
 from keras_distribute.preemption import TerminationConfig as TerminationConfig
-from keras_distribute.types import CommunicationImplementation as CommunicationImplementation
+from keras_distribute.types import (
+    CommunicationImplementation as CommunicationImplementation,
+)
 from keras_distribute.types import CommunicationOptions as CommunicationOptions
 from keras_distribute.types import ValueContext as ValueContext
 

@@ -1,9 +1,12 @@
-"""Numbers the values of several traced programs: equal expressions of equal inputs get one number. Knows no Keras.
+"""Numbers the values of several traced programs: equal expressions of equal inputs get
+one number. Knows no Keras.
 
-A number stands for how a value is computed (its operation, parameters and operands' numbers), not for what it is: what
-has one number in two programs is the same value wherever the inputs are the same. Calls (`jit`, functions with
-gradients of their own) are opened. Results of operations over the replicas are leaves, known by their place in the
-order of such operations; what has effects or calls back into Python equals nothing else.
+A number stands for how a value is computed (its operation, parameters and operands'
+numbers), not for what it is: what has one number in two programs is the same value
+wherever the inputs are the same. Calls (`jit`, functions with gradients of their own)
+are opened. Results of operations over the replicas are leaves, known by their place in
+the order of such operations; what has effects or calls back into Python equals nothing
+else.
 """
 
 from __future__ import annotations
@@ -21,19 +24,30 @@ from jax.extend import core
 
 from keras_distribute import collectives, replication
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
 _RECOMPUTED = {
     "checkpoint",
     "remat",
     "remat2",
 }  # Opened where replicas communicate in them: kept whole, they save memory.
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_ORIGIN = core.DebugInfo("strategy.run", "one operation", None, None)  # JAX wants to know where a program is from.
+_ORIGIN = core.DebugInfo(
+    "strategy.run", "one operation", None, None
+)  # JAX wants to know where a program is from.
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An operation on numbered values; a pure one is one object in all programs that compute it.
+    """An operation on numbered values; a pure one is one object in all programs that
+    compute it.
 
     Args:
         equation: Any one of the equations that it stands for.
@@ -52,7 +66,11 @@ class Node:
     @property
     def name(self) -> str:
         """What it is called where the user reads of it."""
-        return "a joining all_gather" if _joins(self.equation) else self.equation.primitive.name
+        return (
+            "a joining all_gather"
+            if _joins(self.equation)
+            else self.equation.primitive.name
+        )
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Its results, while a program is traced."""
@@ -63,13 +81,17 @@ class Node:
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*operands)
 
     def __repr__(self) -> str:
-        operands = ", ".join(f"{atom.aval.dtype}{list(atom.aval.shape)}" for atom in self.equation.invars)
+        operands = ", ".join(
+            f"{atom.aval.dtype}{list(atom.aval.shape)}" for atom in self.equation.invars
+        )
         return f"{self.name} of {operands}"
 
 
 @dataclasses.dataclass
 class Listing:
-    """One program: its operations in order, those over the replicas among them, and the numbers of its outputs."""
+    """One program: its operations in order, those over the replicas among them, and the
+    numbers of its outputs.
+    """
 
     nodes: list[Node]
     collectives: list[Node]
@@ -87,7 +109,9 @@ class Numbering:
 
     def __init__(self, avals: Sequence[Any]) -> None:
         self._known: dict[Hashable, Any] = {}
-        self._kept: list[Any] = []  # What is known by its identity must live as long as its number.
+        self._kept: list[
+            Any
+        ] = []  # What is known by its identity must live as long as its number.
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.inputs = [self._new(aval) for aval in avals]
@@ -99,14 +123,21 @@ class Numbering:
         listed.outputs = self._walk(program.jaxpr, program.consts, self.inputs, listed)
         return listed
 
-    def _walk(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], listed: Listing) -> list[int]:
+    def _walk(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], listed: Listing
+    ) -> list[int]:
         numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         numbers.update(
-            (var, self._constant(value, var.aval)) for var, value in zip(jaxpr.constvars, consts, strict=True)
+            (var, self._constant(value, var.aval))
+            for var, value in zip(jaxpr.constvars, consts, strict=True)
         )
 
         def read(atom: Any) -> int:
-            return self._constant(atom.val, atom.aval) if isinstance(atom, core.Literal) else numbers[atom]
+            return (
+                self._constant(atom.val, atom.aval)
+                if isinstance(atom, core.Literal)
+                else numbers[atom]
+            )
 
         for equation in jaxpr.eqns:
             operands = tuple(read(atom) for atom in equation.invars)
@@ -114,15 +145,26 @@ class Numbering:
             if body is None:
                 outputs = self._node(equation, operands, listed).outputs
             else:
-                outputs = self._walk(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, listed)
+                outputs = self._walk(
+                    getattr(body, "jaxpr", body),
+                    getattr(body, "consts", ()),
+                    operands,
+                    listed,
+                )
             numbers.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _node(self, equation: Any, operands: tuple[int, ...], listed: Listing) -> Node:
         key = self._equation_key(equation)
         if replication.communicates(equation):
-            place = ("collective", len(listed.collectives), tuple(v.aval for v in equation.outvars))
-            outputs = self._known.setdefault(place, None) or tuple(self._new(v.aval) for v in equation.outvars)
+            place = (
+                "collective",
+                len(listed.collectives),
+                tuple(v.aval for v in equation.outvars),
+            )
+            outputs = self._known.setdefault(place, None) or tuple(
+                self._new(v.aval) for v in equation.outvars
+            )
             self._known[place] = outputs
             node = Node(equation, operands, outputs, False, key)
             listed.collectives.append(node)
@@ -153,7 +195,8 @@ class Numbering:
 
     def _array_key(self, value: Any) -> Hashable:
         special = isinstance(value, jax.Array) and (
-            jnp.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable
+            jnp.issubdtype(value.dtype, jax.dtypes.extended)
+            or not value.is_fully_addressable
         )
         if special:
             self._kept.append(value)
@@ -174,10 +217,15 @@ class Numbering:
         if hasattr(value, "eqns"):
             return self._jaxpr_key(value)
         if hasattr(value, "jaxpr"):
-            consts = [self._constant(c, jax.typeof(c)) for c in getattr(value, "consts", ())]
+            consts = [
+                self._constant(c, jax.typeof(c)) for c in getattr(value, "consts", ())
+            ]
             return self._jaxpr_key(value.jaxpr), tuple(consts)
         if isinstance(value, dict):
-            return tuple((name, self._key(item)) for name, item in sorted(value.items(), key=lambda pair: str(pair[0])))
+            return tuple(
+                (name, self._key(item))
+                for name, item in sorted(value.items(), key=lambda pair: str(pair[0]))
+            )
         if isinstance(value, tuple | list):
             return type(value).__name__, tuple(self._key(item) for item in value)
         if isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -207,23 +255,42 @@ class Numbering:
             operands = tuple(read(atom) for atom in equation.invars)
             for var in equation.outvars:
                 names[var] = len(names)
-            lines.append((self._equation_key(equation), operands, tuple(str(v.aval) for v in equation.outvars)))
-        key = self._interned((tuple(lines), tuple(read(atom) for atom in jaxpr.outvars)))
+            lines.append(
+                (
+                    self._equation_key(equation),
+                    operands,
+                    tuple(str(v.aval) for v in equation.outvars),
+                )
+            )
+        key = self._interned(
+            (tuple(lines), tuple(read(atom) for atom in jaxpr.outvars))
+        )
         self._known[identity] = key
         return key
 
 
 def _body(equation: Any) -> Any:
-    return next((equation.params[name] for name in _BODIES if equation.params.get(name) is not None), None)
+    return next(
+        (
+            equation.params[name]
+            for name in _BODIES
+            if equation.params.get(name) is not None
+        ),
+        None,
+    )
 
 
 def _joins(equation: Any) -> bool:
-    """Whether it joins values of different sizes: one operation over the replicas, which knows all sizes."""
+    """Whether it joins values of different sizes: one operation over the replicas,
+    which knows all sizes.
+    """
     return equation.params.get("name") == collectives.JOINING
 
 
 def _opened(equation: Any) -> Any:
-    """The body of a call, whose equations are as good in the place of the call; `None` for other equations."""
+    """The body of a call, whose equations are as good in the place of the call; `None`
+    for other equations.
+    """
     name = equation.primitive.name
     if _joins(equation):
         return None

@@ -36,7 +36,9 @@ lock = threading.RLock()
 """Held by the thread that launches a program, or reads what one has left behind."""
 
 tracing = threading.RLock()
-"""Held by the thread that traces a step: Keras's models note on themselves what they do."""
+"""Held by the thread that traces a step: Keras's models note on themselves what they
+do.
+"""
 
 _EXIT_SECONDS = 5.0
 
@@ -45,8 +47,8 @@ class Executable:
     """A program, compiled for one form of its arguments.
 
     Args:
-        program: A function made by `jax.jit`, which returns a pair of outputs and state,
-            both lists of arrays: JAX unpacks other structures in Python.
+        program: A function made by `jax.jit`, which returns a pair of outputs and
+            state, both lists of arrays: JAX unpacks other structures in Python.
         arguments: What to compile it for: arrays, or `jax.ShapeDtypeStruct`s.
     """
 
@@ -67,7 +69,8 @@ class Executable:
             return self._compiled
 
     def launch(self, landing: Landing, *arguments: Any) -> None:
-        """Runs the program; its result lands whatever is raised. The caller holds `lock`.
+        """Runs the program; its result lands whatever is raised. The caller holds
+        `lock`.
 
         Args:
             landing: Where the result is appended.
@@ -95,7 +98,9 @@ class Executable:
 class _Job:
     """A call of a program in the thread, from its request to its end."""
 
-    def __init__(self, program: Any, arguments: Sequence[Any], landing: Landing) -> None:
+    def __init__(
+        self, program: Any, arguments: Sequence[Any], landing: Landing
+    ) -> None:
         self._call: Any = functools.partial(program, *arguments)
         self._landing = landing
         self.claim = threading.Lock()
@@ -136,13 +141,16 @@ def _worker() -> queue.SimpleQueue[_Job]:
         while True:
             jobs.get().run()
 
-    threading.Thread(target=work, name="keras_distribute first calls", daemon=True).start()
+    threading.Thread(
+        target=work, name="keras_distribute first calls", daemon=True
+    ).start()
     atexit.register(_finish)
     return jobs
 
 
 def _finish() -> None:
-    """XLA cannot be torn down under a program that runs; one that hangs is left alone."""
+    """XLA cannot be torn down under a program that runs; one that hangs is left alone.
+    """
     job = _unsettled
     if job is not None and not job.claim.acquire(blocking=False):
         job.done.wait(_EXIT_SECONDS)

@@ -1,8 +1,9 @@
-"""Device names to devices to a mesh, and the shardings that everything else uses. Knows no variables, no Keras.
+"""Device names to devices to a mesh, and the shardings that everything else uses. Knows
+no variables, no Keras.
 
-A replica is a device, or several logical devices (`strategies/tpu.py`): then the mesh has axes beside `replica`. A
-sharding that does not name them has the same on each logical device of a replica, so code that knows of replicas alone
-holds for both.
+A replica is a device, or several logical devices (`strategies/tpu.py`): then the mesh
+has axes beside `replica`. A sharding that does not name them has the same on each
+logical device of a replica, so code that knows of replicas alone holds for both.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """The devices of a strategy, as a mesh with the axis `replica`, and axes for the logical devices of each.
+    """The devices of a strategy, as a mesh with the axis `replica`, and axes for the
+    logical devices of each.
 
-    Every place that puts a value on devices goes through it, so that a mesh over several processes needs no other code.
+    Every place that puts a value on devices goes through it, so that a mesh over
+    several processes needs no other code.
     """
 
     mesh: Mesh
@@ -50,18 +53,24 @@ class ReplicaMesh:
     def of_groups(groups: Sequence[Sequence[jax.Device]]) -> ReplicaMesh:
         """A mesh over groups of logical devices, one replica each, in their order.
 
-        The logical devices have one axis for each prime factor of their number, since an axis is divided as a whole:
-        four of them can then stand for a row of four, or for two by two.
+        The logical devices have one axis for each prime factor of their number, since
+        an axis is divided as a whole: four of them can then stand for a row of four, or
+        for two by two.
 
         Args:
             groups: The logical devices of each replica, equally many.
 
         Raises:
-            DeviceError: Where a replica is spread over processes, or the replicas of a process are not in a row.
+            DeviceError: Where a replica is spread over processes, or the replicas of a
+                process are not in a row.
         """
         _check_processes(groups)
         factors = _prime_factors(len(groups[0]))
-        names = [LOGICAL_AXIS] if len(factors) == 1 else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
+        names = (
+            [LOGICAL_AXIS]
+            if len(factors) == 1
+            else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
+        )
         devices = np.asarray(groups, dtype=object).reshape(len(groups), *factors)
         axes = (REPLICA_AXIS, *names)
         return ReplicaMesh(Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes)))
@@ -77,7 +86,9 @@ class ReplicaMesh:
 
     @functools.cached_property
     def logical_axes(self) -> tuple[str, ...]:
-        """The axes of the logical devices; together they number them. None where a replica is one device."""
+        """The axes of the logical devices; together they number them. None where a
+        replica is one device.
+        """
         return tuple(name for name in self.mesh.axis_names if name != REPLICA_AXIS)
 
     @functools.cached_property
@@ -103,7 +114,9 @@ class ReplicaMesh:
     @functools.cached_property
     def process_index(self) -> int:
         """The place of this process among them; 0 where they are all this one's."""
-        return self.processes.index(jax.process_index()) if self.num_processes > 1 else 0
+        return (
+            self.processes.index(jax.process_index()) if self.num_processes > 1 else 0
+        )
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
@@ -118,7 +131,8 @@ class ReplicaMesh:
         return range(first, first + len(self.local_devices) // self.num_logical)
 
     def put(self, value: Any, sharding: NamedSharding) -> jax.Array:
-        """`value`, which every process has, divided as `sharding` says; without communication.
+        """`value`, which every process has, divided as `sharding` says; without
+        communication.
 
         Args:
             value: A host array, or a JAX array that this process can read.
@@ -126,10 +140,14 @@ class ReplicaMesh:
         """
         if sharding == self.replicated:
             return self.put_replicated(value)
-        if self.num_processes == 1 or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        if self.num_processes == 1 or (
+            isinstance(value, jax.Array) and not value.is_fully_addressable
+        ):
             return jax.device_put(value, sharding)
         host = np.asarray(value)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jax.make_array_from_callback(
+            host.shape, sharding, lambda index: host[index]
+        )
 
     def put_replicated(self, value: Any) -> jax.Array:
         """`value`, which every process has, on every replica; without communication.
@@ -140,13 +158,20 @@ class ReplicaMesh:
         if self.num_processes == 1:
             return jax.device_put(value, self.replicated)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return value if value.sharding == self.replicated else jax.device_put(value, self.replicated)
+            return (
+                value
+                if value.sharding == self.replicated
+                else jax.device_put(value, self.replicated)
+            )
         host = value if isinstance(value, jax.Array) else np.asarray(value)
         shards = [jax.device_put(host, device) for device in self.local_devices]
-        return jax.make_array_from_single_device_arrays(host.shape, self.replicated, shards)
+        return jax.make_array_from_single_device_arrays(
+            host.shape, self.replicated, shards
+        )
 
     def put_split(self, rows: Any) -> jax.Array:
-        """The rows of this process, the same number on each replica, as its part of the rows of all.
+        """The rows of this process, the same number on each replica, as its part of the
+        rows of all.
 
         Args:
             rows: An array whose axis 0 is the rows of this process's replicas.
@@ -159,35 +184,60 @@ class ReplicaMesh:
         return self._of_host([host[i * each : (i + 1) * each] for i in range(count)])
 
     def joined(self, parts: Sequence[Any]) -> jax.Array:
-        """The parts of this process's replicas, of one shape, as its part of those of all, joined along axis 0."""
+        """The parts of this process's replicas, of one shape, as its part of those of
+        all, joined along axis 0.
+        """
         if all(isinstance(part, np.ndarray) for part in parts):
             return self._of_host(parts)
         devices, each = self.local_devices, self.num_logical
-        shards = [jax.device_put(part, d) for i, part in enumerate(parts) for d in devices[i * each : (i + 1) * each]]
+        shards = [
+            jax.device_put(part, d)
+            for i, part in enumerate(parts)
+            for d in devices[i * each : (i + 1) * each]
+        ]
         shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
         """`joined` of NumPy arrays, in one transfer."""
         dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
-        pieces = [part.astype(dtype, copy=False) for part in parts for _ in range(self.num_logical)]
+        pieces = [
+            part.astype(dtype, copy=False)
+            for part in parts
+            for _ in range(self.num_logical)
+        ]
         shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
-        return jax_internals.array_of_pieces(shape, self.split, pieces, self.local_devices)
+        return jax_internals.array_of_pieces(
+            shape, self.split, pieces, self.local_devices
+        )
 
     @property
     def inside(self) -> AbstractMesh | Mesh:
-        """The mesh as the program of one replica sees it, in which the other replicas are out of reach."""
+        """The mesh as the program of one replica sees it, in which the other replicas
+        are out of reach.
+        """
         if self.num_replicas == 1:
             return self.mesh
-        return self.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
+        return self.mesh.abstract_mesh.update_axis_types(
+            {REPLICA_AXIS: AxisType.Manual}
+        )
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the tracing of a program of one replica: what is inside of its loops and calls notes the mesh."""
+        """Around the tracing of a program of one replica: what is inside of its loops
+        and calls notes the mesh.
+        """
         inside = self.inside if self.logical_axes else None
-        return jax.sharding.use_abstract_mesh(inside) if isinstance(inside, AbstractMesh) else contextlib.nullcontext()
+        return (
+            jax.sharding.use_abstract_mesh(inside)
+            if isinstance(inside, AbstractMesh)
+            else contextlib.nullcontext()
+        )
 
-    def over_replicas(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """The program of one replica as one over all: manual over the replicas, automatic over their logical devices.
+    def over_replicas(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """The program of one replica as one over all: manual over the replicas,
+        automatic over their logical devices.
 
         Args:
             body: Takes and returns parts of arrays, as under `jax.shard_map`.
@@ -204,8 +254,12 @@ class ReplicaMesh:
                 check_vma=False,
             )
 
-        def alone(*arguments: Any) -> Any:  # XLA has no collectives of one device beside automatic axes.
-            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(jnp.zeros(1))
+        def alone(
+            *arguments: Any,
+        ) -> Any:  # XLA has no collectives of one device beside automatic axes.
+            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(
+                jnp.zeros(1)
+            )
             return jax.tree.map(lambda result: result[0], results)
 
         return alone
@@ -221,22 +275,33 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
     def divided(self, shape: Sequence[int], axes: Sequence[Any] = ()) -> NamedSharding:
-        """The longest axis that the number of replicas divides split over them; without one, as `axes` say.
+        """The longest axis that the number of replicas divides split over them; without
+        one, as `axes` say.
 
         Args:
             shape: Of the array.
-            axes: How it is divided over the logical devices: for each dimension mesh axes or `None`; missing ones too.
+            axes: How it is divided over the logical devices: for each dimension mesh
+                axes or `None`; missing ones too.
         """
         own: list[Any] = [*axes, *[None] * (len(shape) - len(axes))]
         taken = [axis is not None for axis in own]
         sizes = zip(shape, taken, strict=True)
-        lengths = [n if n and n % self.num_replicas == 0 and not used else 0 for n, used in sizes]
+        lengths = [
+            n if n and n % self.num_replicas == 0 and not used else 0
+            for n, used in sizes
+        ]
         if any(lengths):
             own[lengths.index(max(lengths))] = REPLICA_AXIS
-        return NamedSharding(self.mesh, PartitionSpec(*own)) if any(own) else self.replicated
+        return (
+            NamedSharding(self.mesh, PartitionSpec(*own))
+            if any(own)
+            else self.replicated
+        )
 
     def stacked(self, axes: Sequence[Any]) -> NamedSharding:
-        """Of one array for each replica, on it: axis 0 split over the replicas, the others divided by `axes`."""
+        """Of one array for each replica, on it: axis 0 split over the replicas, the
+        others divided by `axes`.
+        """
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS, *axes))
 
 
@@ -253,8 +318,10 @@ def _check_processes(groups: Sequence[Sequence[jax.Device]]) -> None:
     if spread:
         raise DeviceError(
             "The logical devices of a replica belong to one process.",
-            received=f"replica {spread[0]} on the processes {sorted(owners[spread[0]])}.",
-            fix="fewer logical devices a replica: a computation_shape that fits the devices of one host.",
+            received=f"replica {spread[0]} on the processes "
+            f"{sorted(owners[spread[0]])}.",
+            fix="fewer logical devices a replica: a computation_shape that fits the "
+            "devices of one host.",
         )
     order = [process for processes in owners for process in processes]
     if len(list(itertools.groupby(order))) > len(set(order)):
@@ -266,7 +333,9 @@ def _check_processes(groups: Sequence[Sequence[jax.Device]]) -> None:
 
 
 def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
-    """The replicas of this process, and what each has of an array that is split over the replicas alone."""
+    """The replicas of this process, and what each has of an array that is split over
+    the replicas alone.
+    """
     first: dict[int, jax.Array] = {}
     for shard in stacked.addressable_shards:
         first.setdefault(shard.index[0].start or 0, shard.data)
@@ -274,7 +343,9 @@ def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
 
 
 def copies(array: jax.Array) -> tuple[jax.Array, ...]:
-    """The copies on this process's replicas of an array that is whole on every device, in replica order."""
+    """The copies on this process's replicas of an array that is whole on every device,
+    in replica order.
+    """
     sharding, shards = array.sharding, array.addressable_shards
     if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
         first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
@@ -283,7 +354,9 @@ def copies(array: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def on_host(array: jax.Array) -> np.ndarray[Any, Any]:
-    """The whole array; a copy, or the array's own memory. Of one that is divided over processes, all take part."""
+    """The whole array; a copy, or the array's own memory. Of one that is divided over
+    processes, all take part.
+    """
     if is_divided_over_processes(array):
         array = on_every_replica(array)
     if array.is_fully_replicated:
@@ -302,7 +375,9 @@ def is_divided_over_processes(array: jax.Array) -> bool:
         return False
     own = array.sharding.addressable_devices_indices_map(array.shape)
     every = array.sharding.devices_indices_map(array.shape)
-    return len({str(index) for index in own.values()}) < len({str(index) for index in every.values()})
+    return len({str(index) for index in own.values()}) < len(
+        {str(index) for index in every.values()}
+    )
 
 
 def on_every_replica(array: jax.Array) -> jax.Array:
@@ -326,11 +401,12 @@ def parse_device(name: str | jax.Device) -> jax.Device:
     """The local device that a name of TensorFlow's or JAX's stands for.
 
     Args:
-        name: `"GPU:0"`, `"/gpu:1"`, `"cpu:3"`, `"/job:worker/task:0/device:TPU:2"`, `"tpu"` (the first one), or a
-            `jax.Device`.
+        name: `"GPU:0"`, `"/gpu:1"`, `"cpu:3"`, `"/job:worker/task:0/device:TPU:2"`,
+            `"tpu"` (the first one), or a `jax.Device`.
 
     Raises:
-        DeviceError: For a name that is no device name, or a device that does not exist; lists those that do.
+        DeviceError: For a name that is no device name, or a device that does not exist;
+            lists those that do.
     """
     if isinstance(name, jax.Device):
         return name
@@ -359,7 +435,8 @@ def parse_devices(names: Sequence[str | jax.Device] | None) -> tuple[jax.Device,
     """Devices from their names; all local accelerators (else CPU devices) for `None`.
 
     Raises:
-        DeviceError: For an empty list, an unknown name, a device named twice, or devices of different kinds.
+        DeviceError: For an empty list, an unknown name, a device named twice, or
+            devices of different kinds.
     """
     if names is None:
         return tuple(jax.local_devices())
@@ -373,7 +450,11 @@ def parse_devices(names: Sequence[str | jax.Device] | None) -> tuple[jax.Device,
         )
     devices = tuple(parse_device(name) for name in names)
     if not devices:
-        raise DeviceError("A strategy needs at least one device.", received="[].", fix='["GPU:0", "GPU:1"], or None.')
+        raise DeviceError(
+            "A strategy needs at least one device.",
+            received="[].",
+            fix='["GPU:0", "GPU:1"], or None.',
+        )
     twice = sorted({str(d) for d in devices if devices.count(d) > 1})
     if twice:
         raise DeviceError(
@@ -400,4 +481,6 @@ def _devices_of(kind: str) -> Sequence[jax.Device]:
 
 def _available() -> str:
     kinds = dict.fromkeys([jax.default_backend(), "cpu"])
-    return ", ".join(f"{kind}:{i}" for kind in kinds for i in range(len(_devices_of(kind))))
+    return ", ".join(
+        f"{kind}:{i}" for kind in kinds for i in range(len(_devices_of(kind)))
+    )

@@ -1,4 +1,6 @@
-"""Loss scaling for custom loops: averages over the global batch, and regularization counted once."""
+"""Loss scaling for custom loops: averages over the global batch, and regularization
+counted once.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +14,43 @@ import numpy as np
 from keras_distribute import collectives, context
 from keras_distribute.context import Mode
 from keras_distribute.cross_device import as_array
-from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import (
+    ContextError,
+    StructureTypeError,
+    ValueStructureError,
+)
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: int | None = None,
 ) -> jax.Array:
     """This replica's share of the average loss over the global batch.
 
-    The shares of all replicas add up to the average: `strategy.reduce("SUM", share, axis=None)`.
-    Source: `tf.nn.compute_average_loss`. Differs from TF, whose default `global_batch_size` is this replica's times the
-    number of replicas, so that replicas with few examples weigh too much.
+    The shares of all replicas add up to the average: `strategy.reduce("SUM", share,
+    axis=None)`. Source: `tf.nn.compute_average_loss`. Differs from TF, whose default
+    `global_batch_size` is this replica's times the number of replicas, so that replicas
+    with few examples weigh too much.
 
     Args:
-        per_example_loss: One loss for each example of this replica, of shape `(batch, ...)`.
+        per_example_loss: One loss for each example of this replica, of shape `(batch,
+            ...)`.
         sample_weight: A weight for each example, of a shape that broadcasts.
-        global_batch_size: The number of examples of all replicas; by default the sum of theirs.
+        global_batch_size: The number of examples of all replicas; by default the sum of
+            theirs.
 
     Returns:
-        A scalar: the sum of the weighted losses over `global_batch_size`; 0 for an empty batch.
+        A scalar: the sum of the weighted losses over `global_batch_size`; 0 for an
+        empty batch.
 
     Raises:
         ContextError: In the cross-replica context.
         StructureTypeError: For a batch size that is no integer.
-        ValueStructureError: For a negative one, or one that is no scalar; for a scalar loss; for weights that do not
-            fit.
+        ValueStructureError: For a negative one, or one that is no scalar; for a scalar
+            loss; for weights that do not fit.
 
     Example:
         >>> import keras_distribute as kd
@@ -51,7 +63,8 @@ def compute_average_loss(
         raise ValueStructureError(
             "compute_average_loss takes one loss for each example.",
             received="a scalar.",
-            fix='create the loss with reduction="none", keras.losses.MeanSquaredError(reduction="none").',
+            fix='create the loss with reduction="none", '
+            'keras.losses.MeanSquaredError(reduction="none").',
         )
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype("float32")
@@ -60,26 +73,38 @@ def compute_average_loss(
         weights = weights.astype(losses.dtype)
         if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
-        weights = jnp.reshape(weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim))
-        fits = all(w in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False))
+        weights = jnp.reshape(
+            weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim)
+        )
+        fits = all(
+            w in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False)
+        )
         if weights.ndim > losses.ndim or not fits:
             raise ValueStructureError(
                 "The weights do not fit the losses.",
-                received=f"losses of shape {losses.shape}, sample_weight of shape {jnp.shape(sample_weight)}.",
+                received=f"losses of shape {losses.shape}, sample_weight of shape "
+                f"{jnp.shape(sample_weight)}.",
                 fix="one weight for each example, of shape (batch,).",
             )
         losses = losses * weights
     if global_batch_size is None:
         per_replica = context.frame().per_replica
-        size: Any = collectives.total_count(losses.shape[0]) if per_replica else losses.shape[0]
+        size: Any = (
+            collectives.total_count(losses.shape[0]) if per_replica else losses.shape[0]
+        )
     else:
         size = _checked_size(global_batch_size)
     total = jnp.sum(losses)
-    return jnp.where(size == 0, jnp.zeros_like(total), total / jnp.maximum(size, 1).astype(total.dtype))
+    return jnp.where(
+        size == 0,
+        jnp.zeros_like(total),
+        total / jnp.maximum(size, 1).astype(total.dtype),
+    )
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """This replica's share of a loss that is the same on every replica, such as a weight penalty.
+    """This replica's share of a loss that is the same on every replica, such as a
+    weight penalty.
 
     Source: `tf.nn.scale_regularization_loss`.
 
@@ -103,7 +128,8 @@ def _require_replica(name: str) -> None:
         raise ContextError(
             f"{name} gives one replica's share, so it is called in a replica.",
             received=context.describe(current),
-            fix="call it in the function given to strategy.run; model.fit scales losses by itself.",
+            fix="call it in the function given to strategy.run; model.fit scales "
+            "losses by itself.",
         )
 
 
@@ -113,11 +139,21 @@ def _checked_size(size: Any) -> Any:
         as_array(size, "global_batch_size is a number of examples.")
         array = np.asarray(size)
     if array.ndim:
-        raise ValueStructureError("global_batch_size is one number.", received=f"shape {array.shape}.", fix="64")
+        raise ValueStructureError(
+            "global_batch_size is one number.",
+            received=f"shape {array.shape}.",
+            fix="64",
+        )
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise StructureTypeError(
-            "global_batch_size is a number of examples.", received=f"{size!r} ({array.dtype}).", fix="an integer."
+            "global_batch_size is a number of examples.",
+            received=f"{size!r} ({array.dtype}).",
+            fix="an integer.",
         )
     if not isinstance(array, jax.core.Tracer) and int(array) < 0:
-        raise ValueStructureError("global_batch_size cannot be negative.", received=f"{size}.", fix="a number >= 0.")
+        raise ValueStructureError(
+            "global_batch_size cannot be negative.",
+            received=f"{size}.",
+            fix="a number >= 0.",
+        )
     return array

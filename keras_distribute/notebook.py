@@ -1,4 +1,6 @@
-"""`notebook_launcher`: a function of a notebook, in several processes. The command line is in `launch`."""
+"""`notebook_launcher`: a function of a notebook, in several processes. The command line
+is in `launch`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,22 @@ def notebook_launcher(
     cpu_devices: int | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Runs a function of a notebook in several processes of this host, as `python -m keras_distribute.launch` does.
+    """Runs a function of a notebook in several processes of this host, as `python -m
+    keras_distribute.launch` does.
 
-    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. What they write is shown, with the number of the
-    process in front. When one fails, all end. What the function uses of the notebook is sent along, so models and
-    strategies are made in it, and data that it loads by itself are better than large ones that are sent. Needs
-    `pip install cloudpickle`. Source: the name and the order of the arguments are those of Hugging Face's `accelerate`.
+    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. What they write is
+    shown, with the number of the process in front. When one fails, all end. What the
+    function uses of the notebook is sent along, so models and strategies are made in
+    it, and data that it loads by itself are better than large ones that are sent. Needs
+    `pip install cloudpickle`. Source: the name and the order of the arguments are those
+    of Hugging Face's `accelerate`.
 
     Args:
         function: What each process runs.
         args: For the function; they can be pickled, as its result can.
         num_processes: How many.
-        cpu_devices: The virtual CPU devices of each; `None` for the accelerators of this host, shared evenly.
+        cpu_devices: The virtual CPU devices of each; `None` for the accelerators of
+            this host, shared evenly.
         timeout: Seconds until all are killed; `None` for ever.
 
     Returns:
@@ -41,7 +47,8 @@ def notebook_launcher(
 
     Raises:
         BackendError: Without `cloudpickle`.
-        ClusterError: Where a process failed, or the time was up; where the notebook itself uses the accelerators.
+        ClusterError: Where a process failed, or the time was up; where the notebook
+            itself uses the accelerators.
 
     Example:
         >>> import keras_distribute as kd
@@ -49,11 +56,17 @@ def notebook_launcher(
         >>> kd.notebook_launcher(lambda x: x * factor, (7,), num_processes=2, cpu_devices=1)
         21
     """
-    if cpu_devices is None and jax_internals.backends_are_initialized() and jax.default_backend() != "cpu":
+    if (
+        cpu_devices is None
+        and jax_internals.backends_are_initialized()
+        and jax.default_backend() != "cpu"
+    ):
         raise ClusterError(
-            "The notebook itself uses the accelerators, so its processes could not have them.",
+            "The notebook itself uses the accelerators, so its processes could not "
+            "have them.",
             received=f"JAX has started with {jax.default_backend()} devices.",
-            fix="restart the kernel, and use arrays, models and strategies only in the function.",
+            fix="restart the kernel, and use arrays, models and strategies only in the "
+            "function.",
         )
     runner = MultiProcessRunner(
         function,

@@ -1,4 +1,5 @@
-"""Termination with notice: who says so, what is left to do, and how the program ends."""
+"""Termination with notice: who says so, what is left to do, and how the program ends.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +36,16 @@ class TerminationConfig:
     Source: `tf.distribute.experimental.TerminationConfig`.
 
     Args:
-        termination_watcher_fn: Called once a second, in a thread, until it returns `True`; by default `SIGTERM` is the
-            notice.
-        exit_fn: Called when the checkpoint is complete; by default the program exits with status 42, as TensorFlow's
-            does. If it returns, the program goes on.
-        grace_period: Seconds from the notice to the end. By default, and with 0, the step under way is completed, a
-            checkpoint is saved, and the program exits. With more, a checkpoint is saved at once, and the time is used
-            for training; shortly before the end another one is saved.
-        save_fn: Called to save, with the arguments of `save_checkpoint_if_preempted`, in place of
-            `CheckpointManager.save`.
+        termination_watcher_fn: Called once a second, in a thread, until it returns
+            `True`; by default `SIGTERM` is the notice.
+        exit_fn: Called when the checkpoint is complete; by default the program exits
+            with status 42, as TensorFlow's does. If it returns, the program goes on.
+        grace_period: Seconds from the notice to the end. By default, and with 0, the
+            step under way is completed, a checkpoint is saved, and the program exits.
+            With more, a checkpoint is saved at once, and the time is used for training;
+            shortly before the end another one is saved.
+        save_fn: Called to save, with the arguments of `save_checkpoint_if_preempted`,
+            in place of `CheckpointManager.save`.
 
     Raises:
         StructureTypeError: For something else than functions and a number of seconds.
@@ -89,11 +91,16 @@ class Watch:
 
     Args:
         config: What the user wants.
-        num_processes: How many processes save and exit together. Of several, one that has the notice tells the others,
-            about once a second, and the first one says what is to be done.
+        num_processes: How many processes save and exit together. Of several, one that
+            has the notice tells the others, about once a second, and the first one says
+            what is to be done.
     """
 
-    def __init__(self, config: TerminationConfig | None, num_processes: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self,
+        config: TerminationConfig | None,
+        num_processes: Callable[[], int] = lambda: 1,
+    ) -> None:
         self.config = config or TerminationConfig()
         self._num_processes = num_processes
         self._calls = self._next_call = 0
@@ -109,7 +116,9 @@ class Watch:
         """Begins to wait; for a signal only in the main thread, as Python wants it."""
         self._stopped = False
         if self.config.termination_watcher_fn is not None:
-            threading.Thread(target=self._poll, name="keras_distribute preemption", daemon=True).start()
+            threading.Thread(
+                target=self._poll, name="keras_distribute preemption", daemon=True
+            ).start()
         elif threading.current_thread() is threading.main_thread():
             watch = weakref.ref(self)
 
@@ -117,19 +126,29 @@ class Watch:
                 if (own := watch()) is not None:
                     own.notify()
 
-            self._previous, self._has_signal = signal.signal(signal.SIGTERM, notice), True
+            self._previous, self._has_signal = (
+                signal.signal(signal.SIGTERM, notice),
+                True,
+            )
         else:
             warnings.warn(
-                "SIGTERM cannot be waited for outside of the main thread: it will end the program without a "
-                "checkpoint. Train in the main thread, or pass TerminationConfig(termination_watcher_fn=...).",
+                "SIGTERM cannot be waited for outside of the main thread: it will end "
+                "the program without a "
+                "checkpoint. Train in the main thread, or pass "
+                "TerminationConfig(termination_watcher_fn=...).",
                 stacklevel=3,
             )
 
     def stop(self) -> None:
-        """Ends the waiting. A signal that nobody has reacted to does what it would have done."""
+        """Ends the waiting. A signal that nobody has reacted to does what it would have
+        done.
+        """
         self._stopped = True
         if self._has_signal and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            signal.signal(
+                signal.SIGTERM,
+                signal.SIG_DFL if self._previous is None else self._previous,
+            )
             self._has_signal = False
             if self._received is not None and not self._done:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +160,9 @@ class Watch:
 
     def is_notified(self) -> bool:
         """Whether the notice has come, to any process, and nobody has exited yet."""
-        known = agreement.exchange("a notice", self._received is not None, self._num_processes())
+        known = agreement.exchange(
+            "a notice", self._received is not None, self._num_processes()
+        )
         return any(known) and not self._done
 
     def reaction(self) -> Reaction:
@@ -153,14 +174,18 @@ class Watch:
             self._calls += 1
             if self._calls < self._next_call:
                 return Reaction.NONE
-            said = agreement.exchange("a notice", (self._received is not None, self._step_seconds), count)
+            said = agreement.exchange(
+                "a notice", (self._received is not None, self._step_seconds), count
+            )
             steps = _POLL_SECONDS / max(0.001, *(seconds for _, seconds in said))
             self._next_call = self._calls + max(1, min(_MOST_STEPS, round(steps)))
             self._all_know = any(received for received, _ in said)
             if not self._all_know:
                 return Reaction.NONE
             self.notify()
-        return agreement.from_chief("the reaction to a notice", self._own_reaction, count)
+        return agreement.from_chief(
+            "the reaction to a notice", self._own_reaction, count
+        )
 
     def _own_reaction(self) -> Reaction:
         if self._received is None or self._done:
@@ -169,14 +194,23 @@ class Watch:
         if not grace:
             return Reaction.EXIT
         # Source: TensorFlow leaves six steps; and the save needs its time, too.
-        left = self._received + grace - time.monotonic() - 6 * self._step_seconds - 2 * self._save_seconds
+        left = (
+            self._received
+            + grace
+            - time.monotonic()
+            - 6 * self._step_seconds
+            - 2 * self._save_seconds
+        )
         if left <= 0:
             return Reaction.EXIT
         return Reaction.NONE if self._saved else Reaction.SAVE
 
     def step_took(self, seconds: float) -> None:
-        """Notes how long a step took; the first one, which compiles, is soon forgotten."""
-        self._step_seconds += 0.3 * (seconds - self._step_seconds) if self._step_seconds else seconds
+        """Notes how long a step took; the first one, which compiles, is soon forgotten.
+        """
+        self._step_seconds += (
+            0.3 * (seconds - self._step_seconds) if self._step_seconds else seconds
+        )
 
     def save_and_react(self, reaction: Reaction, save: Callable[[], Any]) -> None:
         """Saves, and exits if that is the reaction.
@@ -194,7 +228,9 @@ class Watch:
         self._saved, self._save_seconds = True, time.monotonic() - start
         if reaction is Reaction.EXIT:
             self._done = True
-            _log.warning("Training was preempted; a checkpoint is saved, and the program exits.")
+            _log.warning(
+                "Training was preempted; a checkpoint is saved, and the program exits."
+            )
             (self.config.exit_fn or _exit)()
 
     def _poll(self) -> None:
@@ -208,27 +244,34 @@ class Watch:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when the program is about to be ended, and restores it when it starts again.
+    """Saves a checkpoint when the program is about to be ended, and restores it when it
+    starts again.
 
-    Source: `tf.distribute.experimental.PreemptionCheckpointHandler`. For custom loops; in `fit` that is what
-    `kd.callbacks.BackupAndRestore` does. When it is created, the latest checkpoint is restored, if there is one.
-    After the notice, which is `SIGTERM` by default, the next call of `run` saves, and the program exits with status
+    Source: `tf.distribute.experimental.PreemptionCheckpointHandler`. For custom loops;
+    in `fit` that is what `kd.callbacks.BackupAndRestore` does. When it is created, the
+    latest checkpoint is restored, if there is one. After the notice, which is `SIGTERM`
+    by default, the next call of `run` saves, and the program exits with status
     42. Create it in the main thread.
 
-    Differs from TF: works with every strategy. A position in the data is kept if the iterator is in the
-    checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A checkpoint that is made for an exit has the number after
-    the last one; the next save that has that number, or a lower one, takes its place.
+    Differs from TF: works with every strategy. A position in the data is kept if the
+    iterator is in the checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A
+    checkpoint that is made for an exit has the number after the last one; the next save
+    that has that number, or a lower one, takes its place.
 
     Args:
-        cluster_resolver: Accepted for compatibility; the processes are those of the variables.
-        checkpoint_or_checkpoint_manager: What to save. A `CheckpointManager` that also saves from time to time is
-            the better choice, since not all ends have a notice.
+        cluster_resolver: Accepted for compatibility; the processes are those of the
+            variables.
+        checkpoint_or_checkpoint_manager: What to save. A `CheckpointManager` that also
+            saves from time to time is the better choice, since not all ends have a
+            notice.
         checkpoint_dir: The folder, for a `Checkpoint`.
         termination_config: What the notice is, and how to exit.
 
     Raises:
-        CheckpointError: For a `Checkpoint` without a folder, and where the latest checkpoint cannot be restored.
-        StructureTypeError: For something else than a `Checkpoint` or a `CheckpointManager`.
+        CheckpointError: For a `Checkpoint` without a folder, and where the latest
+            checkpoint cannot be restored.
+        StructureTypeError: For something else than a `Checkpoint` or a
+            `CheckpointManager`.
 
     Example:
         >>> import tempfile, keras, keras_distribute as kd
@@ -260,7 +303,8 @@ class PreemptionCheckpointHandler:
             given,
             Checkpoint | CheckpointManager,
             "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
-            "PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), checkpoint_dir)",
+            "PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), "
+            "checkpoint_dir)",
         )
         what = "termination_config says how the program learns of its end."
         fix = "kd.experimental.TerminationConfig(), or None."
@@ -271,7 +315,8 @@ class PreemptionCheckpointHandler:
                 raise CheckpointError(
                     "A Checkpoint needs a folder to be saved in.",
                     received="checkpoint_dir=None.",
-                    fix="PreemptionCheckpointHandler(None, checkpoint, checkpoint_dir), or pass a CheckpointManager.",
+                    fix="PreemptionCheckpointHandler(None, checkpoint, "
+                    "checkpoint_dir), or pass a CheckpointManager.",
                 )
             manager = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
         else:
@@ -283,9 +328,13 @@ class PreemptionCheckpointHandler:
             status = manager.restore(fallback=True)
             self._runs = int((status.metrics or {}).get(_RUNS, 0))
         manager._always[_RUNS] = lambda: self._runs
-        self._watch = Watch(termination_config, lambda: manager.checkpoint.num_processes)
+        self._watch = Watch(
+            termination_config, lambda: manager.checkpoint.num_processes
+        )
         self._watch.start()
-        weakref.finalize(self, self._watch.stop).atexit = False  # Takes no lock, and wants the main thread.
+        weakref.finalize(
+            self, self._watch.stop
+        ).atexit = False  # Takes no lock, and wants the main thread.
 
     @property
     def total_run_calls(self) -> int:
@@ -295,8 +344,11 @@ class PreemptionCheckpointHandler:
         """
         return self._runs
 
-    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Saves and exits if the notice has come; otherwise calls a function that trains one step.
+    def run(
+        self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Saves and exits if the notice has come; otherwise calls a function that
+        trains one step.
 
         Args:
             distributed_train_function: Calls `strategy.run`, for one step.
@@ -323,7 +375,8 @@ class PreemptionCheckpointHandler:
         """Saves and exits if the notice has come: for loops that do not use `run`.
 
         Args:
-            *args: For `CheckpointManager.save`, or for the `save_fn` of the `TerminationConfig`.
+            *args: For `CheckpointManager.save`, or for the `save_fn` of the
+                `TerminationConfig`.
             **kwargs: Likewise.
         """
         self._runs += 1  # The step is done, unlike in `run`.
@@ -331,7 +384,9 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Generator[None]:
-        """A `with` block around the loop: a notice that comes after the last `run` in it is reacted to at its end."""
+        """A `with` block around the loop: a notice that comes after the last `run` in
+        it is reacted to at its end.
+        """
         yield
         self._react()
 
@@ -345,7 +400,9 @@ class PreemptionCheckpointHandler:
                 self._watch.config.save_fn(*args, **kwargs)
             elif not args and not kwargs:
                 self._manager._save_in_between()
-            elif kwargs.get("step", *args[:1]) != self._manager._last_step:  # Else it was saved a moment ago.
+            elif (
+                kwargs.get("step", *args[:1]) != self._manager._last_step
+            ):  # Else it was saved a moment ago.
                 self._manager.save(*args, **{"force": True} | kwargs)
             self._manager.wait()
 

@@ -1,8 +1,10 @@
-"""From a traced function of one replica to a compiled program over all of them, with state in and out.
+"""From a traced function of one replica to a compiled program over all of them, with
+state in and out.
 
-A call of `Strategy.run` becomes `jax.jit(jax.shard_map(...))`, compiled once for the function, the structure, shapes
-and dtypes of its arguments, and their Python values. Mirrored variables that it assigns are proved to get the same
-value on every replica; `replication.py` says how. Knows no trainer.
+A call of `Strategy.run` becomes `jax.jit(jax.shard_map(...))`, compiled once for the
+function, the structure, shapes and dtypes of its arguments, and their Python values.
+Mirrored variables that it assigns are proved to get the same value on every replica;
+`replication.py` says how. Knows no trainer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.tracing import Trace
 from keras_distribute.types import RunOptions
 from keras_distribute.values import PerReplica
-from keras_distribute.variables import DistributedVariable, Holder, SyncOnReadVariable, check_same_values
+from keras_distribute.variables import (
+    DistributedVariable,
+    Holder,
+    SyncOnReadVariable,
+    check_same_values,
+)
 
 if TYPE_CHECKING:
     from keras_distribute.strategies.base import Strategy
@@ -38,7 +45,9 @@ _MANY_FUNCTIONS = 8
 
 
 class ProgramCache:
-    """The compiled programs of one strategy, by function and signature; forgotten with the function."""
+    """The compiled programs of one strategy, by function and signature; forgotten with
+    the function.
+    """
 
     def __init__(self) -> None:
         self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
@@ -46,12 +55,18 @@ class ProgramCache:
 
     def programs_of(self, function: Callable[..., Any]) -> dict[Any, _Program]:
         """The programs compiled from `function`, to look up and to add to."""
-        # A bound method is a new object at each access: its object and its function last. Equal is not the same here.
-        anchor, code = getattr(function, "__self__", function), getattr(function, "__func__", None)
+        # A bound method is a new object at each access: its object and its function
+        # last. Equal is not the same here.
+        anchor, code = (
+            getattr(function, "__self__", function),
+            getattr(function, "__func__", None),
+        )
         key = id(anchor)
         if key not in self._by_anchor:
             try:
-                reference = weakref.ref(anchor, lambda _: self._by_anchor.pop(key, None))
+                reference = weakref.ref(
+                    anchor, lambda _: self._by_anchor.pop(key, None)
+                )
             except TypeError:  # Nothing to hang the programs on.
                 return {}
             self._by_anchor[key] = (reference, {})
@@ -65,7 +80,8 @@ class ProgramCache:
         self._functions_of_code[code] += 1
         if self._functions_of_code[code] == _MANY_FUNCTIONS:
             warnings.warn(
-                f"strategy.run has compiled {function.__qualname__!r} {_MANY_FUNCTIONS} times, since each call passed "
+                f"strategy.run has compiled {function.__qualname__!r} "
+                f"{_MANY_FUNCTIONS} times, since each call passed "
                 "a new function object. Define the function once, outside the loop.",
                 stacklevel=5,
             )
@@ -85,8 +101,8 @@ def run(
     Args:
         strategy: Where to run.
         function: Called, while traced, with one replica's arguments.
-        args: `PerReplica` become this replica's component; arrays are the same on every replica; variables and other
-            objects are passed as they are.
+        args: `PerReplica` become this replica's component; arrays are the same on every
+            replica; variables and other objects are passed as they are.
         kwargs: Likewise.
         mode: The context that `function` sees.
         options: Compiler options.
@@ -106,10 +122,15 @@ def run(
         if any(variable.trainable for variable in variables):
             strategy.check_layouts([variable.path for variable in variables])
         program = programs[key] = _Program(strategy, trace, call, variables, options)
-        if len(programs) == _MANY_FUNCTIONS and any(isinstance(leaf, Static) for leaf in call.leaves):
+        if len(programs) == _MANY_FUNCTIONS and any(
+            isinstance(leaf, Static) for leaf in call.leaves
+        ):
             warnings.warn(
-                f"strategy.run has compiled {getattr(function, '__qualname__', function)!r} {len(programs)} times, "
-                "once for each new shape and each new Python value among its arguments. Pass numbers that change as "
+                "strategy.run has compiled "
+                f"{getattr(function, '__qualname__', function)!r} {len(programs)} "
+                "times, "
+                "once for each new shape and each new Python value among its "
+                "arguments. Pass numbers that change as "
                 "arrays: np.int32(step).",
                 stacklevel=3,
             )
@@ -130,11 +151,20 @@ class _Program:
         self.variables = tuple(variables)
         self._trace, program = trace, trace.program
         self._num_processes = strategy.replica_mesh.num_processes
-        self.written = [i for v in trace.written for i, known in enumerate(self.variables) if known is v]
-        self.read = [i for i in range(len(self.variables)) if i not in set(self.written)]
+        self.written = [
+            i
+            for v in trace.written
+            for i, known in enumerate(self.variables)
+            if known is v
+        ]
+        self.read = [
+            i for i in range(len(self.variables)) if i not in set(self.written)
+        ]
         local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
         num_results = len(trace.shapes)
-        same = [not split for split in local_split] + [not split for split in call.split]
+        same = [not split for split in local_split] + [
+            not split for split in call.split
+        ]
         if strategy.num_replicas_in_sync > 1:
             equal = replication.equal_on_all_replicas(program, same)
         else:
@@ -154,9 +184,14 @@ class _Program:
             values: list[Any] = [None] * len(order)
             for i, value in zip(order, [*written, *read], strict=True):
                 values[i] = value[0] if local_split[i] else value
-            local = [a[0] if split else a for a, split in zip(arrays, call_split, strict=True)]
+            local = [
+                a[0] if split else a
+                for a, split in zip(arrays, call_split, strict=True)
+            ]
             outputs = evaluate(*values, *local)
-            outputs = [o if isinstance(o, jax.Array) else jnp.asarray(o) for o in outputs]  # A constant is a number.
+            outputs = [
+                o if isinstance(o, jax.Array) else jnp.asarray(o) for o in outputs
+            ]  # A constant is a number.
             results = [o[None] for o in outputs[:num_results]]
             new = zip(self.written, outputs[num_results:], strict=True)
             return results, [o[None] if local_split[i] else o for i, o in new]
@@ -168,17 +203,30 @@ class _Program:
         written_specs = [specs[i] for i in self.written]
         mapped = strategy.replica_mesh.over_replicas(
             body,
-            in_specs=(written_specs, [specs[i] for i in self.read], [spec(split) for split in call.split]),
+            in_specs=(
+                written_specs,
+                [specs[i] for i in self.read],
+                [spec(split) for split in call.split],
+            ),
             out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
         )
-        compiler_options = options.experimental_xla_options if options is not None else None
-        # Variables come back as they are stored, or the second call would compile again.
+        compiler_options = (
+            options.experimental_xla_options if options is not None else None
+        )
+        # Variables come back as they are stored, or the second call would compile
+        # again.
         stored = [self.variables[i].sharding for i in self.written]
         self.jitted = jax.jit(
             lambda written, read, arrays: mapped(written, read, arrays),
             donate_argnums=0,
-            # What the compiler chooses to divide over logical devices would not be one component on each replica.
-            out_shardings=(strategy.replica_mesh.split if strategy.replica_mesh.logical_axes else None, stored),
+            # What the compiler chooses to divide over logical devices would not be one
+            # component on each replica.
+            out_shardings=(
+                strategy.replica_mesh.split
+                if strategy.replica_mesh.logical_axes
+                else None,
+                stored,
+            ),
             compiler_options=compiler_options,
         )
         self._holder = _Written([self.variables[i] for i in self.written])
@@ -196,22 +244,30 @@ class _Program:
             results = holder.landed()
             holder.is_running = False
         left = map(_per_replica, results, self._trace.shapes)
-        leaves = [next(left) if leaf is None else leaf.value for leaf in self._trace.leaves]
+        leaves = [
+            next(left) if leaf is None else leaf.value for leaf in self._trace.leaves
+        ]
         return jax.tree.unflatten(self._trace.structure, leaves)
 
     def _executable(self, arrays: list[Any]) -> Executable:
-        """The program for arguments on these devices; the signature has their shapes."""
+        """The program for arguments on these devices; the signature has their shapes.
+        """
         where = tuple(getattr(array, "sharding", None) for array in arrays)
         found = self._executables.get(where)
         if found is None:
-            written, read = ([_form_of(self.variables[i]) for i in indices] for indices in (self.written, self.read))
+            written, read = (
+                [_form_of(self.variables[i]) for i in indices]
+                for indices in (self.written, self.read)
+            )
             found = Executable(self.jitted, written, read, arrays)
             self._executables[where] = found
         return found
 
 
 class _Written(Holder):
-    """What has the values of the variables that a program assigns: a list of their arrays."""
+    """What has the values of the variables that a program assigns: a list of their
+    arrays.
+    """
 
     def __init__(self, variables: Sequence[Any]) -> None:
         super().__init__(enumerate(variables))
@@ -241,7 +297,9 @@ class _Written(Holder):
 
 def _stored(variable: Any) -> Any:
     """The array that a variable keeps."""
-    return variable.stored if isinstance(variable, DistributedVariable) else variable.value
+    return (
+        variable.stored if isinstance(variable, DistributedVariable) else variable.value
+    )
 
 
 def _form_of(variable: Any) -> Any:
@@ -255,14 +313,22 @@ def _form_of(variable: Any) -> Any:
 
 
 def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
-    return PerReplica(stacked=array) if shapes is None else PerReplica(padded=array, shapes=shapes)
+    return (
+        PerReplica(stacked=array)
+        if shapes is None
+        else PerReplica(padded=array, shapes=shapes)
+    )
 
 
 def _differing_error(variables: list[Any]) -> AggregationError:
     lines = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
     return AggregationError(
-        f"The replicas would assign different values to {len(variables)} mirrored variable(s):\n    {lines}",
-        received='an assignment in a program over all replicas, to variables with aggregation="none".',
-        fix='combine the value first, kd.get_replica_context().all_reduce("SUM", value), or create the variable with '
-        'aggregation="sum", "mean" or "only_first_replica", or with synchronization="on_read".',
+        f"The replicas would assign different values to {len(variables)} mirrored "
+        f"variable(s):\n    {lines}",
+        received="an assignment in a program over all replicas, to variables with "
+        'aggregation="none".',
+        fix='combine the value first, kd.get_replica_context().all_reduce("SUM", '
+        "value), or create the variable with "
+        'aggregation="sum", "mean" or "only_first_replica", or with '
+        'synchronization="on_read".',
     )

@@ -1,9 +1,9 @@
 """Containers that JAX takes for leaves: looked into, and made again of their own class.
 
-JAX looks into dicts, lists, tuples, named tuples, and what was registered with it. To it
-are leaves: a dict, list or tuple of a class of one's own, any other `Mapping`, a proxy of
-one of these (`wrapt`), and objects of dataclasses and of `attrs`. Where these hold arrays,
-they are structures here. Knows no distributed values.
+JAX looks into dicts, lists, tuples, named tuples, and what was registered with it. To
+it are leaves: a dict, list or tuple of a class of one's own, any other `Mapping`, a
+proxy of one of these (`wrapt`), and objects of dataclasses and of `attrs`. Where these
+hold arrays, they are structures here. Knows no distributed values.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ _COLLECTIONS = set, frozenset, collections.deque, type({}.values()), type({}.ite
 
 
 def flatten(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten`, which also looks into the containers that JAX takes for leaves.
+    """`jax.tree.flatten`, which also looks into the containers that JAX takes for
+    leaves.
 
     What `jax.tree.unflatten` makes of the second result has their classes again.
     """
     return jax.tree.flatten(_opened(structure, is_leaf, ()), is_leaf=is_leaf)
 
 
-def mapped(function: Callable[[Any], Any], structure: Any, is_leaf: IsLeaf | None = None) -> Any:
+def mapped(
+    function: Callable[[Any], Any], structure: Any, is_leaf: IsLeaf | None = None
+) -> Any:
     """`jax.tree.map` over one structure, likewise."""
     leaves, form = flatten(structure, is_leaf)
     return jax.tree.unflatten(form, list(map(function, leaves)))
 
 
 def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """The keys and the items of a container, in its own order; `None` for anything else."""
+    """The keys and the items of a container, in its own order; `None` for anything
+    else.
+    """
     if isinstance(value, Mapping):
         return tuple(value), list(value.values())
     if isinstance(value, list | tuple):
@@ -104,7 +109,8 @@ class _Shell:
     Args:
         kind: Its class.
         keys: Those of its items.
-        names: Those of the attributes with arrays that it has besides, which follow the items.
+        names: Those of the attributes with arrays that it has besides, which follow the
+            items.
         others: What tells its other attributes from those of another container.
         empty: A container like it, which holds nothing of a trace.
     """
@@ -124,7 +130,9 @@ class _Shell:
 
 
 jax.tree_util.register_pytree_node(
-    _Opened, lambda opened: (opened.items, opened.shell), lambda shell, items: shell.of(list(items))
+    _Opened,
+    lambda opened: (opened.items, opened.shell),
+    lambda shell, items: shell.of(list(items)),
 )
 
 
@@ -132,7 +140,9 @@ def _opened(structure: Any, is_leaf: IsLeaf | None, around: tuple[int, ...]) -> 
     leaves, form = jax.tree.flatten(structure, is_leaf=is_leaf)
     if not any(_is_container(type(leaf)) for leaf in leaves):
         return structure
-    return jax.tree.unflatten(form, [_opened_one(leaf, is_leaf, around) for leaf in leaves])
+    return jax.tree.unflatten(
+        form, [_opened_one(leaf, is_leaf, around) for leaf in leaves]
+    )
 
 
 def _opened_one(value: Any, is_leaf: IsLeaf | None, around: tuple[int, ...]) -> Any:
@@ -142,15 +152,25 @@ def _opened_one(value: Any, is_leaf: IsLeaf | None, around: tuple[int, ...]) -> 
     if found is None:
         return value
     keys, items = found
-    own = isinstance(value, Mapping) and not isinstance(value, dict)  # Its items are in its attributes.
-    attributes = {} if own or _is_proxy(type(value)) else dict(getattr(value, "__dict__", {}))
+    own = isinstance(value, Mapping) and not isinstance(
+        value, dict
+    )  # Its items are in its attributes.
+    attributes = (
+        {} if own or _is_proxy(type(value)) else dict(getattr(value, "__dict__", {}))
+    )
     around = (*around, id(value))
     opened = _opened(items, is_leaf, around)
-    besides = {name: _opened(attributes[name], is_leaf, around) for name in attributes if name not in keys}
+    besides = {
+        name: _opened(attributes[name], is_leaf, around)
+        for name in attributes
+        if name not in keys
+    }
     names = tuple(name for name, item in besides.items() if _has_arrays(item, is_leaf))
     if not names and not _has_arrays(opened, is_leaf):
         return value
-    others = tuple((name, _identity(attributes[name])) for name in besides if name not in names)
+    others = tuple(
+        (name, _identity(attributes[name])) for name in besides if name not in names
+    )
     items = [*opened, *(besides[name] for name in names)]
     shell = _Shell(type(value), keys, names, others, value)
     empty = shell.of([None] * len(items))
@@ -168,13 +188,20 @@ def _identity(value: Any) -> Any:
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, compat.Variable):
         return False
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(type(leaf), "__jax_array__")
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(
+        type(leaf), "__jax_array__"
+    )
 
 
 @functools.lru_cache(maxsize=512)
 def _is_container(kind: type) -> bool:
-    """Whether objects of a class may have items, which decides quickly for most leaves."""
-    return issubclass(kind, Mapping | list | tuple) or _fields(kind) is not None or _is_proxy(kind)
+    """Whether objects of a class may have items, which decides quickly for most leaves.
+    """
+    return (
+        issubclass(kind, Mapping | list | tuple)
+        or _fields(kind) is not None
+        or _is_proxy(kind)
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -183,7 +210,11 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     attributes = getattr(kind, "__attrs_attrs__", None)
-    return None if attributes is None else tuple(attribute.name for attribute in attributes)
+    return (
+        None
+        if attributes is None
+        else tuple(attribute.name for attribute in attributes)
+    )
 
 
 def _is_proxy(kind: type) -> bool:
@@ -203,7 +234,8 @@ def _filled_mapping(value: Any, items: dict[Any, Any]) -> Any:
         return type(value)(items)
     except TypeError as error:
         raise StructureTypeError(
-            "A mapping can hold arrays across replicas if its class makes one from a dict.",
+            "A mapping can hold arrays across replicas if its class makes one from a "
+            "dict.",
             received=f"a {type(value).__name__}: {error}",
             fix="return a dict, or let the class take one.",
         ) from error

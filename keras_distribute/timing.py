@@ -1,4 +1,6 @@
-"""How long parts of a step take, while somebody wants to know. Knows nothing else of the package."""
+"""How long parts of a step take, while somebody wants to know. Knows nothing else of
+the package.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Generator
 
 
 class Times:
-    """What has been measured: the seconds spent in each part, and when it ended last."""
+    """What has been measured: the seconds spent in each part, and when it ended last.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

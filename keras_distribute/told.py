@@ -1,10 +1,12 @@
-"""What the traces of one ragged program tell each other. Knows neither programs nor collectives.
+"""What the traces of one ragged program tell each other. Knows neither programs nor
+collectives.
 
 A function whose replicas hold different shapes is traced once for each variant of the
 shapes, one after the other. To join what the replicas gather, a trace has to know the
-others' shapes at the same place. The first time that it comes to such a place it is broken
-off; when all variants have said what they have there, they are traced anew, and go on with
-the answer. So no line of the function ever runs with a shape that is only guessed.
+others' shapes at the same place. The first time that it comes to such a place it is
+broken off; when all variants have said what they have there, they are traced anew, and
+go on with the answer. So no line of the function ever runs with a shape that is only
+guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class BrokenOff(BaseException):
 
 
 class Told:
-    """What each replica has at each place, in the order in which a trace comes to them."""
+    """What each replica has at each place, in the order in which a trace comes to them.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
@@ -43,15 +46,19 @@ class Told:
             Whether there was anything: then they have to be traced anew.
 
         Raises:
-            ValueStructureError: Where only some of them came to a place, or to another one
-                each time.
+            ValueStructureError: Where only some of them came to a place, or to another
+                one each time.
         """
         if not any(trace.broken_off for trace in traces):
             return False
         place = min(trace.place for trace in traces if trace.broken_off)
         if place < len(self._places) or not all(trace.broken_off for trace in traces):
-            # A layer that gathers while it is built does so in one trace, and not in the next one.
-            before, self._before = self._before, [(trace.place, trace.own, trace.broken_off) for trace in traces]
+            # A layer that gathers while it is built does so in one trace, and not in
+            # the next one.
+            before, self._before = (
+                self._before,
+                [(trace.place, trace.own, trace.broken_off) for trace in traces],
+            )
             self._changes += 1
             if before == self._before:
                 raise _unlike_error(traces)
@@ -74,7 +81,9 @@ class RaggedTrace:
         broken_off: Whether it could not go on from there.
     """
 
-    def __init__(self, places: list[tuple[tuple[Form, ...], ...]], replicas: tuple[int, ...]) -> None:
+    def __init__(
+        self, places: list[tuple[tuple[Form, ...], ...]], replicas: tuple[int, ...]
+    ) -> None:
         self._places = places
         self.replicas = replicas
         self.place = -1
@@ -107,16 +116,20 @@ def _received(traces: Sequence[RaggedTrace]) -> str:
 
 def _unlike_error(traces: Sequence[RaggedTrace]) -> ValueStructureError:
     return ValueStructureError(
-        "The replicas hold different numbers of rows, and would communicate in different ways.",
+        "The replicas hold different numbers of rows, and would communicate in "
+        "different ways.",
         received=_received(traces),
-        fix="communicate in the same order, whatever the number of rows; or pass batches that "
+        fix="communicate in the same order, whatever the number of rows; or pass "
+        "batches that "
         "divide over the replicas.",
     )
 
 
 def _unsteady_error(traces: Sequence[RaggedTrace]) -> ValueStructureError:
     return ValueStructureError(
-        "The function given to strategy.run gathers other shapes each time it is traced.",
+        "The function given to strategy.run gathers other shapes each time it is "
+        "traced.",
         received=_received(traces),
-        fix="let what it gathers depend on its arguments alone, not on a counter or a Python random number.",
+        fix="let what it gathers depend on its arguments alone, not on a counter or a "
+        "Python random number.",
     )

@@ -13,10 +13,11 @@ from keras_distribute.errors import StructureTypeError, ValueStructureError
 class VariableSynchronization(enum.StrEnum):
     """When the copies of a variable are made equal.
 
-    `AUTO`: the strategy chooses. `NONE`: one copy only. `ON_WRITE`: at each assignment (a `MirroredVariable`).
-    `ON_READ`: at each read across replicas (a `SyncOnReadVariable`).
-    Source: `tf.VariableSynchronization`. They are the strings that Keras has for them,
-    and `keras.Variable` takes either: `keras.Variable(1.0, synchronization="on_read")`.
+    `AUTO`: the strategy chooses. `NONE`: one copy only. `ON_WRITE`: at each assignment
+    (a `MirroredVariable`). `ON_READ`: at each read across replicas (a
+    `SyncOnReadVariable`). Source: `tf.VariableSynchronization`. They are the strings
+    that Keras has for them, and `keras.Variable` takes either: `keras.Variable(1.0,
+    synchronization="on_read")`.
     """
 
     AUTO = "auto"
@@ -28,7 +29,8 @@ class VariableSynchronization(enum.StrEnum):
 class VariableAggregation(enum.StrEnum):
     """How the replicas' values of a variable become one.
 
-    Source: `tf.VariableAggregation`. They are the strings that Keras has for them, and `keras.Variable` takes either.
+    Source: `tf.VariableAggregation`. They are the strings that Keras has for them, and
+    `keras.Variable` takes either.
     """
 
     NONE = "none"
@@ -64,7 +66,8 @@ class ReduceOp(enum.Enum):
         raise (ValueStructureError if right else StructureTypeError)(
             "Only the aggregations SUM and MEAN are reductions.",
             received=f"{checks.shown(aggregation)}.",
-            fix='ReduceOp.from_variable_aggregation(VariableAggregation.SUM), or ReduceOp("SUM").',
+            fix="ReduceOp.from_variable_aggregation(VariableAggregation.SUM), or "
+            'ReduceOp("SUM").',
         )
 
     @staticmethod
@@ -87,11 +90,13 @@ class RunOptions:
     """Options of `Strategy.run`. Source: `tf.distribute.RunOptions`.
 
     Args:
-        experimental_enable_dynamic_batch_size: Accepted for compatibility. A program is compiled for each shape that
-            is seen, whatever this says, so a changing batch size always works.
-        experimental_bucketizing_dynamic_shape: Must be `False`: shapes are never padded to buckets, since padding
-            rows would enter the numbers.
-        experimental_xla_options: Compiler options for this program, as `jax.jit(compiler_options=...)` takes them.
+        experimental_enable_dynamic_batch_size: Accepted for compatibility. A program is
+            compiled for each shape that is seen, whatever this says, so a changing
+            batch size always works.
+        experimental_bucketizing_dynamic_shape: Must be `False`: shapes are never padded
+            to buckets, since padding rows would enter the numbers.
+        experimental_xla_options: Compiler options for this program, as
+            `jax.jit(compiler_options=...)` takes them.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -111,17 +116,19 @@ class RunOptions:
         )
         if self.experimental_bucketizing_dynamic_shape:
             raise ValueStructureError(
-                "Shapes are not padded to buckets: padding rows would enter the numbers.",
+                "Shapes are not padded to buckets: padding rows would enter the "
+                "numbers.",
                 received="experimental_bucketizing_dynamic_shape=True.",
                 fix="leave it False; a program is compiled once for each shape.",
             )
 
 
 class CommunicationImplementation(enum.Enum):
-    """What moves values between processes. Source: `tf.distribute.experimental.CommunicationImplementation`.
+    """What moves values between processes. Source:
+    `tf.distribute.experimental.CommunicationImplementation`.
 
-    XLA has one for each kind of device, and the choice is not ours: NCCL on GPUs, ICI on TPUs, Gloo on CPUs. `AUTO` and
-    `RING` take it; `NCCL` insists on GPUs.
+    XLA has one for each kind of device, and the choice is not ours: NCCL on GPUs, ICI
+    on TPUs, Gloo on CPUs. `AUTO` and `RING` take it; `NCCL` insists on GPUs.
     """
 
     AUTO = "AUTO"
@@ -131,13 +138,15 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """Options of a reduction or gather, or of a strategy. Source: `tf.distribute.experimental.CommunicationOptions`.
+    """Options of a reduction or gather, or of a strategy. Source:
+    `tf.distribute.experimental.CommunicationOptions`.
 
     Args:
-        bytes_per_pack: Reductions of many values are packed into buffers of about this size; 0 means that the
-            strategy chooses.
-        timeout_seconds: For a strategy over several processes, how long one of them may be silent before the others
-            raise an error. For one reduction it must be `None`: XLA's collectives have no timeout of their own.
+        bytes_per_pack: Reductions of many values are packed into buffers of about this
+            size; 0 means that the strategy chooses.
+        timeout_seconds: For a strategy over several processes, how long one of them may
+            be silent before the others raise an error. For one reduction it must be
+            `None`: XLA's collectives have no timeout of their own.
         implementation: What moves the values; see `CommunicationImplementation`.
 
     Raises:
@@ -189,7 +198,8 @@ class CommunicationOptions:
             raise ValueStructureError(
                 "One collective of an XLA program has no timeout of its own.",
                 received=f"timeout_seconds={self.timeout_seconds}.",
-                fix="leave it None, or pass it to kd.MultiWorkerMirroredStrategy(communication_options=...).",
+                fix="leave it None, or pass it to "
+                "kd.MultiWorkerMirroredStrategy(communication_options=...).",
             )
 
 

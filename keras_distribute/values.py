@@ -1,9 +1,12 @@
-"""Values that differ per replica, or are the same on each. Knows no contexts and no variables.
+"""Values that differ per replica, or are the same on each. Knows no contexts and no
+variables.
 
-A `PerReplica` is stored in one of four ways: as one array of shape `(num_replicas, *shape)` split over the replicas; if
-only the sizes of dimensions differ, as such an array of the largest sizes, whose components are filled up with zeros;
-as a tuple of components that differ in rank or dtype, or that are no arrays; or, while a program over all replicas is
-being traced, as this replica's own component alone (`PerReplica.local`).
+A `PerReplica` is stored in one of four ways: as one array of shape `(num_replicas,
+*shape)` split over the replicas; if only the sizes of dimensions differ, as such an
+array of the largest sizes, whose components are filled up with zeros; as a tuple of
+components that differ in rank or dtype, or that are no arrays; or, while a program over
+all replicas is being traced, as this replica's own component alone
+(`PerReplica.local`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ Forms = Sequence[Any]
 
 
 class DistributedValues(NDArrayOperatorsMixin):
-    """Base of values with one component for each replica. Source: `tf.distribute.DistributedValues`.
+    """Base of values with one component for each replica. Source:
+    `tf.distribute.DistributedValues`.
 
     Where it stands for one array, it can be computed with like that array.
     """
@@ -44,9 +48,14 @@ class DistributedValues(NDArrayOperatorsMixin):
         """The one array that it stands for."""
         raise NotImplementedError
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
+    ) -> Any:
         """NumPy's functions and all operators, by JAX."""
-        arrays = [value._as_one() if isinstance(value, DistributedValues) else value for value in inputs]
+        arrays = [
+            value._as_one() if isinstance(value, DistributedValues) else value
+            for value in inputs
+        ]
         if any(isinstance(out, DistributedValues) for out in kwargs.get("out", ())):
             del kwargs["out"]  # `value += 1`: a new array takes the name.
         function = getattr(jnp, ufunc.__name__, None)
@@ -57,8 +66,14 @@ class DistributedValues(NDArrayOperatorsMixin):
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - NumPy has none.
         return object.__hash__(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self._as_one(), dtype=dtype) if copy else np.asarray(self._as_one(), dtype=dtype)
+    def __array__(
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        return (
+            np.array(self._as_one(), dtype=dtype)
+            if copy
+            else np.asarray(self._as_one(), dtype=dtype)
+        )
 
     def __getitem__(self, key: Any) -> Any:
         return self._as_one()[key]
@@ -97,9 +112,11 @@ class DistributedValues(NDArrayOperatorsMixin):
 class PerReplica(DistributedValues):
     """A value that differs per replica: what `Strategy.run` returns.
 
-    Not made by hand: see `Strategy.run` and `Strategy.experimental_distribute_values_from_function`. A `PerReplica`
-    of one replica converts to an array or a number, and can be computed with; with more, that is an error: read
-    `values`, `strategy.reduce` or `strategy.gather` it, or compute in `strategy.run`.
+    Not made by hand: see `Strategy.run` and
+    `Strategy.experimental_distribute_values_from_function`. A `PerReplica` of one
+    replica converts to an array or a number, and can be computed with; with more, that
+    is an error: read `values`, `strategy.reduce` or `strategy.gather` it, or compute in
+    `strategy.run`.
     """
 
     def __init__(
@@ -118,34 +135,53 @@ class PerReplica(DistributedValues):
         self._local = local
 
     @staticmethod
-    def of(components: Sequence[Any], mesh: ReplicaMesh, forms: Forms | None = None) -> PerReplica:
-        """From one component a replica; arrays of one rank and dtype are stored as one split array.
+    def of(
+        components: Sequence[Any], mesh: ReplicaMesh, forms: Forms | None = None
+    ) -> PerReplica:
+        """From one component a replica; arrays of one rank and dtype are stored as one
+        split array.
 
         Args:
             components: Those of this process's replicas, in replica order.
             mesh: Where to.
-            forms: What `form_of` says of the components of all replicas, where other processes have some of them.
+            forms: What `form_of` says of the components of all replicas, where other
+                processes have some of them.
         """
         forms = list(map(form_of, components)) if forms is None else forms
         if any(form is None for form in forms):
             return PerReplica(components=tuple(components))
-        arrays = [_fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c for c in components]
+        arrays = [
+            _fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c
+            for c in components
+        ]
         devices = mesh.local_devices[:: mesh.num_logical]
         if len({(len(shape), dtype) for shape, dtype in forms}) > 1:
-            return PerReplica(components=tuple(jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)))
+            return PerReplica(
+                components=tuple(
+                    jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)
+                )
+            )
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
         array = mesh.joined([filled_up(a, largest)[None] for a in arrays])
-        return PerReplica(stacked=array) if len(set(shapes)) == 1 else PerReplica(padded=array, shapes=shapes)
+        return (
+            PerReplica(stacked=array)
+            if len(set(shapes)) == 1
+            else PerReplica(padded=array, shapes=shapes)
+        )
 
     @property
     def stacked(self) -> jax.Array | None:
-        """The array of shape `(num_replicas, *shape)`, or `None` where the components' shapes differ."""
+        """The array of shape `(num_replicas, *shape)`, or `None` where the components'
+        shapes differ.
+        """
         return self._stacked
 
     @property
     def padded(self) -> jax.Array | None:
-        """The array of shape `(num_replicas, *largest shape)` where the components' shapes differ, else `None`."""
+        """The array of shape `(num_replicas, *largest shape)` where the components'
+        shapes differ, else `None`.
+        """
         return self._padded
 
     @property
@@ -169,24 +205,35 @@ class PerReplica(DistributedValues):
             array = self._stacked if self._stacked is not None else self._padded
             if array is None:
                 raise ValueStructureError(
-                    "The components of other replicas cannot be read while the program is traced.",
+                    "The components of other replicas cannot be read while the program "
+                    "is traced.",
                     received="PerReplica.values inside merge_call.",
-                    fix="strategy.reduce, strategy.gather or strategy.extended.reduce_to, which are collectives.",
+                    fix="strategy.reduce, strategy.gather or "
+                    "strategy.extended.reduce_to, which are collectives.",
                 )
-            with jax.ensure_compile_time_eval():  # Also where a program is being traced: these are real arrays.
+            with (
+                jax.ensure_compile_time_eval()
+            ):  # Also where a program is being traced: these are real arrays.
                 if array.size:
                     self._components = tuple(
-                        self._cut(jnp.squeeze(part, 0), replica) for replica, part in mesh_components(array)
+                        self._cut(jnp.squeeze(part, 0), replica)
+                        for replica, part in mesh_components(array)
                     )
                 else:  # XLA does not split what has no elements.
                     empty = jnp.zeros(array.shape[1:], array.dtype)
                     own = ReplicaMesh(mesh_of_array(array)).local_replicas
-                    self._components = tuple(self._cut(empty, replica) for replica in own)
+                    self._components = tuple(
+                        self._cut(empty, replica) for replica in own
+                    )
         return self._components
 
     def _cut(self, value: jax.Array, replica: int) -> jax.Array:
         shape = value.shape if self._shapes is None else self._shapes[replica]
-        return value if shape == value.shape else lax.slice(value, (0,) * value.ndim, shape)
+        return (
+            value
+            if shape == value.shape
+            else lax.slice(value, (0,) * value.ndim, shape)
+        )
 
     def _as_one(self) -> Any:
         if self._local is None and len(self.values) == 1:
@@ -194,7 +241,8 @@ class PerReplica(DistributedValues):
         raise StructureTypeError(
             "A value that differs per replica is not one array.",
             received=f"{self!r}.",
-            fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, axis=0), or value.values; to compute '
+            fix='strategy.reduce("SUM", value, axis=None), strategy.gather(value, '
+            "axis=0), or value.values; to compute "
             "with each component, strategy.run(lambda x: x + 1, args=(value,)).",
         )
 
@@ -234,7 +282,9 @@ class Mirrored(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        if isinstance(self._value, jax.Array) and not isinstance(self._value, jax.core.Tracer):
+        if isinstance(self._value, jax.Array) and not isinstance(
+            self._value, jax.core.Tracer
+        ):
             return mesh_copies(self._value)
         return (self._value,)
 
@@ -246,7 +296,9 @@ class Mirrored(DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Also where a copy has no value yet.
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
         return getattr(self._value, name)
 
     def __repr__(self) -> str:
@@ -254,30 +306,47 @@ class Mirrored(DistributedValues):
 
 
 # The arguments of JAX's own functions are structures of arrays.
-jax.tree_util.register_pytree_node(Mirrored, lambda value: ((value.value,), None), lambda _, part: Mirrored(part[0]))
+jax.tree_util.register_pytree_node(
+    Mirrored, lambda value: ((value.value,), None), lambda _, part: Mirrored(part[0])
+)
 
 
 def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
     """The array in `shape`, filled up with zeros at the end of each dimension."""
     if array.shape == shape:
         return array
-    widths = [(0, after - before) for before, after in zip(array.shape, shape, strict=True)]
+    widths = [
+        (0, after - before) for before, after in zip(array.shape, shape, strict=True)
+    ]
     if not isinstance(array, jax.Array):
         return np.pad(array, widths)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # Keys of random numbers: XLA cannot pad them.
-        return lax.dynamic_update_slice(lax.full(shape, 0, array.dtype), array, (0,) * array.ndim)
-    return lax.pad(array, lax.full((), 0, array.dtype), [(before, after, 0) for before, after in widths])
+    if jnp.issubdtype(
+        array.dtype, jax.dtypes.extended
+    ):  # Keys of random numbers: XLA cannot pad them.
+        return lax.dynamic_update_slice(
+            lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
+        )
+    return lax.pad(
+        array,
+        lax.full((), 0, array.dtype),
+        [(before, after, 0) for before, after in widths],
+    )
 
 
 def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array itself, whose integers must survive JAX's 32 bits."""
-    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
+    if (
+        array.dtype.kind in "iu"
+        and array.dtype.itemsize == 8
+        and not jax.config.values["jax_enable_x64"]
+    ):
         limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
         if array.size and (array.max() > limits.max or array.min() < limits.min):
             raise ValueStructureError(
                 "JAX computes with 32-bit integers, and these do not fit.",
                 received=f"{array.dtype} values from {array.min()} to {array.max()}.",
-                fix='jax.config.update("jax_enable_x64", True) at the start of the program, or floating values.',
+                fix='jax.config.update("jax_enable_x64", True) at the start of the '
+                "program, or floating values.",
             )
     return array
 
@@ -293,8 +362,12 @@ def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
 def is_array(value: Any) -> bool:
     """Whether `value` is an array, or a number that stands for one."""
     if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2  # 2: the 16-bit and smaller floats of JAX.
-    return isinstance(value, jax.Array | int | float | complex) and not isinstance(value, bool)
+        return (
+            value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
+        )  # 2: the 16-bit and smaller floats of JAX.
+    return isinstance(value, jax.Array | int | float | complex) and not isinstance(
+        value, bool
+    )
 
 
 def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:
@@ -311,7 +384,10 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
     """
     first = per_replica[0]
     kinds = list(map(structures.is_structure, per_replica))
-    found = [structures.contents(value) if kind else None for value, kind in zip(per_replica, kinds, strict=True)]
+    found = [
+        structures.contents(value) if kind else None
+        for value, kind in zip(per_replica, kinds, strict=True)
+    ]
     if found[0] is None and not any(kinds):
         return group(per_replica)
     items: list[list[Any]] = []
@@ -320,12 +396,15 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
         if type(value) is not type(first) or keys[0] != keys[1]:
             raise ValueStructureError(
                 "The replicas returned different structures.",
-                received=f"{_form(first)} from replica 0, {_form(value)} from replica {i}.",
+                received=f"{_form(first)} from replica 0, {_form(value)} from replica "
+                f"{i}.",
                 fix="return the same structure from every replica.",
             )
         if own is not None:  # Otherwise a replica further on has a structure.
             items.append(own[1])
-    return structures.filled(first, [regroup(column, group) for column in zip(*items, strict=True)])
+    return structures.filled(
+        first, [regroup(column, group) for column in zip(*items, strict=True)]
+    )
 
 
 def _form(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""For the reference pages: lets the docstring heading `Example:` be read like `Examples:`, as code and its output."""
+"""For the reference pages: lets the docstring heading `Example:` be read like
+`Examples:`, as code and its output.
+"""
 
 from __future__ import annotations
 

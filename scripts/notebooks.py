@@ -3,7 +3,8 @@
     python scripts/notebooks.py                         # all of them
     python scripts/notebooks.py tutorials/keras.ipynb   # one
 
-Needs the `test` extra. Cells with the tag `skip-execution` install packages, and are not run.
+Needs the `test` extra. Cells with the tag `skip-execution` install packages, and are
+not run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 # What the machine says of itself is no part of a tutorial.
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def run(path: Path, seconds_each: int = 120) -> nbformat.NotebookNode:
@@ -32,7 +37,8 @@ def run(path: Path, seconds_each: int = 120) -> nbformat.NotebookNode:
 
     Raises:
         nbclient.exceptions.CellExecutionError: When a cell fails.
-        nbclient.exceptions.CellTimeoutError: When one takes too long; the kernel is ended.
+        nbclient.exceptions.CellTimeoutError: When one takes too long; the kernel is
+            ended.
     """
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
@@ -52,10 +58,14 @@ def store(path: Path) -> None:
     """Runs a notebook and writes its outputs into it."""
     begun = time.perf_counter()
     notebook = run(path)
-    notebook.metadata.language_info = {"name": "python"}  # Not the version that happened to run it.
+    notebook.metadata.language_info = {
+        "name": "python"
+    }  # Not the version that happened to run it.
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = [
+                output for output in cell.outputs if output.get("name") != "stderr"
+            ]
     path.write_text(nbformat.writes(notebook) + "\n", "utf-8")
     print(f"{path.relative_to(ROOT)}: {time.perf_counter() - begun:.0f} s")
 

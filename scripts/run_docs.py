@@ -1,10 +1,12 @@
-"""Runs the code of the documentation, and compares what it prints with what the page says.
+"""Runs the code of the documentation, and compares what it prints with what the page
+says.
 
     python scripts/run_docs.py                  # every page that has code, each in a process of its own
     python scripts/run_docs.py docs/index.md    # one page, in this process
 
-Every fenced block marked `python` is run, from top to bottom, as one program. A block marked `text title="Output"`
-must be what the block before it printed. Blocks marked `py` are shown, but not run: TensorFlow's side of a comparison.
+Every fenced block marked `python` is run, from top to bottom, as one program. A block
+marked `text title="Output"` must be what the block before it printed. Blocks marked
+`py` are shown, but not run: TensorFlow's side of a comparison.
 """
 
 from __future__ import annotations
@@ -20,14 +22,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r'^(?P<indent> *)```(?P<kind>python|text title="Output")\n(?P<code>.*?)^(?P=indent)```$', re.MULTILINE | re.DOTALL
+    r'^(?P<indent> *)```(?P<kind>python|text title="Output")\n(?P<code>.*?)^(?P=indent)```$',
+    re.MULTILINE | re.DOTALL,
 )
 
 
 def pages() -> list[Path]:
     """The pages that have code to run."""
     candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in candidates if any(m["kind"] == "python" for m in BLOCK.finditer(page.read_text("utf-8")))]
+    return [
+        page
+        for page in candidates
+        if any(m["kind"] == "python" for m in BLOCK.finditer(page.read_text("utf-8")))
+    ]
 
 
 def run(page: Path) -> None:
@@ -49,7 +56,10 @@ def run(page: Path) -> None:
                 exec(compile("\n" * line + code, str(page), "exec"), names)
             printed = out.getvalue()
         elif printed.split() != code.split():
-            raise AssertionError(f"{page}:{line}: the page says\n{code}\nbut the code before it prints\n{printed}")
+            raise AssertionError(
+                f"{page}:{line}: the page says\n{code}\nbut the code before it "
+                f"prints\n{printed}"
+            )
 
 
 def main() -> int:
@@ -57,7 +67,11 @@ def main() -> int:
     if len(chosen) == 1:
         run(chosen[0])
         return 0
-    failed = [page for page in chosen if subprocess.run([sys.executable, __file__, str(page)]).returncode]
+    failed = [
+        page
+        for page in chosen
+        if subprocess.run([sys.executable, __file__, str(page)]).returncode
+    ]
     for page in chosen:
         print("failed" if page in failed else "ok    ", page.relative_to(ROOT))
     return len(failed)

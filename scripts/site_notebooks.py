@@ -1,7 +1,9 @@
-"""For the site: makes a page of each notebook in tutorials/, with its stored outputs and pictures.
+"""For the site: makes a page of each notebook in tutorials/, with its stored outputs
+and pictures.
 
-The pages are Markdown, so that code, tables, links and search are those of every other page, and links are checked.
-Links in notebooks are absolute, for Colab; those into the repository become links within the site.
+The pages are Markdown, so that code, tables, links and search are those of every other
+page, and links are checked. Links in notebooks are absolute, for Colab; those into the
+repository become links within the site.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
-REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
+REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))[
+    "project"
+]["urls"]["Repository"]
 FILE_URL = f"{REPOSITORY}/blob/main/"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for each notebook, and its pictures. Called by mkdocs."""
-    from mkdocs.structure.files import File  # The tests, which read the rest of this file, run without mkdocs.
+    from mkdocs.structure.files import (
+        File,
+    )  # The tests, which read the rest of this file, run without mkdocs.
 
     for path in sorted((ROOT / "tutorials").glob("*.ipynb")):
         pictures: dict[str, bytes] = {}
@@ -68,4 +74,6 @@ def _shown(output: dict[str, Any], stem: str, pictures: dict[str, bytes]) -> str
         return f"![What the code draws]({name})"
     if "text/html" in data:
         return f'<div class="notebook-html">{"".join(data["text/html"])}</div>'
-    return '```text title="Output"\n' + "".join(data["text/plain"]).rstrip("\n") + "\n```"
+    return (
+        '```text title="Output"\n' + "".join(data["text/plain"]).rstrip("\n") + "\n```"
+    )

@@ -1,4 +1,5 @@
-"""Compiles training steps for TPUs that are not there, and writes the lines that say what a device does.
+"""Compiles training steps for TPUs that are not there, and writes the lines that say
+what a device does.
 
     pip install libtpu
     JAX_PLATFORMS=cpu python scripts/tpu_program.py
@@ -30,7 +31,9 @@ class Divided(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         strategy: Any = kd.get_strategy()
-        return strategy.experimental_split_to_logical_devices(x, [1, strategy.num_logical_devices, 1, 1])
+        return strategy.experimental_split_to_logical_devices(
+            x, [1, strategy.num_logical_devices, 1, 1]
+        )
 
 
 def classifier() -> keras.Model:
@@ -39,7 +42,9 @@ def classifier() -> keras.Model:
         keras.Input((64, 64, 3)),
         Divided(),
         keras.layers.Conv2D(64, 3, padding="same", activation="relu", name="first"),
-        keras.layers.Conv2D(128, 3, strides=2, padding="same", activation="relu", name="second"),
+        keras.layers.Conv2D(
+            128, 3, strides=2, padding="same", activation="relu", name="second"
+        ),
         keras.layers.GlobalAveragePooling2D(),
         keras.layers.Dense(1024, activation="relu", name="hidden"),
         keras.layers.Dense(10, name="last"),
@@ -62,7 +67,10 @@ def compiled(num_logical: int) -> str:
         model = classifier()
     # Chips in the order that the assignment gave the CPU devices.
     places = {tuple(chip.coords): chip for chip in targets.parse(TOPOLOGY).devices()}
-    groups = [[places[tuple(core[:3])] for core in replica] for replica in assignment.core_assignment.tolist()]
+    groups = [
+        [places[tuple(core[:3])] for core in replica]
+        for replica in assignment.core_assignment.tolist()
+    ]
     batch = examples.batch_of(model, ROWS)
     planning.build(model, strategy, batch)
     plan = planning.training_step(model, strategy, ReplicaMesh.of_groups(groups), batch)
@@ -70,36 +78,68 @@ def compiled(num_logical: int) -> str:
 
 
 def as_it_stands(text: str) -> list[str]:
-    """The first convolution and the largest messages, word for word, but for the compiler's settings at the end."""
+    """The first convolution and the largest messages, word for word, but for the
+    compiler's settings at the end.
+    """
     lines = [line.strip() for line in text.splitlines()]
-    first = next(line for line in lines if " convolution(" in line and "jvp(first)/" in line)
-    sent = max((line for line in lines if re.search(r" all-reduce(-start)?\(", line)), key=len)
-    chosen = (first, *[line for line in lines if " collective-permute-start(" in line][:1], sent)
-    return [re.sub(r" stack_frame_id=\d+|, (frontend_attributes|backend_config)=.*$", "", line) for line in chosen]
+    first = next(
+        line for line in lines if " convolution(" in line and "jvp(first)/" in line
+    )
+    sent = max(
+        (line for line in lines if re.search(r" all-reduce(-start)?\(", line)), key=len
+    )
+    chosen = (
+        first,
+        *[line for line in lines if " collective-permute-start(" in line][:1],
+        sent,
+    )
+    return [
+        re.sub(
+            r" stack_frame_id=\d+|, (frontend_attributes|backend_config)=.*$", "", line
+        )
+        for line in chosen
+    ]
 
 
 def described(text: str) -> list[str]:
-    """The inputs of a device, its convolutions and matrix products, and what it sends."""
+    """The inputs of a device, its convolutions and matrix products, and what it sends.
+    """
     layout = re.search(r"entry_computation_layout=\{\((.*?)\)->", text, re.DOTALL)
     assert layout is not None
     inputs = re.findall(r"\w+\[[\d,]*\]", re.sub(r"/\*.*?\*/", "", layout.group(1)))
-    lines = ["inputs of one device: " + ", ".join(f"{inputs.count(i)} x {i}" for i in dict.fromkeys(inputs))]
+    lines = [
+        "inputs of one device: "
+        + ", ".join(f"{inputs.count(i)} x {i}" for i in dict.fromkeys(inputs))
+    ]
     kinds = r"(convolution|all-reduce(?:-start)?|collective-permute-start|collective-permute|all-gather(?:-start)?)\("
     for line in text.splitlines():
         found = re.search(rf"= (.*?) {kinds}", line)
         if found:
             name = re.search(r'op_name="([^"]*)"', line)
-            between = re.search(r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\] \{.*?\}|\S+?)(, |$)", line)
+            between = re.search(
+                r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\] \{.*?\}|\S+?)(, |$)",
+                line,
+            )
             shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", found.group(1))
-            lines.append(f"{found.group(2)} {shape}" + (f" between {between.group(1)}" if between else ""))
-            lines += [f"    of {name.group(1).removeprefix('jit(global_step)/')}"] if name else []
+            lines.append(
+                f"{found.group(2)} {shape}"
+                + (f" between {between.group(1)}" if between else "")
+            )
+            lines += (
+                [f"    of {name.group(1).removeprefix('jit(global_step)/')}"]
+                if name
+                else []
+            )
     return lines
 
 
 def main() -> None:
     kd.config.set_cpu_devices(8)
     pages = pathlib.Path(__file__).parents[1] / "docs" / "guide"
-    for num_logical, name in ((1, "tpu-one-logical-device"), (2, "tpu-two-logical-devices")):
+    for num_logical, name in (
+        (1, "tpu-one-logical-device"),
+        (2, "tpu-two-logical-devices"),
+    ):
         text = compiled(num_logical)
         (pages / f"{name}.txt").write_text("\n".join(described(text)) + "\n")
         (pages / f"{name}-text.txt").write_text("\n".join(as_it_stands(text)) + "\n")

@@ -91,7 +91,9 @@ def reflects(address):
 def opens_and_resets(address):
     for _ in range(50):
         connection = connected(address)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         connection.close()
 
 
@@ -136,7 +138,8 @@ ATTACKS = {
     "signed with another token": signed(HOST),
     "infinity, signed with another token": signed(HOST | {"processes": float("inf")}),
     "a signature for another connection": says(
-        WRONG.sealed(rendezvous._joining(new_nonce()), json.dumps(HOST).encode()) + b"\n"
+        WRONG.sealed(rendezvous._joining(new_nonce()), json.dumps(HOST).encode())
+        + b"\n"
     ),
     "an empty token": signed(HOST, Seal(b"")),
     "reflected": reflects,
@@ -175,7 +178,9 @@ def attacked(address, names=tuple(ATTACKS), seconds=120.0, pause=0.01):
             except OSError:
                 done[name] += 1  # It was refused.
 
-    threads = [threading.Thread(target=again, args=[name], daemon=True) for name in names]
+    threads = [
+        threading.Thread(target=again, args=[name], daemon=True) for name in names
+    ]
     for thread in threads:
         thread.start()
     try:

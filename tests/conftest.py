@@ -1,4 +1,6 @@
-"""Eight virtual CPU devices for every test, set up before JAX starts; and which cases of long tests run."""
+"""Eight virtual CPU devices for every test, set up before JAX starts; and which cases
+of long tests run.
+"""
 
 import gc
 import os
@@ -15,7 +17,9 @@ import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Of the cases of each test that is marked `sampled(n)` one in `n` runs, always the same; with `EVERY_CASE` all."""
+    """Of the cases of each test that is marked `sampled(n)` one in `n` runs, always the
+    same; with `EVERY_CASE` all.
+    """
     if os.environ.get("EVERY_CASE"):
         return
     cases = defaultdict(list)
@@ -25,15 +29,26 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for of_one_test in cases.values():
         of_one_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(of_one_test[-(-len(of_one_test) // of_one_test[0].get_closest_marker("sampled").args[0]) :])
+        left_out.update(
+            of_one_test[
+                -(
+                    -len(of_one_test)
+                    // of_one_test[0].get_closest_marker("sampled").args[0]
+                ) :
+            ]
+        )
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item in left_out]
+        )
         items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_given_back():
-    """Programs and models end with the file that made them: a process would hold some 5 GB of them in the end."""
+    """Programs and models end with the file that made them: a process would hold some 5
+    GB of them in the end.
+    """
     yield
     jax.clear_caches()
     gc.collect()

@@ -1,4 +1,5 @@
-"""Raises an exception in the middle of a call, where Python could raise one from outside.
+"""Raises an exception in the middle of a call, where Python could raise one from
+outside.
 
 Python looks for signals and for exceptions that other threads send when a function is
 entered and when a function written in C has returned. A profile function is called at
@@ -24,7 +25,9 @@ class Interrupter:
         inside: Only places in files whose path contains this count.
     """
 
-    def __init__(self, first: int | None, second: int | None = None, inside: str = "") -> None:
+    def __init__(
+        self, first: int | None, second: int | None = None, inside: str = ""
+    ) -> None:
         self._first, self._second, self._inside = first, second, inside
         self.count = 0
         self.where = "nowhere"

@@ -1,4 +1,6 @@
-"""Strategies with several logical devices a replica, on the CPU devices of the tests, and models to divide."""
+"""Strategies with several logical devices a replica, on the CPU devices of the tests,
+and models to divide.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import numpy as np
 
 import keras_distribute as kd
 
-COMPUTATION_SHAPES = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [2, 2, 1, 1], 8: [2, 4, 1, 1]}
+COMPUTATION_SHAPES = {
+    1: [1, 1, 1, 1],
+    2: [1, 2, 1, 1],
+    4: [2, 2, 1, 1],
+    8: [2, 4, 1, 1],
+}
 HIDDEN = {".*hidden/kernel": (None, "logical"), ".*hidden/bias": ("logical",)}
 RNG = np.random.RandomState(0)
 IMAGES, LABELS = RNG.randn(22, 8, 8, 3).astype("float32"), RNG.randint(0, 3, 22)
@@ -21,7 +28,9 @@ def tpu_strategy(num_logical: int, **options: Any) -> Any:
     resolver = kd.cluster_resolver.TPUClusterResolver("cpu")
     topology = kd.tpu.experimental.initialize_tpu_system(resolver)
     assignment = kd.tpu.experimental.DeviceAssignment.build(
-        topology, computation_shape=COMPUTATION_SHAPES[num_logical], num_replicas=8 // num_logical
+        topology,
+        computation_shape=COMPUTATION_SHAPES[num_logical],
+        num_replicas=8 // num_logical,
     )
     return kd.TPUStrategy(resolver, assignment, **options)
 
@@ -35,11 +44,17 @@ class Divided(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         strategy: Any = kd.get_strategy()
-        return strategy.experimental_split_to_logical_devices(x, self.parts) if self.parts else x
+        return (
+            strategy.experimental_split_to_logical_devices(x, self.parts)
+            if self.parts
+            else x
+        )
 
 
 def image_classifier(parts: Any = None) -> Any:
-    """A convolution over images that are divided, batch normalization, and a dense layer that a layout map divides."""
+    """A convolution over images that are divided, batch normalization, and a dense
+    layer that a layout map divides.
+    """
     keras.utils.set_random_seed(0)
     layers = [
         keras.Input((8, 8, 3)),
@@ -57,7 +72,10 @@ def dense_classifier(**compiling: Any) -> Any:
     """Dense layers of which a layout map divides one."""
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(16, activation="tanh", name="hidden")
-    return compiled(keras.Sequential([keras.Input((192,)), hidden, keras.layers.Dense(3)]), **compiling)
+    return compiled(
+        keras.Sequential([keras.Input((192,)), hidden, keras.layers.Dense(3)]),
+        **compiling,
+    )
 
 
 def compiled(model: Any, **compiling: Any) -> Any:
@@ -84,11 +102,15 @@ def names_of_a_nan(strategy: Any, rows: int, row: int) -> str:
 
 
 def on_hosts(folder: Any) -> dict[str, Any]:
-    """What one of several processes trains, saves and gets back, with two logical devices a replica."""
+    """What one of several processes trains, saves and gets back, with two logical
+    devices a replica.
+    """
     strategy = tpu_strategy(2, layout_map=HIDDEN)
     with strategy.scope():
         model = dense_classifier()
-    history = model.fit(ROWS, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    history = model.fit(
+        ROWS, LABELS, batch_size=16, epochs=2, shuffle=False, verbose=0
+    ).history
     model.save(f"{folder}/model.keras")
     kd.Checkpoint(model=model).write(f"{folder}/checkpoint")
     expected = model.get_weights()
@@ -108,7 +130,13 @@ def on_hosts(folder: Any) -> dict[str, Any]:
         "restored": model.get_weights(),
         "predictions": np.asarray(model.predict(ROWS, verbose=0)),
         "sums": [float(value) for value in strategy.run(step, args=(values,)).values],
-        "total": float(strategy.reduce("SUM", strategy.run(step, args=(values,)), axis=None)),
+        "total": float(
+            strategy.reduce("SUM", strategy.run(step, args=(values,)), axis=None)
+        ),
         "nan": names_of_a_nan(strategy, 16, 13),
-        "placed": len(strategy.experimental_split_to_logical_devices(np.ones((2, 2)), [1, 2]).addressable_shards),
+        "placed": len(
+            strategy.experimental_split_to_logical_devices(
+                np.ones((2, 2)), [1, 2]
+            ).addressable_shards
+        ),
     }

@@ -1,4 +1,6 @@
-"""Gradient accumulation in `fit`: one device's numbers, and gradients that travel only when the optimizer updates."""
+"""Gradient accumulation in `fit`: one device's numbers, and gradients that travel only
+when the optimizer updates.
+"""
 
 import re
 
@@ -36,24 +38,46 @@ def make_model(kind):
         keras.layers.Embedding(10, 8, mask_zero=True),
         keras.layers.LSTM(8, return_sequences=True, kernel_regularizer="l2"),
         keras.layers.BatchNormalization(synchronized=True),
-        keras.layers.Dense(1, activity_regularizer="l2" if kind == "activity regularizer" else None),
+        keras.layers.Dense(
+            1, activity_regularizer="l2" if kind == "activity regularizer" else None
+        ),
     ]
     if kind == "own layer":
         layers.insert(3, Scaled())
     model = keras.Sequential(layers)
-    optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3, gradient_accumulation_steps=3, global_clipnorm=0.1)
+    optimizer = keras.optimizers.Adam(
+        0.01, epsilon=1e-3, gradient_accumulation_steps=3, global_clipnorm=0.1
+    )
     if kind == "loss scaling":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
-    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"], auto_scale_loss=False)
+    model.compile(
+        optimizer,
+        "mse",
+        metrics=["mae"],
+        weighted_metrics=["mse"],
+        auto_scale_loss=False,
+    )
     return model
 
 
 def train(model, **kwargs):
     history = model.fit(
-        TOKENS, TARGETS, sample_weight=WEIGHTS, batch_size=32, epochs=3, shuffle=False, verbose=0, **kwargs
+        TOKENS,
+        TARGETS,
+        sample_weight=WEIGHTS,
+        batch_size=32,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
     ).history
     state = [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
-    return history, model.evaluate(TOKENS, TARGETS, verbose=0), model.predict(TOKENS, verbose=0), state
+    return (
+        history,
+        model.evaluate(TOKENS, TARGETS, verbose=0),
+        model.predict(TOKENS, verbose=0),
+        state,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +95,11 @@ def one_device():
 @pytest.mark.parametrize(
     ("kind", "n"),
     [("row-wise", n) for n in (1, 2, 3, 8)]
-    + [(kind, n) for kind in ("activity regularizer", "own layer", "loss scaling") for n in (2, 3)],
+    + [
+        (kind, n)
+        for kind in ("activity regularizer", "own layer", "loss scaling")
+        for n in (2, 3)
+    ],
 )
 def test_the_numbers_of_one_device(one_device, kind, n):
     with mirrored(n).scope():
@@ -91,7 +119,9 @@ def compiled_step(model, rows):
     with context.entered(steps.frame_for(strategy)):
         model.train_function = None
         model.train_on_batch(TOKENS[:rows], TARGETS[:rows])
-        placed = batches.place((TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh)
+        placed = batches.place(
+            (TOKENS[:rows], TARGETS[:rows], None), strategy.replica_mesh
+        )
         return steps.compile_step(model, "train").executable(placed).compile().as_text()
 
 
@@ -102,24 +132,47 @@ def test_gradients_travel_only_when_the_optimizer_updates():
     text = compiled_step(model, 32)
     entry = text[text.index("\nENTRY") :]
     in_entry = [line for line in entry.splitlines() if " all-reduce" in line]
-    assert all(size < 16 for line in in_entry for size in _elements(line)), "only statistics, losses and metrics"
-    elsewhere = [line for line in text[: text.index("\nENTRY")].splitlines() if " all-reduce(" in line]
+    assert all(size < 16 for line in in_entry for size in _elements(line)), (
+        "only statistics, losses and metrics"
+    )
+    elsewhere = [
+        line
+        for line in text[: text.index("\nENTRY")].splitlines()
+        if " all-reduce(" in line
+    ]
     assert largest in [size for line in elsewhere for size in _elements(line)]
     text = compiled_step(other, 32)
     entry = text[text.index("\nENTRY") :]
-    assert max(s for line in entry.splitlines() if " all-reduce" in line for s in _elements(line)) >= 16
+    assert (
+        max(
+            s
+            for line in entry.splitlines()
+            if " all-reduce" in line
+            for s in _elements(line)
+        )
+        >= 16
+    )
 
 
 def _elements(line):
     result = line.split(" all-reduce")[0]
-    return [int(np.prod([int(d) for d in s.split(",") if d])) for s in re.findall(r"f32\[([\d,]*)\]", result)]
+    return [
+        int(np.prod([int(d) for d in s.split(",") if d]))
+        for s in re.findall(r"f32\[([\d,]*)\]", result)
+    ]
 
 
 def test_accumulators_are_each_replicas_own_and_survive_the_epoch():
     with mirrored(2).scope():
         model = make_model("row-wise")
-    model.fit(TOKENS[:64], TARGETS[:64], batch_size=16, epochs=1, verbose=0, shuffle=False)  # 4 steps: 3 and 1.
-    accumulator = next(v for v in model.optimizer.variables if v.path.endswith("lstm_cell_kernel_gradient_accumulator"))
+    model.fit(
+        TOKENS[:64], TARGETS[:64], batch_size=16, epochs=1, verbose=0, shuffle=False
+    )  # 4 steps: 3 and 1.
+    accumulator = next(
+        v
+        for v in model.optimizer.variables
+        if v.path.endswith("lstm_cell_kernel_gradient_accumulator")
+    )
     first, second = (np.asarray(c) for c in accumulator.values)
     assert np.abs(first).max() > 0
     assert np.abs(second).max() > 0
@@ -162,7 +215,9 @@ def test_training_goes_on_in_a_custom_loop():
     model.fit(x[:16], y[:16], batch_size=8, verbose=0, shuffle=False)
 
     def step(x, y):
-        _, grads = kd.value_and_grad(lambda: loss(y, model(x)), model.trainable_variables)()
+        _, grads = kd.value_and_grad(
+            lambda: loss(y, model(x)), model.trainable_variables
+        )()
         model.optimizer.apply(grads, model.trainable_variables)
 
     halves = [

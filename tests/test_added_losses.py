@@ -1,4 +1,6 @@
-"""Losses that layers add: all of them count, in every trace, in `fit` and in loops of one's own."""
+"""Losses that layers add: all of them count, in every trace, in `fit` and in loops of
+one's own.
+"""
 
 import jax.numpy as jnp
 import keras
@@ -31,12 +33,15 @@ class MeanSquare(keras.layers.Layer):
 
 
 def test_an_old_loss_does_not_take_a_new_one_away():
-    # A loss that comes again stands for a new one that got the `id` of one which is gone.
+    # A loss that comes again stands for a new one that got the `id` of one which is
+    # gone.
     early, late = Switched(), Switched()
     model = keras.Sequential([keras.Input((2,)), early, late])
 
     def losses():
-        return model.stateless_call([], [], np.ones((1, 2), "float32"), return_losses=True)[2]
+        return model.stateless_call(
+            [], [], np.ones((1, 2), "float32"), return_losses=True
+        )[2]
 
     late.on = True
     assert losses() == [Switched.loss]
@@ -47,7 +52,13 @@ def test_an_old_loss_does_not_take_a_new_one_away():
 
 
 def test_nothing_is_noted_beyond_its_scope():
-    model = keras.Sequential([keras.Input((2,)), MeanSquare(), keras.layers.Dense(1, activity_regularizer="l2")])
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            MeanSquare(),
+            keras.layers.Dense(1, activity_regularizer="l2"),
+        ]
+    )
     with keras.StatelessScope(collect_losses=True):
         model(np.ones((1, 2), "float32"))
         assert len(model.losses) == 2
@@ -58,7 +69,9 @@ def build():
     return keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(5, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2"),
+            keras.layers.Dense(
+                5, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2"
+            ),
             MeanSquare(),
             keras.layers.Dense(3),
         ]
@@ -66,7 +79,9 @@ def build():
 
 
 def train(strategy, x, y, steps=3):
-    """A loop as on tensorflow.org: the loss of the rows and `model.losses`, the latter for all replicas together."""
+    """A loop as on tensorflow.org: the loss of the rows and `model.losses`, the latter
+    for all replicas together.
+    """
     keras.utils.set_random_seed(4)
     with strategy.scope():
         model, optimizer = build(), keras.optimizers.SGD(0.1)
@@ -75,9 +90,13 @@ def train(strategy, x, y, steps=3):
 
     def step(x, y):
         def loss_of():
-            per_row = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            per_row = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
             counts.append(len(model.losses))
-            return kd.nn.compute_average_loss(per_row) + kd.nn.scale_regularization_loss(sum(model.losses))
+            return kd.nn.compute_average_loss(
+                per_row
+            ) + kd.nn.scale_regularization_loss(sum(model.losses))
 
         loss, gradients = kd.value_and_grad(loss_of, model.trainable_variables)()
         optimizer.apply(gradients, model.trainable_variables)
@@ -85,10 +104,15 @@ def train(strategy, x, y, steps=3):
 
     def parts(data):
         split = np.split(data, strategy.num_replicas_in_sync)
-        return strategy.experimental_distribute_values_from_function(lambda c: split[c.replica_id_in_sync_group])
+        return strategy.experimental_distribute_values_from_function(
+            lambda c: split[c.replica_id_in_sync_group]
+        )
 
     batch = (parts(x), parts(y))
-    losses = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for _ in range(steps)]
+    losses = [
+        float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+        for _ in range(steps)
+    ]
     assert set(counts) == {3}
     return losses, [np.asarray(variable) for variable in model.variables]
 
@@ -102,7 +126,9 @@ def test_losses_of_a_loop_equal_one_device(replicas):
     for _ in range(3):
 
         def loss_of():
-            per_row = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            per_row = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
             return ops.mean(per_row) + sum(model.losses)
 
         loss, gradients = kd.value_and_grad(loss_of, model.trainable_variables)()
@@ -122,4 +148,6 @@ def test_losses_in_run_without_gradients():
     model(x[:4])
     expected = float(sum(model.losses))
     results = strategy.run(lambda x: (model(x), sum(model.losses))[1], args=(x[:4],))
-    np.testing.assert_allclose(strategy.experimental_local_results(results), [expected] * 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        strategy.experimental_local_results(results), [expected] * 2, rtol=1e-6
+    )

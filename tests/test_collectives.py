@@ -1,4 +1,6 @@
-"""`reduce`, `gather`, the replica context's collectives, their gradients, and the `CrossDeviceOps`."""
+"""`reduce`, `gather`, the replica context's collectives, their gradients, and the
+`CrossDeviceOps`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ def strategy(request):
 
 
 def distributed(strategy, parts):
-    return strategy.experimental_distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: parts[c.replica_id_in_sync_group]
+    )
 
 
 def parts_of(n, shape=(3, 4)):
@@ -36,8 +40,14 @@ def test_reduce(strategy, op, axis):
     result = strategy.reduce(op, distributed(strategy, parts), axis=axis)
     reduce = np.sum if op == "SUM" else np.mean
     stacked = np.stack(parts)
-    axes = () if axis is None else tuple(a % 2 + 1 for a in (axis if isinstance(axis, tuple) else (axis,)))
-    np.testing.assert_allclose(result, reduce(stacked, axis=(0, *axes)), rtol=1e-5, atol=1e-6)
+    axes = (
+        ()
+        if axis is None
+        else tuple(a % 2 + 1 for a in (axis if isinstance(axis, tuple) else (axis,)))
+    )
+    np.testing.assert_allclose(
+        result, reduce(stacked, axis=(0, *axes)), rtol=1e-5, atol=1e-6
+    )
     assert isinstance(result, jax.Array)
     for shard in result.addressable_shards:
         np.testing.assert_array_equal(shard.data, result)
@@ -46,12 +56,15 @@ def test_reduce(strategy, op, axis):
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_reduce_of_ragged_components_divides_by_the_true_count(op):
     strategy = mirrored(4)
-    parts = [np.arange(i + 1, dtype="float32") for i in range(3)] + [np.zeros(0, "float32")]
+    parts = [np.arange(i + 1, dtype="float32") for i in range(3)] + [
+        np.zeros(0, "float32")
+    ]
     result = strategy.reduce(op, distributed(strategy, parts), axis=0)
     reduce = np.sum if op == "SUM" else np.mean
     assert float(result) == pytest.approx(float(reduce(np.concatenate(parts))))
     with pytest.raises(
-        errors.ValueStructureError, match=r"(?s)shapes differ outside the reduced axes.*\(1,\), \(2,\).*Fix"
+        errors.ValueStructureError,
+        match=r"(?s)shapes differ outside the reduced axes.*\(1,\), \(2,\).*Fix",
     ):
         strategy.reduce(op, distributed(strategy, parts), axis=None)
 
@@ -59,14 +72,26 @@ def test_reduce_of_ragged_components_divides_by_the_true_count(op):
 def test_mean_of_integers_is_not_truncated(strategy):
     n = strategy.num_replicas_in_sync
     value = distributed(strategy, [np.int32(i) for i in range(n)])
-    assert float(strategy.reduce("MEAN", value, axis=None)) == pytest.approx((n - 1) / 2)
+    assert float(strategy.reduce("MEAN", value, axis=None)) == pytest.approx(
+        (n - 1) / 2
+    )
     assert strategy.reduce("SUM", value, axis=None).dtype == jnp.int32
-    assert float(strategy.reduce("MEAN", distributed(strategy, [np.array([0, 1])] * n), axis=0)) == 0.5
+    assert (
+        float(
+            strategy.reduce(
+                "MEAN", distributed(strategy, [np.array([0, 1])] * n), axis=0
+            )
+        )
+        == 0.5
+    )
 
 
 def test_reduce_of_structures_and_names(strategy):
     n = strategy.num_replicas_in_sync
-    value = {"a": distributed(strategy, [np.float32(1)] * n), "b": [distributed(strategy, parts_of(n))]}
+    value = {
+        "a": distributed(strategy, [np.float32(1)] * n),
+        "b": [distributed(strategy, parts_of(n))],
+    }
     assert float(strategy.reduce("sum", value, axis=None)["a"]) == n
     assert strategy.reduce(kd.ReduceOp.MEAN, value, axis=None)["b"][0].shape == (3, 4)
 
@@ -76,7 +101,10 @@ def test_reduce_of_what_is_the_same_everywhere():
     assert float(strategy.reduce("MEAN", 3.0, axis=None)) == 3.0
     assert float(strategy.reduce("MEAN", np.array([1.0, 2.0]), axis=0)) == 1.5
     assert float(strategy.reduce("SUM", 0.0, axis=None)) == 0.0
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)sum of a value that is the same.*Fix:.*MEAN"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)sum of a value that is the same.*Fix:.*MEAN",
+    ):
         strategy.reduce("SUM", 3.0, axis=None)
     assert float(mirrored(1).reduce("SUM", 3.0, axis=None)) == 3.0
 
@@ -84,13 +112,20 @@ def test_reduce_of_what_is_the_same_everywhere():
 def test_reduce_refusals(strategy):
     n = strategy.num_replicas_in_sync
     value = distributed(strategy, parts_of(n))
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)ReduceOp.SUM or ReduceOp.MEAN.*'MAX'"):
+    with pytest.raises(
+        errors.ValueStructureError, match=r"(?s)ReduceOp.SUM or ReduceOp.MEAN.*'MAX'"
+    ):
         strategy.reduce("MAX", value, axis=None)
     with pytest.raises(TypeError, match="ReduceOp.SUM or ReduceOp.MEAN"):
         strategy.reduce(3, value, axis=None)
-    with pytest.raises(errors.ValueStructureError, match="There is no axis 2 in a value of 2 dimension"):
+    with pytest.raises(
+        errors.ValueStructureError, match="There is no axis 2 in a value of 2 dimension"
+    ):
         strategy.reduce("SUM", value, axis=2)
-    with pytest.raises(errors.ValueStructureError, match="(?s)There is no axis 0 in a value of 0.*Fix: axis=None"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match="(?s)There is no axis 0 in a value of 0.*Fix: axis=None",
+    ):
         strategy.reduce("SUM", distributed(strategy, [np.float32(1)] * n), axis=0)
     with pytest.raises(errors.StructureTypeError, match="An axis is an integer"):
         strategy.reduce("SUM", value, axis="x")
@@ -110,9 +145,12 @@ def test_gather(strategy, axis):
 def test_gather_of_ragged_components():
     strategy = mirrored(3)
     parts = [RNG.randn(2, size).astype("float32") for size in (1, 3, 0)]
-    np.testing.assert_array_equal(strategy.gather(distributed(strategy, parts), axis=1), np.concatenate(parts, 1))
+    np.testing.assert_array_equal(
+        strategy.gather(distributed(strategy, parts), axis=1), np.concatenate(parts, 1)
+    )
     with pytest.raises(
-        errors.ValueStructureError, match=r"(?s)all other dimensions.*float32\[2, 1\], float32\[2, 3\].*Fix"
+        errors.ValueStructureError,
+        match=r"(?s)all other dimensions.*float32\[2, 1\], float32\[2, 3\].*Fix",
     ):
         strategy.gather(distributed(strategy, parts), axis=0)
     with pytest.raises(errors.ValueStructureError, match="no axis 0 in a value of 0"):
@@ -124,13 +162,17 @@ def test_all_reduce_in_a_replica(strategy, op):
     parts = parts_of(strategy.num_replicas_in_sync)
 
     def fn(x):
-        return kd.get_replica_context().all_reduce(op, {"x": x, "nested": [x * 2, None]})
+        return kd.get_replica_context().all_reduce(
+            op, {"x": x, "nested": [x * 2, None]}
+        )
 
     result = strategy.run(fn, args=(distributed(strategy, parts),))
     expected = (np.sum if op == "SUM" else np.mean)(np.stack(parts), 0)
     for component in strategy.experimental_local_results(result):
         np.testing.assert_allclose(component["x"], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(component["nested"][0], 2 * expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            component["nested"][0], 2 * expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_all_gather_in_a_replica(strategy):
@@ -139,26 +181,37 @@ def test_all_gather_in_a_replica(strategy):
     def fn(x):
         return kd.get_replica_context().all_gather({"a": x, "b": (x[0],)}, axis=0)
 
-    for component in strategy.experimental_local_results(strategy.run(fn, args=(distributed(strategy, parts),))):
+    for component in strategy.experimental_local_results(
+        strategy.run(fn, args=(distributed(strategy, parts),))
+    ):
         np.testing.assert_array_equal(component["a"], np.concatenate(parts))
-        np.testing.assert_array_equal(component["b"][0], np.concatenate([p[0] for p in parts]))
+        np.testing.assert_array_equal(
+            component["b"][0], np.concatenate([p[0] for p in parts])
+        )
     with pytest.raises(
-        errors.ValueStructureError, match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]"
+        errors.ValueStructureError,
+        match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]",
     ):
         strategy.run(lambda: kd.get_replica_context().all_gather(1.0, axis=0))
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_gradients_through_collectives(strategy, op):
-    """The gradient of an all-reduce is the all-reduce of the gradients; of a gather, the sum of its part's."""
+    """The gradient of an all-reduce is the all-reduce of the gradients; of a gather,
+    the sum of its part's.
+    """
     n = strategy.num_replicas_in_sync
     parts, weights = parts_of(n, (3,)), np.arange(1.0, n + 1, dtype="float32")
 
     def reduced(x, w):
-        return jax.grad(lambda x: w * jnp.sum(kd.get_replica_context().all_reduce(op, x) ** 1))(x)
+        return jax.grad(
+            lambda x: w * jnp.sum(kd.get_replica_context().all_reduce(op, x) ** 1)
+        )(x)
 
     def gathered(x, w):
-        return jax.grad(lambda x: w * jnp.sum(kd.get_replica_context().all_gather(x, axis=0)[:2]))(x)
+        return jax.grad(
+            lambda x: w * jnp.sum(kd.get_replica_context().all_gather(x, axis=0)[:2])
+        )(x)
 
     args = (distributed(strategy, parts), distributed(strategy, list(weights)))
     expected = weights.sum() if op == "SUM" else weights.mean()
@@ -177,7 +230,9 @@ OPS = {
     "hierarchical": kd.HierarchicalCopyAllReduce(),
     "hierarchical, one by one": kd.HierarchicalCopyAllReduce(num_packs=0),
     "one device": kd.ReductionToOneDevice(),
-    "one device, own sum": kd.ReductionToOneDevice(accumulation_fn=lambda parts: jnp.sum(jnp.stack(parts), 0)),
+    "one device, own sum": kd.ReductionToOneDevice(
+        accumulation_fn=lambda parts: jnp.sum(jnp.stack(parts), 0)
+    ),
 }
 
 
@@ -187,28 +242,47 @@ OPS = {
 def test_cross_device_ops_give_the_same_numbers(name, n):
     strategy = mirrored(n, OPS[name])
     shapes = [(5,), (), (2, 3), (7, 1), (1,)]
-    parts = [[np.asarray(RNG.randn(*shape), "float32") for shape in shapes] + [np.int32([i, 1])] for i in range(n)]
-    values = [distributed(strategy, [row[k] for row in parts]) for k in range(len(parts[0]))]
-    inside = strategy.run(lambda xs: kd.get_replica_context().all_reduce("SUM", xs), args=(values,))
+    parts = [
+        [np.asarray(RNG.randn(*shape), "float32") for shape in shapes]
+        + [np.int32([i, 1])]
+        for i in range(n)
+    ]
+    values = [
+        distributed(strategy, [row[k] for row in parts]) for k in range(len(parts[0]))
+    ]
+    inside = strategy.run(
+        lambda xs: kd.get_replica_context().all_reduce("SUM", xs), args=(values,)
+    )
     outside = strategy.extended.batch_reduce_to("SUM", [(v, v) for v in values])
     means = strategy.extended.batch_reduce_to("MEAN", [(v, v) for v in values])
     for k, value in enumerate(values):
         expected = np.sum([row[k] for row in parts], 0)
-        np.testing.assert_allclose(np.asarray(inside[k].values[-1]), expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(np.asarray(outside[k]), expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(np.asarray(means[k]), expected / n, rtol=1e-5, atol=1e-6)
-        assert isinstance(outside[k], kd.Mirrored)
-        assert float(jnp.sum(strategy.reduce("SUM", value, axis=None))) == pytest.approx(
-            float(expected.sum()), rel=1e-4
+        np.testing.assert_allclose(
+            np.asarray(inside[k].values[-1]), expected, rtol=1e-5, atol=1e-6
         )
+        np.testing.assert_allclose(
+            np.asarray(outside[k]), expected, rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            np.asarray(means[k]), expected / n, rtol=1e-5, atol=1e-6
+        )
+        assert isinstance(outside[k], kd.Mirrored)
+        assert float(
+            jnp.sum(strategy.reduce("SUM", value, axis=None))
+        ) == pytest.approx(float(expected.sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 20])
 def test_any_number_of_arrays_go_into_one_buffer(count):
     strategy = mirrored(2, kd.NcclAllReduce())
-    parts = [[np.asarray(RNG.randn(k % 3 + 1, 4), "float32") for k in range(count)] for _ in range(2)]
+    parts = [
+        [np.asarray(RNG.randn(k % 3 + 1, 4), "float32") for k in range(count)]
+        for _ in range(2)
+    ]
     values = [distributed(strategy, [row[k] for row in parts]) for k in range(count)]
-    sums = strategy.extended.batch_reduce_to("SUM", [(value, value) for value in values])
+    sums = strategy.extended.batch_reduce_to(
+        "SUM", [(value, value) for value in values]
+    )
     for k, total in enumerate(sums):
         np.testing.assert_array_equal(np.asarray(total), parts[0][k] + parts[1][k])
 
@@ -244,24 +318,35 @@ def test_packs_are_real():
     assert counts(kd.NcclAllReduce(num_packs=2)) == (2, 0, 0)
     assert counts(kd.HierarchicalCopyAllReduce(num_packs=1)) == (0, 1, 1)
     assert counts(kd.ReductionToOneDevice())[0] == 0
-    assert counts(kd.NcclAllReduce(0), kd.experimental.CommunicationOptions(bytes_per_pack=80)) == (3, 0, 0)
+    assert counts(
+        kd.NcclAllReduce(0), kd.experimental.CommunicationOptions(bytes_per_pack=80)
+    ) == (3, 0, 0)
 
 
 def test_cross_device_ops_of_ones_own():
     class Negated(kd.CrossDeviceOps):
-        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        def reduce_implementation(
+            self, reduce_op, per_replica_value, destinations, options
+        ):
             return -jax.lax.psum(per_replica_value.local, "replica")
 
     strategy = mirrored(2, Negated())
     value = strategy.run(lambda: jnp.float32(2))
     assert float(strategy.reduce("SUM", value, axis=None)) == -4.0
-    with pytest.raises(errors.StructureTypeError, match="(?s)does not say how to reduce.*Fix: override"):
+    with pytest.raises(
+        errors.StructureTypeError, match="(?s)does not say how to reduce.*Fix: override"
+    ):
         mirrored(2, kd.CrossDeviceOps()).reduce("SUM", value, axis=None)
     with pytest.raises(errors.StructureTypeError, match="cross_device_ops says how"):
         mirrored(2, "nccl")
-    with pytest.raises(errors.StructureTypeError, match="(?s)Only distributed values and variables.*Fix"):
+    with pytest.raises(
+        errors.StructureTypeError,
+        match="(?s)Only distributed values and variables.*Fix",
+    ):
         kd.NcclAllReduce().reduce("SUM", 3.0, None)
-    with pytest.raises(errors.ValueStructureError, match="num_packs is the number of buffers"):
+    with pytest.raises(
+        errors.ValueStructureError, match="num_packs is the number of buffers"
+    ):
         kd.NcclAllReduce(num_packs=-1)
 
 
@@ -324,15 +409,24 @@ def test_merge_call_sees_all_replicas(strategy):
         total = strategy.reduce("SUM", x, axis=None)
         mean = strategy.extended.reduce_to("MEAN", x, variable)
         joined = strategy.gather(x.__class__(local=x.local[None]), axis=0)
-        strategy.extended.update(variable, lambda v, t: v.assign_add(t * factor), args=(total,))
-        with pytest.raises(errors.ValueStructureError, match="cannot be read while the program is traced"):
+        strategy.extended.update(
+            variable, lambda v, t: v.assign_add(t * factor), args=(total,)
+        )
+        with pytest.raises(
+            errors.ValueStructureError,
+            match="cannot be read while the program is traced",
+        ):
             x.values  # noqa: B018
         return {"total": total, "joined": joined, "mean": mean, "own": x}
 
     def fn(x):
-        return kd.get_replica_context().merge_call(merged, args=(x,), kwargs={"factor": 2.0})
+        return kd.get_replica_context().merge_call(
+            merged, args=(x,), kwargs={"factor": 2.0}
+        )
 
-    result = strategy.run(fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),))
+    result = strategy.run(
+        fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),)
+    )
     total = n * (n - 1) / 2
     assert {float(v) for v in result["total"].values} == {total}
     assert {float(v) for v in result["mean"].values} == {total / n}
@@ -356,18 +450,29 @@ def test_values_from_a_function(strategy):
     assert value["name"].values == tuple(f"replica {i}" for i in range(n))
     if n > 1:
         with pytest.raises(
-            errors.ValueStructureError, match="(?s)different structures.*a list of 1 from replica 0, a list of 2"
+            errors.ValueStructureError,
+            match="(?s)different structures.*a list of 1 from replica 0, a list of 2",
         ):
-            strategy.experimental_distribute_values_from_function(lambda c: [1.0] * (c.replica_id_in_sync_group + 1))
-        with pytest.raises(errors.ValueStructureError, match="(?s)a float from replica 0, a dict with the keys"):
+            strategy.experimental_distribute_values_from_function(
+                lambda c: [1.0] * (c.replica_id_in_sync_group + 1)
+            )
+        with pytest.raises(
+            errors.ValueStructureError,
+            match="(?s)a float from replica 0, a dict with the keys",
+        ):
             strategy.experimental_distribute_values_from_function(
                 lambda c: {"a": 1} if c.replica_id_in_sync_group else 1.0
             )
 
 
 def test_reduce_op():
-    assert kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.SUM) is kd.ReduceOp.SUM
-    with pytest.raises(errors.ValueStructureError, match="Only the aggregations SUM and MEAN"):
+    assert (
+        kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.SUM)
+        is kd.ReduceOp.SUM
+    )
+    with pytest.raises(
+        errors.ValueStructureError, match="Only the aggregations SUM and MEAN"
+    ):
         kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.ONLY_FIRST_REPLICA)
 
 
@@ -377,23 +482,34 @@ def test_communication_options():
         options(bytes_per_pack=-1)
     with pytest.raises(errors.ValueStructureError, match="timeout_seconds is a time"):
         options(timeout_seconds=0)
-    with pytest.raises(errors.StructureTypeError, match="one of CommunicationImplementation"):
+    with pytest.raises(
+        errors.StructureTypeError, match="one of CommunicationImplementation"
+    ):
         options(implementation="NCCL")
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-    value = strategy.experimental_distribute_values_from_function(lambda context: np.ones(2))
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones(2)
+    )
     with pytest.raises(errors.ValueStructureError, match="no timeout of its own"):
         strategy.extended.reduce_to("SUM", value, value, options(timeout_seconds=1.0))
 
 
 def test_options_of_a_strategy_of_several_processes():
-    options = kd.experimental.CommunicationOptions(timeout_seconds=5.0, bytes_per_pack=64)
+    options = kd.experimental.CommunicationOptions(
+        timeout_seconds=5.0, bytes_per_pack=64
+    )
     strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
 
     def step():
-        return kd.get_replica_context().all_reduce("SUM", [np.ones(8, "float32"), np.ones(8, "float32")])
+        return kd.get_replica_context().all_reduce(
+            "SUM", [np.ones(8, "float32"), np.ones(8, "float32")]
+        )
 
     first, second = strategy.run(step)
-    assert float(first.values[0].sum() + second.values[0].sum()) == 16 * strategy.num_replicas_in_sync
+    assert (
+        float(first.values[0].sum() + second.values[0].sum())
+        == 16 * strategy.num_replicas_in_sync
+    )
     with pytest.raises(errors.DeviceError, match="NCCL is for GPUs"):
         kd.MultiWorkerMirroredStrategy(
             communication_options=kd.experimental.CommunicationOptions(
@@ -402,11 +518,17 @@ def test_options_of_a_strategy_of_several_processes():
         )
     with pytest.raises(errors.StructureTypeError, match="found by a ClusterResolver"):
         kd.MultiWorkerMirroredStrategy("localhost")
-    with pytest.raises(errors.StructureTypeError, match="The options are CommunicationOptions"):
+    with pytest.raises(
+        errors.StructureTypeError, match="The options are CommunicationOptions"
+    ):
         kd.MultiWorkerMirroredStrategy(communication_options=3)
     cluster = kd.cluster_resolver.ClusterSpec({"worker": ["a:1", "b:1"]})
-    late = kd.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
-    with pytest.raises(errors.ClusterError, match="JAX has started already, as a process of its own"):
+    late = kd.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="worker", task_id=0
+    )
+    with pytest.raises(
+        errors.ClusterError, match="JAX has started already, as a process of its own"
+    ):
         kd.MultiWorkerMirroredStrategy(late)
 
 
@@ -419,26 +541,40 @@ def test_run_in_merge_call_is_part_of_the_program(strategy):
         context = kd.get_replica_context()
         assert not kd.in_cross_replica_context()
         variable.assign(context.all_reduce("SUM", x["x"]))
-        return {"scaled": x["x"] * factor + variable, "id": context.replica_id_in_sync_group, "name": "replica"}
+        return {
+            "scaled": x["x"] * factor + variable,
+            "id": context.replica_id_in_sync_group,
+            "name": "replica",
+        }
 
     def merged(strategy, x):
         result = strategy.run(again, args=({"x": x},), kwargs={"factor": 2.0})
-        assert isinstance(result["scaled"], kd.PerReplica) and result["name"] == "replica"
+        assert (
+            isinstance(result["scaled"], kd.PerReplica) and result["name"] == "replica"
+        )
         total = strategy.reduce("SUM", result["scaled"], axis=None)
-        return strategy.run(lambda scaled, total: scaled + total, args=(result["scaled"], total)), result["id"]
+        return strategy.run(
+            lambda scaled, total: scaled + total, args=(result["scaled"], total)
+        ), result["id"]
 
     def fn(x):
         return kd.get_replica_context().merge_call(merged, args=(x,))
 
-    scaled, ids = strategy.run(fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),))
+    scaled, ids = strategy.run(
+        fn, args=(distributed(strategy, [np.float32(i) for i in range(n)]),)
+    )
     total = n * (n - 1) / 2
     own = [2.0 * i + total for i in range(n)]
     assert [float(v) for v in scaled.values] == [value + sum(own) for value in own]
-    assert [int(v) for v in ids.values] == list(range(n)) and float(variable.numpy()) == total
+    assert [int(v) for v in ids.values] == list(range(n)) and float(
+        variable.numpy()
+    ) == total
 
 
 def test_refusals_of_run_in_merge_call(strategy):
-    outside = distributed(strategy, [np.float32(i) for i in range(strategy.num_replicas_in_sync)])
+    outside = distributed(
+        strategy, [np.float32(i) for i in range(strategy.num_replicas_in_sync)]
+    )
     other = mirrored(3)
     with strategy.scope():
         variable = keras.Variable(1.0)
@@ -448,16 +584,26 @@ def test_refusals_of_run_in_merge_call(strategy):
             errors.ValueStructureError,
             "value from outside of the program",
         ),
-        (lambda s: other.run(lambda: 1), errors.ContextError, "in the scope of the same strategy"),
+        (
+            lambda s: other.run(lambda: 1),
+            errors.ContextError,
+            "in the scope of the same strategy",
+        ),
         (
             lambda s: s.extended.update(variable, lambda v: s.run(lambda: 1)),
             errors.ContextError,
             "inside the program or the scope",
         ),
-        (lambda s: s.run(lambda: s.run(lambda: 1)), errors.ContextError, "strategy.run was called inside a replica"),
+        (
+            lambda s: s.run(lambda: s.run(lambda: 1)),
+            errors.ContextError,
+            "strategy.run was called inside a replica",
+        ),
     ):
         with pytest.raises(error, match=f"(?s){text}.*Fix|Fix.*{text}"):
-            strategy.run(lambda merged=merged: kd.get_replica_context().merge_call(merged))
+            strategy.run(
+                lambda merged=merged: kd.get_replica_context().merge_call(merged)
+            )
 
 
 def test_merge_call_of_the_default_strategy():
@@ -465,8 +611,12 @@ def test_merge_call_of_the_default_strategy():
 
     def merged(strategy, x, *, factor):
         assert kd.in_cross_replica_context() and kd.get_replica_context() is None
-        twice = strategy.run(lambda x: kd.get_replica_context().all_reduce("SUM", x) * factor, args=(x,))
-        strategy.extended.update(variable, lambda v, t: v.assign_add(t[0]), args=(twice,))
+        twice = strategy.run(
+            lambda x: kd.get_replica_context().all_reduce("SUM", x) * factor, args=(x,)
+        )
+        strategy.extended.update(
+            variable, lambda v, t: v.assign_add(t[0]), args=(twice,)
+        )
         return {
             "twice": twice,
             "reduced": strategy.reduce("SUM", twice, axis=0),
@@ -476,11 +626,20 @@ def test_merge_call_of_the_default_strategy():
         }
 
     x = jnp.asarray([1.0, 2.0])
-    result = kd.get_replica_context().merge_call(merged, args=(x,), kwargs={"factor": 2})
-    assert result["twice"].tolist() == result["gathered"].tolist() == result["to"].tolist() == [2, 4]
+    result = kd.get_replica_context().merge_call(
+        merged, args=(x,), kwargs={"factor": 2}
+    )
+    assert (
+        result["twice"].tolist()
+        == result["gathered"].tolist()
+        == result["to"].tolist()
+        == [2, 4]
+    )
     assert float(result["reduced"]) == 6 and result["local"][0] is x
     assert float(variable.numpy()) == 3
     inside = kd.get_strategy().run(
-        lambda: kd.get_replica_context().merge_call(lambda s, x: s.run(lambda y: y + 1, (x,)), (x,))
+        lambda: kd.get_replica_context().merge_call(
+            lambda s, x: s.run(lambda y: y + 1, (x,)), (x,)
+        )
     )
     assert inside.tolist() == [2, 3]

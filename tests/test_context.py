@@ -1,4 +1,6 @@
-"""Scopes and contexts: nesting, threads, exceptions, `clear_session`, and what each kind of place answers."""
+"""Scopes and contexts: nesting, threads, exceptions, `clear_session`, and what each
+kind of place answers.
+"""
 
 import threading
 
@@ -42,7 +44,11 @@ def test_in_run_merge_call_and_update(strategy):
     seen = {}
 
     def look(name):
-        seen[name] = (kd.in_cross_replica_context(), kd.get_replica_context() is None, kd.get_strategy() is strategy)
+        seen[name] = (
+            kd.in_cross_replica_context(),
+            kd.get_replica_context() is None,
+            kd.get_strategy() is strategy,
+        )
 
     with strategy.scope():
         variable = keras.Variable(1.0)
@@ -81,10 +87,16 @@ def test_scopes_nest_with_themselves(strategy):
 
 def test_another_strategys_scope_is_refused(strategy, other):
     with strategy.scope():
-        with pytest.raises(errors.ContextError, match="Two strategies cannot be mixed.*\n.*cpu:2.*inside.*cpu:0"):
+        with pytest.raises(
+            errors.ContextError,
+            match="Two strategies cannot be mixed.*\n.*cpu:2.*inside.*cpu:0",
+        ):
             other.scope().__enter__()
         assert kd.get_strategy() is strategy
-    with strategy.scope(), pytest.raises(RuntimeError, match="strategy.run was called inside"):
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match="strategy.run was called inside"),
+    ):
         other.run(lambda: None)
 
 
@@ -123,7 +135,10 @@ def test_threads_have_their_own_scopes(strategy, other):
             checked.wait(timeout=30)
 
     with strategy.scope():
-        threads = [threading.Thread(target=work, args=(i, s)) for i, s in enumerate((strategy, other))]
+        threads = [
+            threading.Thread(target=work, args=(i, s))
+            for i, s in enumerate((strategy, other))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -150,11 +165,18 @@ def test_experimental_set_strategy(strategy, other):
         assert kd.in_cross_replica_context()
         assert isinstance(keras.Variable(1.0), kd.MirroredVariable)
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(kd.get_strategy() is strategy))
+        thread = threading.Thread(
+            target=lambda: seen.append(kd.get_strategy() is strategy)
+        )
         thread.start()
         thread.join()
         assert seen == [True]
-        with strategy.scope(), pytest.raises(errors.ContextError, match="cannot be changed inside a scope"):
+        with (
+            strategy.scope(),
+            pytest.raises(
+                errors.ContextError, match="cannot be changed inside a scope"
+            ),
+        ):
             kd.experimental_set_strategy(other)
     finally:
         kd.experimental_set_strategy(None)
@@ -170,23 +192,39 @@ def test_calls_in_the_wrong_context(strategy):
     value = strategy.run(lambda: np.float32(1))
     for call, text in [
         (lambda: strategy.scope().__enter__(), "cannot be entered inside Strategy.run"),
-        (lambda: strategy.run(lambda: 1), r"strategy.run was called inside a replica.*\n.*replica context of Mirrored"),
+        (
+            lambda: strategy.run(lambda: 1),
+            r"strategy.run was called inside a replica.*\n.*replica context of Mirrored",
+        ),
         (
             lambda: strategy.reduce("SUM", value, axis=None),
             r"strategy.reduce was called inside(.|\n)*Fix: .*all_reduce",
         ),
-        (lambda: strategy.gather(value, axis=0), r"strategy.gather was called inside(.|\n)*Fix: .*all_gather"),
-        (lambda: strategy.extended.reduce_to("SUM", value, None), "reduce_to was called inside"),
-        (lambda: kd.experimental_set_strategy(None), "cannot be changed inside a scope"),
+        (
+            lambda: strategy.gather(value, axis=0),
+            r"strategy.gather was called inside(.|\n)*Fix: .*all_gather",
+        ),
+        (
+            lambda: strategy.extended.reduce_to("SUM", value, None),
+            "reduce_to was called inside",
+        ),
+        (
+            lambda: kd.experimental_set_strategy(None),
+            "cannot be changed inside a scope",
+        ),
     ]:
         with pytest.raises(errors.ContextError, match=text):
             in_run(call)()
     context = kd.ReplicaContext(strategy)
     with pytest.raises(
-        errors.ContextError, match=r"all_reduce was called outside Strategy.run.*\n(.|\n)*Fix: strategy.reduce"
+        errors.ContextError,
+        match=r"all_reduce was called outside Strategy.run.*\n(.|\n)*Fix: strategy.reduce",
     ):
         context.all_reduce("SUM", 1.0)
-    with strategy.scope(), pytest.raises(errors.ContextError, match="merge_call was called outside"):
+    with (
+        strategy.scope(),
+        pytest.raises(errors.ContextError, match="merge_call was called outside"),
+    ):
         context.merge_call(lambda s: None)
 
 
@@ -194,14 +232,19 @@ def test_fit_inside_run_is_refused(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    with pytest.raises(errors.ContextError, match="fit, evaluate and predict run on all replicas by themselves"):
+    with pytest.raises(
+        errors.ContextError,
+        match="fit, evaluate and predict run on all replicas by themselves",
+    ):
         strategy.run(lambda: model.predict(np.ones((2, 2)), verbose=0))
 
 
 def test_the_default_strategy_runs_functions_as_they_are():
     variable = keras.Variable(1.0)
     assert type(variable) is keras.Variable
-    result = kd.get_strategy().run(lambda x: (variable.assign_add(x), kd.in_cross_replica_context()), args=(2.0,))
+    result = kd.get_strategy().run(
+        lambda x: (variable.assign_add(x), kd.in_cross_replica_context()), args=(2.0,)
+    )
     assert float(result[0]) == 3.0
     assert result[1] is False
     assert kd.get_strategy().experimental_local_results(5) == (5,)
@@ -216,7 +259,10 @@ def test_a_keras_distribution_around_a_strategy_is_refused(strategy):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
-        with pytest.raises(errors.ContextError, match="(?s)cannot both say where.*DataParallel.*around.*Fix: keras"):
+        with pytest.raises(
+            errors.ContextError,
+            match="(?s)cannot both say where.*DataParallel.*around.*Fix: keras",
+        ):
             strategy.scope()
         with pytest.raises(errors.ContextError, match="cannot both say where"):
             model.predict(np.ones((2, 2)), verbose=0)
@@ -225,7 +271,10 @@ def test_a_keras_distribution_around_a_strategy_is_refused(strategy):
 
 
 def test_a_keras_distribution_inside_a_scope_is_the_inner_one(strategy):
-    with strategy.scope(), keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
+    with (
+        strategy.scope(),
+        keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope(),
+    ):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         assert type(model.weights[0]) is keras.Variable
@@ -244,11 +293,15 @@ def test_methods_of_a_strategy_in_the_scope_of_another(strategy, other):
         "reduce_to": lambda: other.extended.reduce_to("SUM", values[1], None),
         "reduce_to ": lambda: other.extended.batch_reduce_to("SUM", pairs),
         "update": lambda: other.extended.update(variable, lambda v: v.assign(2.0)),
-        "experimental_distribute_values_from_function": lambda: other.experimental_distribute_values_from_function(
-            lambda context: 1.0
+        "experimental_distribute_values_from_function": lambda: (
+            other.experimental_distribute_values_from_function(lambda context: 1.0)
         ),
-        "experimental_distribute_dataset": lambda: other.experimental_distribute_dataset(dataset),
-        "distribute_datasets_from_function": lambda: other.distribute_datasets_from_function(lambda context: dataset),
+        "experimental_distribute_dataset": lambda: (
+            other.experimental_distribute_dataset(dataset)
+        ),
+        "distribute_datasets_from_function": lambda: (
+            other.distribute_datasets_from_function(lambda context: dataset)
+        ),
     }
     for name, call in calls.items():
         text = f"(?s)^{name.strip()} was called inside the scope of another strategy"
@@ -284,7 +337,9 @@ def test_the_strategy_of_the_process_while_a_thread_is_in_a_scope(strategy, othe
     try:
         assert inside.wait(timeout=60)
         for given in (other, strategy, None):
-            with pytest.raises(errors.ContextError, match="thread 'a worker' in the cro"):
+            with pytest.raises(
+                errors.ContextError, match="thread 'a worker' in the cro"
+            ):
                 kd.experimental_set_strategy(given)
         assert not kd.has_strategy()
     finally:
@@ -307,5 +362,7 @@ def test_the_strategy_of_the_process_while_a_thread_is_in_a_scope(strategy, othe
 
 @pytest.mark.parametrize("given", [kd.MirroredStrategy, object(), 3, "mirrored"])
 def test_only_a_strategy_can_be_the_strategy_of_the_process(given):
-    with pytest.raises(errors.StructureTypeError, match="(?s)takes a strategy.*Fix: kd"):
+    with pytest.raises(
+        errors.StructureTypeError, match="(?s)takes a strategy.*Fix: kd"
+    ):
         kd.experimental_set_strategy(given)

@@ -1,4 +1,6 @@
-"""Custom loops: gradients, optimizers, losses, batch normalization and metrics inside `run`, against one device."""
+"""Custom loops: gradients, optimizers, losses, batch normalization and metrics inside
+`run`, against one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,14 @@ def make_model(**batch_norm):
     return keras.Sequential([*layers, keras.layers.Dense(2)])
 
 
-def train(strategy, make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, scaled=False, **batch_norm):
+def train(
+    strategy,
+    make_optimizer,
+    loss=keras.losses.MeanSquaredError,
+    steps=4,
+    scaled=False,
+    **batch_norm,
+):
     """Four steps of a custom loop; the default strategy is one device of plain Keras."""
     with strategy.scope():
         model = make_model(**batch_norm)
@@ -54,14 +63,20 @@ def train(strategy, make_optimizer, loss=keras.losses.MeanSquaredError, steps=4,
             value = loss_object(y, predictions)
             return (optimizer.scale_loss(value) if scaled else value), value
 
-        (_, value), grads = kd.value_and_grad(loss_fn, model.trainable_variables, has_aux=True)()
+        (_, value), grads = kd.value_and_grad(
+            loss_fn, model.trainable_variables, has_aux=True
+        )()
         optimizer.apply(grads, model.trainable_variables)
         return value
 
     losses = [
         float(
             strategy.reduce(
-                "SUM", strategy.run(step, args=(distributed(strategy, x), distributed(strategy, y))), axis=None
+                "SUM",
+                strategy.run(
+                    step, args=(distributed(strategy, x), distributed(strategy, y))
+                ),
+                axis=None,
             )
         )
         for x, y in zip(X[:steps], Y[:steps], strict=True)
@@ -77,7 +92,11 @@ def plain(make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, **batch_n
     optimizer.build(model.trainable_variables)
     state = [
         [v.value for v in group]
-        for group in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+        for group in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
     ]
     losses = []
 
@@ -86,11 +105,15 @@ def plain(make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, **batch_n
         trained, others, slots = state
 
         def loss_fn(trained, others):
-            predictions, others = model.stateless_call(trained, others, x, training=True)
+            predictions, others = model.stateless_call(
+                trained, others, x, training=True
+            )
             value = loss_object(y, predictions)
             return value, (predictions, others)
 
-        (value, (predictions, others)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trained, others)
+        (value, (predictions, others)), grads = jax.value_and_grad(
+            loss_fn, has_aux=True
+        )(trained, others)
         trained, slots = optimizer.stateless_apply(slots, grads, trained)
         return value, predictions, (trained, others, slots)
 
@@ -99,11 +122,17 @@ def plain(make_optimizer, loss=keras.losses.MeanSquaredError, steps=4, **batch_n
         metric.update_state(y, predictions)
         losses.append(float(value))
     for group, values in zip(
-        (model.trainable_variables, model.non_trainable_variables, optimizer.variables), state, strict=True
+        (model.trainable_variables, model.non_trainable_variables, optimizer.variables),
+        state,
+        strict=True,
     ):
         for variable, value in zip(group, values, strict=True):
             variable.assign(value)
-    return losses, float(metric.result()), [np.asarray(v) for v in (*model.variables, *optimizer.variables)]
+    return (
+        losses,
+        float(metric.result()),
+        [np.asarray(v) for v in (*model.variables, *optimizer.variables)],
+    )
 
 
 def assert_equal(ours, theirs, rtol=2e-5):
@@ -122,8 +151,12 @@ OPTIMIZERS = {
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
     "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.01),
     "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
-    "accumulation": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)),
+    "accumulation": lambda: keras.optimizers.Adam(
+        0.01, epsilon=1e-3, gradient_accumulation_steps=2
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    ),
 }
 
 
@@ -137,7 +170,9 @@ def test_optimizers(name, n):
 @pytest.mark.parametrize("inner", ["adam", "accumulation"])
 def test_loss_scaling(inner, n):
     def make():
-        return keras.optimizers.LossScaleOptimizer(OPTIMIZERS[inner](), initial_scale=8.0, dynamic_growth_steps=3)
+        return keras.optimizers.LossScaleOptimizer(
+            OPTIMIZERS[inner](), initial_scale=8.0, dynamic_growth_steps=3
+        )
 
     ours = train(mirrored(n), make, scaled=True)
     theirs = train(mirrored(1), make, scaled=True)
@@ -164,8 +199,11 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(accumulation):
     assert float(optimizer.dynamic_scale.numpy()) == 2.0
     strategy.run(step, args=(np.bool_(False),))
     strategy.run(step, args=(np.bool_(False),))
-    # Each replica's gradient is 4 / 2; four of them; twice, or once averaged over two micro-steps.
-    assert float(variable.numpy()) == pytest.approx(1.0 - 0.1 * 8 * (2 if accumulation is None else 1))
+    # Each replica's gradient is 4 / 2; four of them; twice, or once averaged over two
+    # micro-steps.
+    assert float(variable.numpy()) == pytest.approx(
+        1.0 - 0.1 * 8 * (2 if accumulation is None else 1)
+    )
 
 
 def test_accumulation_communicates_only_when_it_updates():
@@ -176,7 +214,9 @@ def test_accumulation_communicates_only_when_it_updates():
         optimizer.build(model.trainable_variables)
 
     def step(x):
-        _, grads = kd.value_and_grad(lambda: keras.ops.sum(model(x) ** 2), model.trainable_variables)()
+        _, grads = kd.value_and_grad(
+            lambda: keras.ops.sum(model(x) ** 2), model.trainable_variables
+        )()
         optimizer.apply(grads, model.trainable_variables)
 
     x = distributed(strategy, X[0])
@@ -189,14 +229,22 @@ def test_accumulation_communicates_only_when_it_updates():
     ).compile()
     entry = compiled.as_text().split("ENTRY")[1]
     assert "conditional" in entry
-    assert "all-reduce" not in entry, "a collective outside the conditional would run at each micro-step"
+    assert "all-reduce" not in entry, (
+        "a collective outside the conditional would run at each micro-step"
+    )
     assert "all-reduce" in compiled.as_text()
-    accumulators = [v for v in optimizer.variables if v.path.endswith("gradient_accumulator")]
+    accumulators = [
+        v for v in optimizer.variables if v.path.endswith("gradient_accumulator")
+    ]
     first, second = (np.asarray(c) for c in accumulators[0].values)
-    assert np.abs(first - second).max() > 0, "each replica accumulates its own gradients"
+    assert np.abs(first - second).max() > 0, (
+        "each replica accumulates its own gradients"
+    )
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("n", [2, 8])
@@ -219,16 +267,28 @@ def test_losses_are_shares_of_the_global_loss(reduction, weighted, masked, n):
         return jax.value_and_grad(value)(jnp.float32(1.5), x, y, own_weights, own_mask)
 
     arrays = [X[0], X[1]] + [a for a in (weights, mask) if a is not None]
-    result, grad = strategy.run(step, args=tuple(distributed(strategy, a) for a in arrays))
-    expected, expected_grad = jax.value_and_grad(value)(jnp.float32(1.5), jnp.asarray(X[0]), X[1], weights, mask)
-    np.testing.assert_allclose(strategy.reduce("SUM", result, axis=None), expected, rtol=1e-5)
-    np.testing.assert_allclose(strategy.reduce("SUM", grad, axis=None), expected_grad, rtol=1e-5)
+    result, grad = strategy.run(
+        step, args=tuple(distributed(strategy, a) for a in arrays)
+    )
+    expected, expected_grad = jax.value_and_grad(value)(
+        jnp.float32(1.5), jnp.asarray(X[0]), X[1], weights, mask
+    )
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", result, axis=None), expected, rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", grad, axis=None), expected_grad, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("n", REPLICAS)
 def test_synchronized_batch_normalization(n):
     make = OPTIMIZERS["sgd"]
-    assert_equal(train(mirrored(n), make, synchronized=True), plain(make, momentum=0.99), rtol=5e-5)
+    assert_equal(
+        train(mirrored(n), make, synchronized=True),
+        plain(make, momentum=0.99),
+        rtol=5e-5,
+    )
 
 
 @pytest.mark.parametrize("n", [2, 8])
@@ -246,10 +306,21 @@ def test_synchronized_statistics_with_a_mask(n, masked):
         args = (distributed(strategy, x), distributed(strategy, mask))
         result = strategy.run(lambda x, m: ours(x, training=True, mask=m), args=args)
     else:
-        result = strategy.run(lambda x: ours(x, training=True), args=(distributed(strategy, x),))
-    np.testing.assert_allclose(strategy.gather(result, axis=0), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(ours.moving_mean.numpy(), layer.moving_mean.numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(ours.moving_variance.numpy(), layer.moving_variance.numpy(), rtol=1e-5, atol=1e-6)
+        result = strategy.run(
+            lambda x: ours(x, training=True), args=(distributed(strategy, x),)
+        )
+    np.testing.assert_allclose(
+        strategy.gather(result, axis=0), expected, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        ours.moving_mean.numpy(), layer.moving_mean.numpy(), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        ours.moving_variance.numpy(),
+        layer.moving_variance.numpy(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_batch_normalization_per_replica():
@@ -257,18 +328,35 @@ def test_batch_normalization_per_replica():
     with strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=1e-3)
         layer.build((None, 5))
-    result = strategy.run(lambda x: layer(x, training=True), args=(distributed(strategy, X[0]),))
+    result = strategy.run(
+        lambda x: layer(x, training=True), args=(distributed(strategy, X[0]),)
+    )
     parts = X[0].reshape(4, -1, 5)
     for component, part in zip(result.values, parts, strict=True):
-        np.testing.assert_allclose(component, (part - part.mean(0)) / np.sqrt(part.var(0) + 1e-3), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(layer.moving_mean.numpy(), 0.5 * parts.mean(1).mean(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(layer.moving_variance.numpy(), 0.5 + 0.5 * parts.var(1).mean(0), rtol=1e-5)
+        np.testing.assert_allclose(
+            component,
+            (part - part.mean(0)) / np.sqrt(part.var(0) + 1e-3),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    np.testing.assert_allclose(
+        layer.moving_mean.numpy(), 0.5 * parts.mean(1).mean(0), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        layer.moving_variance.numpy(), 0.5 + 0.5 * parts.var(1).mean(0), rtol=1e-5
+    )
 
 
 def test_synchronized_is_a_keras_argument():
     layer = keras.layers.BatchNormalization(synchronized=True)
-    assert keras.layers.BatchNormalization.from_config(layer.get_config()).synchronized is True
-    np.testing.assert_allclose(layer(X[0], training=True), keras.layers.BatchNormalization()(X[0], training=True))
+    assert (
+        keras.layers.BatchNormalization.from_config(layer.get_config()).synchronized
+        is True
+    )
+    np.testing.assert_allclose(
+        layer(X[0], training=True),
+        keras.layers.BatchNormalization()(X[0], training=True),
+    )
 
 
 def test_recurrent_layers():
@@ -280,7 +368,9 @@ def test_recurrent_layers():
     x = RNG.randn(8, 4, 5).astype("float32")
 
     def step(x):
-        return kd.value_and_grad(lambda: keras.ops.sum(layer(x)), layer.trainable_variables)()
+        return kd.value_and_grad(
+            lambda: keras.ops.sum(layer(x)), layer.trainable_variables
+        )()
 
     value, grads = strategy.run(step, args=(distributed(strategy, x),))
     keras.utils.set_random_seed(0)
@@ -289,15 +379,24 @@ def test_recurrent_layers():
     expected, expected_grads = kd.value_and_grad(
         lambda: keras.ops.sum(plain_layer(x)), plain_layer.trainable_variables
     )()
-    np.testing.assert_allclose(strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5
+    )
     for grad, other in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(strategy.reduce("SUM", grad, axis=None), other, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            strategy.reduce("SUM", grad, axis=None), other, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_value_and_grad_outside_run_keeps_updates():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        [
+            keras.Input((5,)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
     )
     metric = keras.metrics.Mean()
     before = model.layers[1].seed_generator.state.numpy()
@@ -307,7 +406,9 @@ def test_value_and_grad_outside_run_keeps_updates():
         metric.update_state(loss)
         return loss, {"scale": scale}
 
-    (loss, aux), grads = kd.value_and_grad(loss_fn, model.trainable_variables, has_aux=True)(X[0], scale=2.0)
+    (loss, aux), grads = kd.value_and_grad(
+        loss_fn, model.trainable_variables, has_aux=True
+    )(X[0], scale=2.0)
     assert aux == {"scale": 2.0}
     assert float(metric.result()) == pytest.approx(float(loss))
     assert not np.array_equal(model.layers[1].seed_generator.state.numpy(), before)
@@ -317,14 +418,18 @@ def test_value_and_grad_outside_run_keeps_updates():
 
 def test_value_and_grad_refusals():
     variable = keras.Variable([1.0, 2.0])
-    with pytest.raises(errors.ValueStructureError, match="(?s)no variable to differentiate by.*Fix: build the model"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match="(?s)no variable to differentiate by.*Fix: build the model",
+    ):
         kd.value_and_grad(lambda: 1.0, [])
     with pytest.raises(errors.StructureTypeError, match="with respect to variables"):
         kd.value_and_grad(lambda: 1.0, [3.0])
     with pytest.raises(errors.StructureTypeError, match="int32, which has no gradient"):
         kd.value_and_grad(lambda: 1.0, [keras.Variable(1, dtype="int32")])
     with pytest.raises(
-        errors.ValueStructureError, match=r"(?s)Only a scalar has gradients.*shape \(2,\).*Fix: reduce it"
+        errors.ValueStructureError,
+        match=r"(?s)Only a scalar has gradients.*shape \(2,\).*Fix: reduce it",
     ):
         kd.value_and_grad(lambda: variable * 2, [variable])()
 
@@ -355,7 +460,10 @@ def test_average_loss_and_regularization():
         assert float(result[name]) == pytest.approx(value, rel=1e-6), name
     with strategy.scope():
         for call in (kd.nn.compute_average_loss, kd.nn.scale_regularization_loss):
-            with pytest.raises(errors.ContextError, match="(?s)called in a replica.*cross-replica context.*Fix"):
+            with pytest.raises(
+                errors.ContextError,
+                match="(?s)called in a replica.*cross-replica context.*Fix",
+            ):
                 call([1.0])
     with pytest.raises(errors.StructureTypeError, match="number of examples"):
         kd.nn.compute_average_loss([1.0], global_batch_size=1.5)
@@ -368,7 +476,9 @@ def test_average_loss_and_regularization():
 @pytest.mark.parametrize("sizes", [[8], [3, 5], [4, 4], [5, 0, 3], [1] * 8])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_losses_of_several_outputs(sizes, masked):
-    """`compute_loss` keeps a metric for each output: the mean over all rows, as on one device."""
+    """`compute_loss` keeps a metric for each output: the mean over all rows, as on one
+    device.
+    """
     ends = np.cumsum([0, *sizes])
     weights = RNG.rand(8).astype("float32")
 
@@ -376,9 +486,15 @@ def test_the_losses_of_several_outputs(sizes, masked):
         keras.utils.set_random_seed(5)
         with strategy.scope():
             inputs = keras.Input((5,))
-            outputs = {name: keras.layers.Dense(2, name=name)(inputs) for name in ("first", "second")}
+            outputs = {
+                name: keras.layers.Dense(2, name=name)(inputs)
+                for name in ("first", "second")
+            }
             model = keras.Model(inputs, outputs)
-            losses = {"first": "mse", "second": keras.losses.MeanAbsoluteError(reduction="sum")}
+            losses = {
+                "first": "mse",
+                "second": keras.losses.MeanAbsoluteError(reduction="sum"),
+            }
             model.compile("sgd", losses, loss_weights={"first": 2.0, "second": 0.5})
 
         def step(x, y, weight):
@@ -386,19 +502,29 @@ def test_the_losses_of_several_outputs(sizes, masked):
             if masked:
                 set_keras_mask(predictions["first"], x[:, 0] > 0)
             targets = {"first": y, "second": y + 1}
-            return model.compute_loss(x, targets, predictions, {"first": weight, "second": weight})
+            return model.compute_loss(
+                x, targets, predictions, {"first": weight, "second": weight}
+            )
 
         if strategy.num_replicas_in_sync == 1:
             total = step(X[0][:8], Y[0][:8], weights)
         else:
             arguments = [
                 strategy.experimental_distribute_values_from_function(
-                    lambda c, a=a: a[ends[c.replica_id_in_sync_group] : ends[c.replica_id_in_sync_group + 1]]
+                    lambda c, a=a: a[
+                        ends[c.replica_id_in_sync_group] : ends[
+                            c.replica_id_in_sync_group + 1
+                        ]
+                    ]
                 )
                 for a in (X[0][:8], Y[0][:8], weights)
             ]
-            total = strategy.reduce("SUM", strategy.run(step, args=arguments), axis=None)
-        tracked = {metric.name: metric.result() for metric in model._compile_loss.metrics}
+            total = strategy.reduce(
+                "SUM", strategy.run(step, args=arguments), axis=None
+            )
+        tracked = {
+            metric.name: metric.result() for metric in model._compile_loss.metrics
+        }
         assert len(tracked) == 2
         return {"total": total, **tracked}
 

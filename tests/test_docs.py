@@ -1,4 +1,6 @@
-"""The documentation: its code runs, every public name is in the reference, and links lead somewhere."""
+"""The documentation: its code runs, every public name is in the reference, and links
+lead somewhere.
+"""
 
 import json
 import pathlib
@@ -12,14 +14,23 @@ import pytest
 import keras_distribute as kd
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
+]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
-SITE = runpy.run_path(str(ROOT / "scripts" / "site_notebooks.py"), run_name="site_notebooks")
+SITE = runpy.run_path(
+    str(ROOT / "scripts" / "site_notebooks.py"), run_name="site_notebooks"
+)
 RUN = runpy.run_path(str(ROOT / "scripts" / "run_docs.py"), run_name="run_docs")
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("page", RUN["pages"](), ids=lambda page: str(pathlib.Path(page).name))
+@pytest.mark.parametrize(
+    "page", RUN["pages"](), ids=lambda page: str(pathlib.Path(page).name)
+)
 def test_code_blocks_run(page):
     result = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "run_docs.py"), str(page)],
@@ -33,14 +44,33 @@ def test_code_blocks_run(page):
 
 def test_the_reference_has_every_public_name():
     found = re.findall(
-        r"^::: keras_distribute\.(\S+)$", "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")), re.M
+        r"^::: keras_distribute\.(\S+)$",
+        "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")),
+        re.M,
     )
-    modules = {"callbacks", "cluster_resolver", "config", "errors", "experimental", "nn", "testing", "tpu"}
+    modules = {
+        "callbacks",
+        "cluster_resolver",
+        "config",
+        "errors",
+        "experimental",
+        "nn",
+        "testing",
+        "tpu",
+    }
     expected = {name for name in kd.__all__ if name not in modules}
     expected |= {"config.set_cpu_devices", "config.set_prefetch_steps"}
-    expected |= {f"nn.{name}" for name in kd.nn.__all__} | {f"experimental.{name}" for name in kd.experimental.__all__}
-    expected |= {f"{m}.{name}" for m in ("callbacks", "cluster_resolver", "testing") for name in getattr(kd, m).__all__}
-    expected -= {"testing.combinations"}  # A module of named strategies, which the page has in a table.
+    expected |= {f"nn.{name}" for name in kd.nn.__all__} | {
+        f"experimental.{name}" for name in kd.experimental.__all__
+    }
+    expected |= {
+        f"{m}.{name}"
+        for m in ("callbacks", "cluster_resolver", "testing")
+        for name in getattr(kd, m).__all__
+    }
+    expected -= {
+        "testing.combinations"
+    }  # A module of named strategies, which the page has in a table.
     expected |= {f"tpu.experimental.{name}" for name in kd.tpu.experimental.__all__}
     expected |= {"launch.launch", "launch.LaunchOptions"}
     expected |= {f"errors.{name}" for name in vars(kd.errors) if name.endswith("Error")}
@@ -48,26 +78,45 @@ def test_the_reference_has_every_public_name():
 
 
 def anchors(page):
-    """Where links into a page can lead: its headings as GitHub and MkDocs name them, and names given in HTML."""
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)]
-    return {re.sub(r"\s", "-", heading) for heading in headings} | set(re.findall(r'id="([^"]+)"', text))
+    """Where links into a page can lead: its headings as GitHub and MkDocs name them,
+    and names given in HTML.
+    """
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    headings = [
+        re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        for heading in re.findall(r"^#+ (.*)$", text, re.M)
+    ]
+    return {re.sub(r"\s", "-", heading) for heading in headings} | set(
+        re.findall(r'id="([^"]+)"', text)
+    )
 
 
 def markdown_of(page):
-    """A page's text; of a notebook, that of its words, whose links into the repository are made relative."""
+    """A page's text; of a notebook, that of its words, whose links into the repository
+    are made relative.
+    """
     if page.suffix == ".md":
         return page.read_text()
     cells = json.loads(page.read_text())["cells"]
-    words = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    words = "\n".join(
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    )
     return words.replace(f"]({SITE['FILE_URL']}", "](../")
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_to_files_and_headings(page):
-    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)", markdown_of(page)):
+    for target, anchor in re.findall(
+        r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)", markdown_of(page)
+    ):
         # Pages of the site that are made of notebooks.
-        made_of = re.sub(r"^.*tutorials/(\w+)\.md$", rf"{ROOT}/tutorials/\1.ipynb", target)
+        made_of = re.sub(
+            r"^.*tutorials/(\w+)\.md$", rf"{ROOT}/tutorials/\1.ipynb", target
+        )
         path = page.parent / made_of if target else page
         assert path.exists(), f"{page.name} links to {target}"
         # Those of the reference pages are made of docstrings; MkDocs checks them.
@@ -78,12 +127,18 @@ def test_links_lead_to_files_and_headings(page):
 def test_links_to_the_repository_have_one_address():
     for page in [*PAGES, *NOTEBOOKS]:
         for address in re.findall(
-            r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/[\w-]+)", page.read_text()
+            r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/[\w-]+)",
+            page.read_text(),
         ):
-            assert SITE["REPOSITORY"].endswith(f"/{address}"), f"{page.name} links to {address}"
+            assert SITE["REPOSITORY"].endswith(f"/{address}"), (
+                f"{page.name} links to {address}"
+            )
 
 
-@pytest.mark.parametrize("module", [kd, kd.nn, kd.experimental, kd.callbacks, kd.cluster_resolver, kd.testing])
+@pytest.mark.parametrize(
+    "module",
+    [kd, kd.nn, kd.experimental, kd.callbacks, kd.cluster_resolver, kd.testing],
+)
 def test_a_public_name_without_a_place_in_the_reference_is_noticed(module, monkeypatch):
     monkeypatch.setattr(module, "__all__", [*module.__all__, "forgotten"])
     with pytest.raises(AssertionError, match="forgotten"):

@@ -41,7 +41,9 @@ def test_it_can_be_called_off():
 
 def test_a_failure_is_shown_and_does_not_end_the_thread(monkeypatch):
     shown, ended = [], []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(repr(error)))
+    monkeypatch.setattr(
+        sys, "excepthook", lambda kind, error, traceback: shown.append(repr(error))
+    )
 
     def fail():
         raise OSError("the disk is full")
@@ -65,14 +67,20 @@ def test_an_end_may_settle():
 
 
 def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_itself():
-    """A finalizer that joined a thread here would wait for a lock that its own thread holds."""
+    """A finalizer that joined a thread here would wait for a lock that its own thread
+    holds.
+    """
     ended, joined = [], threading.Thread(target=lambda: None)
     joined.start()
     owner = Owner()
     owner.itself = owner
     dropped.when_dropped(owner, lambda: (joined.join(), ended.append(1)))
     del owner
-    with threading._shutdown_locks_lock if hasattr(threading, "_shutdown_locks_lock") else threading.Lock():
+    with (
+        threading._shutdown_locks_lock
+        if hasattr(threading, "_shutdown_locks_lock")
+        else threading.Lock()
+    ):
         gc.collect()
         assert ended == []
     dropped.settle()
@@ -93,6 +101,9 @@ def test_a_forked_process_has_its_own_thread():
     print(os.waitstatus_to_exitcode(os.wait()[1]))
     """
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert result.stdout.split() == ["0"], result.stderr

@@ -11,9 +11,19 @@ from keras_distribute._compat import seams, versions
 
 
 def run(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "XLA_FLAGS", "NPROC")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("KERAS_BACKEND", "XLA_FLAGS", "NPROC")
+    }
     env |= {k: v for k, v in environment.items() if v is not None}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+    )
 
 
 def test_chooses_jax_when_nothing_is_chosen():
@@ -93,7 +103,9 @@ def test_tested_versions_pass_without_a_word(installed, recwarn, keras, jax):
         ("4.0", "1.0", "keras 4.0 and jax 1.0"),
     ],
 )
-def test_versions_beyond_the_tested_ones_are_named_once(installed, recwarn, keras, jax, named):
+def test_versions_beyond_the_tested_ones_are_named_once(
+    installed, recwarn, keras, jax, named
+):
     installed(keras=keras, jax=jax)
     versions.check_versions()
     (warning,) = recwarn.list

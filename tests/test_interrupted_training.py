@@ -1,4 +1,6 @@
-"""What goes wrong in the middle of `fit`, `evaluate` or `predict` loses nothing, and says what it was."""
+"""What goes wrong in the middle of `fit`, `evaluate` or `predict` loses nothing, and
+says what it was.
+"""
 
 import keras
 import numpy as np
@@ -16,7 +18,12 @@ def model():
     with kd.MirroredStrategy([f"cpu:{i}" for i in range(4)]).scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
         )
         model.compile("adam", "mse", metrics=["mae"])
     return model
@@ -45,11 +52,16 @@ def values(model):
     return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
-@pytest.mark.parametrize("method", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_begin", "on_epoch_end"])
+@pytest.mark.parametrize(
+    "method",
+    ["on_train_batch_begin", "on_train_batch_end", "on_epoch_begin", "on_epoch_end"],
+)
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_callback_raises(model, method, at):
     with pytest.raises(KeyboardInterrupt):
-        model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[Raise(method, at)])
+        model.fit(
+            X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[Raise(method, at)]
+        )
     assert all(np.isfinite(v).all() for v in values(model))
     before = int(model.optimizer.iterations)
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -74,7 +86,10 @@ def test_the_input_raises(model, count):
 
 def test_wrong_shapes(model):
     before = values(model)
-    for call in (lambda: model.fit(X[:, :2], Y, verbose=0), lambda: model.predict(X[:, :2], verbose=0)):
+    for call in (
+        lambda: model.fit(X[:, :2], Y, verbose=0),
+        lambda: model.predict(X[:, :2], verbose=0),
+    ):
         with pytest.raises(ValueError, match="shape"):
             call()
     for a, b in zip(values(model), before, strict=True):
@@ -84,7 +99,10 @@ def test_wrong_shapes(model):
 @pytest.mark.parametrize("data", ["arrays", "generator"])
 def test_no_data(model, data):
     x, y = (X[:0], Y[:0]) if data == "arrays" else (batches(0, fail=False), None)
-    wanted = (errors.ValueStructureError, "(?s)the data has no batch.*Fix: pass at least one row")
+    wanted = (
+        errors.ValueStructureError,
+        "(?s)the data has no batch.*Fix: pass at least one row",
+    )
     if data == "generator":  # Keras looks at the first batch itself.
         wanted = (ValueError, "must yield at least one batch")
     for call in (

@@ -1,7 +1,7 @@
 """Ctrl-C at any place loses nothing: the state is that of a whole step, and goes on.
 
-Each kind of step is interrupted at places drawn at random, half of them in the package's
-own code, some of them twice. `INTERRUPTIONS` says how often.
+Each kind of step is interrupted at places drawn at random, half of them in the
+package's own code, some of them twice. `INTERRUPTIONS` says how often.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def train_on_batches(model: keras.Model) -> None:
 
 
 CALLS: dict[str, Callable[[keras.Model], Any]] = {
-    "fit": lambda model: model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y)),
+    "fit": lambda model: model.fit(
+        X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y)
+    ),
     "fit a generator": lambda model: model.fit(generator(), verbose=0),
     "fit a PyDataset": lambda model: model.fit(Batches(), shuffle=False, verbose=0),
     "evaluate": lambda model: model.evaluate(X, Y, batch_size=8, verbose=0),

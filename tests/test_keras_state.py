@@ -82,7 +82,10 @@ class OfALibrary(keras.Sequential):
         if not getattr(self, "_jax_state", None) or self._jax_state_synced:
             return
         trained, others, slots, metrics = (self._jax_state.get(name) for name in GROUPS)
-        pairs = [(self.trainable_variables, trained), (self.non_trainable_variables, others)]
+        pairs = [
+            (self.trainable_variables, trained),
+            (self.non_trainable_variables, others),
+        ]
         pairs += [(self.optimizer.variables, slots), (self.metrics_variables, metrics)]
         for variables, values in pairs:
             for variable, value in zip(variables, values or [], strict=bool(values)):
@@ -101,15 +104,21 @@ def test_a_library_synchronizes_by_itself(replicas: int, packed: None) -> None:
     results = []
     for model in (built(0), built(replicas, OfALibrary)):
         options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(X, X[:, :1], validation_data=(X, X[:, :1]), callbacks=[Ask()], **options).history
+        history = model.fit(
+            X, X[:, :1], validation_data=(X, X[:, :1]), callbacks=[Ask()], **options
+        ).history
         values = [*history.values(), model.predict(X, verbose=0)]
-        results.append([*values, *model.get_weights(), model.evaluate(X, X[:, :1], verbose=0)])
+        results.append(
+            [*values, *model.get_weights(), model.evaluate(X, X[:, :1], verbose=0)]
+        )
     for plain, ours in zip(*results, strict=True):
         np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_what_a_callback_assigns_is_what_the_next_step_starts_from(replicas: int, packed: None) -> None:
+def test_what_a_callback_assigns_is_what_the_next_step_starts_from(
+    replicas: int, packed: None
+) -> None:
     """Of plain Keras, which forgets it, we take the steps one by one."""
 
     class Halve(keras.callbacks.Callback):

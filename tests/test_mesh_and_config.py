@@ -34,13 +34,17 @@ def test_a_jax_device_names_itself():
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:x", "cpu 1", 3, None, "a/b:0"])
 def test_what_is_no_device_name(name):
-    with pytest.raises(errors.DeviceError, match='named by its kind and its number.*\n.*Received.*\n.*Fix: "GPU:0"'):
+    with pytest.raises(
+        errors.DeviceError,
+        match='named by its kind and its number.*\n.*Received.*\n.*Fix: "GPU:0"',
+    ):
         mesh.parse_device(name)
 
 
 def test_a_device_that_does_not_exist():
     with pytest.raises(
-        errors.DeviceError, match=r"no device cpu:8.*\n.*'cpu:8', with the devices cpu:0, cpu:1"
+        errors.DeviceError,
+        match=r"no device cpu:8.*\n.*'cpu:8', with the devices cpu:0, cpu:1",
     ) as caught:
         kd.MirroredStrategy(["cpu:0", "cpu:8"])
     assert "Fix: kd.config.set_cpu_devices(9)" in str(caught.value)
@@ -51,7 +55,9 @@ def test_a_device_that_does_not_exist():
 
 
 def test_devices_named_twice_or_not_at_all():
-    with pytest.raises(errors.DeviceError, match=r"named once; cpu:1 is named more often"):
+    with pytest.raises(
+        errors.DeviceError, match=r"named once; cpu:1 is named more often"
+    ):
         kd.MirroredStrategy(["cpu:1", "/cpu:1"])
     with pytest.raises(errors.DeviceError, match="at least one device"):
         kd.MirroredStrategy([])
@@ -66,7 +72,10 @@ def test_all_devices_by_default_and_in_the_given_order():
 
 def test_set_cpu_devices_again():
     kd.config.set_cpu_devices(8)
-    with pytest.raises(errors.DeviceError, match=r"already started with 8 CPU.*\n.*set_cpu_devices\(4\)"):
+    with pytest.raises(
+        errors.DeviceError,
+        match=r"already started with 8 CPU.*\n.*set_cpu_devices\(4\)",
+    ):
         kd.config.set_cpu_devices(4)
     for wrong in (0, -1, 2.0, True, "8"):
         with pytest.raises(errors.DeviceError, match="integer of at least 1"):
@@ -74,9 +83,17 @@ def test_set_cpu_devices_again():
 
 
 def in_new_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
+    }
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env | environment
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env | environment,
     )
 
 
@@ -89,12 +106,19 @@ PRINT = "import os, jax; print(jax.device_count(), os.environ.get('NPROC'))"
         ("kd.config.set_cpu_devices(6)", {}),
         ("", {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"}),
         ("", {"JAX_NUM_CPU_DEVICES": "6"}),
-        ("kd.config.set_cpu_devices(6)", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
+        (
+            "kd.config.set_cpu_devices(6)",
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        ),
     ],
 )
 def test_the_thread_pool_grows_with_the_devices(first, environment):
-    result = in_new_process(f"import keras_distribute as kd\n{first}\n{PRINT}", **environment)
-    assert result.stdout.split() == ["6", str(max(24, os.cpu_count() or 1))], result.stderr
+    result = in_new_process(
+        f"import keras_distribute as kd\n{first}\n{PRINT}", **environment
+    )
+    assert result.stdout.split() == ["6", str(max(24, os.cpu_count() or 1))], (
+        result.stderr
+    )
 
 
 def test_one_device_leaves_the_thread_pool_alone():
@@ -110,6 +134,9 @@ def test_a_pool_that_would_starve_is_refused():
     )
     result = in_new_process(script)
     assert "would deadlock" in result.stderr
-    assert "Fix: import keras_distribute before using JAX, or set the environment variable NPROC=" in result.stderr
+    assert (
+        "Fix: import keras_distribute before using JAX, or set the environment variable NPROC="
+        in result.stderr
+    )
     result = in_new_process(script, NPROC=str(devices))
     assert result.returncode == 0, result.stderr

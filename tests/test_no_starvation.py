@@ -1,6 +1,8 @@
-"""Training on more CPU devices than cores neither aborts nor hangs: whole processes, each with a 200-step `fit`.
+"""Training on more CPU devices than cores neither aborts nor hangs: whole processes,
+each with a 200-step `fit`.
 
-Three runs by default; `SOAK_RUNS=20 python -m pytest tests/test_no_starvation.py` for the long form.
+Three runs by default; `SOAK_RUNS=20 python -m pytest tests/test_no_starvation.py` for
+the long form.
 """
 
 import os
@@ -38,14 +40,25 @@ print("finished", int(model.optimizer.iterations), float(strategy.reduce("SUM", 
 @pytest.mark.timeout(300 * max(1, RUNS // 3))
 @pytest.mark.parametrize(
     ("setup", "flags"),
-    [("kd.config.set_cpu_devices(8)", ""), ("", "--xla_force_host_platform_device_count=8")],
+    [
+        ("kd.config.set_cpu_devices(8)", ""),
+        ("", "--xla_force_host_platform_device_count=8"),
+    ],
     ids=["set_cpu_devices", "XLA_FLAGS"],
 )
 def test_runs_finish(setup, flags):
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"XLA_FLAGS": flags}
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {
+        "XLA_FLAGS": flags
+    }
     for run in range(RUNS):
         result = subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(setup=setup)], capture_output=True, text=True, timeout=200, env=env
+            [sys.executable, "-c", SCRIPT.format(setup=setup)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=env,
         )
-        assert result.returncode == 0, f"run {run}: {result.returncode}\n{result.stderr[-3000:]}"
+        assert result.returncode == 0, (
+            f"run {run}: {result.returncode}\n{result.stderr[-3000:]}"
+        )
         assert result.stdout.startswith("finished 400 "), result.stdout

@@ -1,4 +1,6 @@
-"""Private names of Keras and JAX stand in `_compat` alone, and what we put into Keras can be taken out again."""
+"""Private names of Keras and JAX stand in `_compat` alone, and what we put into Keras
+can be taken out again.
+"""
 
 import ast
 import pathlib
@@ -9,7 +11,9 @@ import sys
 import keras_distribute as kd
 
 PACKAGE = pathlib.Path(kd.__file__).parent
-PRIVATE = re.compile(r"(keras\.src|jax\._src|jax\.interpreters|from keras import _|jax\.lib)")
+PRIVATE = re.compile(
+    r"(keras\.src|jax\._src|jax\.interpreters|from keras import _|jax\.lib)"
+)
 
 
 def test_private_modules_are_named_in_compat_only():
@@ -62,13 +66,20 @@ _install.install()
 with keras_distribute.MirroredStrategy(["cpu:0"]).scope():
     assert type(keras.Variable(1.0)).__name__ == "MirroredVariable"
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_private_attributes_are_looked_up_at_the_import():
-    """Each that a module of `_compat` uses of Keras is in a `check` or a `replace` there."""
-    modules = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "_compat").glob("*.py")}
+    """Each that a module of `_compat` uses of Keras is in a `check` or a `replace`
+    there.
+    """
+    modules = {
+        path.stem: ast.parse(path.read_text())
+        for path in (PACKAGE / "_compat").glob("*.py")
+    }
     known = {
         argument.value
         for tree in modules.values()

@@ -1,4 +1,6 @@
-"""Pins the public names, where they say they come from, and that their docstrings' examples are true."""
+"""Pins the public names, where they say they come from, and that their docstrings'
+examples are true.
+"""
 
 import doctest
 import importlib
@@ -69,7 +71,9 @@ NAMES = [
     "tpu",
     "value_and_grad",
 ]
-OBJECTS = [getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))]
+OBJECTS = [
+    getattr(kd, name) for name in NAMES if not inspect.ismodule(getattr(kd, name))
+]
 
 
 def test_the_public_names_are_these():
@@ -132,7 +136,9 @@ def test_public_objects_and_their_methods_have_docstrings(thing):
     assert thing.__doc__
     if inspect.isclass(thing):
         for name, member in vars(thing).items():
-            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            if not name.startswith("_") and (
+                inspect.isfunction(member) or isinstance(member, property)
+            ):
                 assert inspect.getdoc(getattr(thing, name)), f"{thing.__name__}.{name}"
 
 
@@ -153,7 +159,11 @@ def test_docstring_examples(name):
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    defined = [thing for thing in vars(module).values() if inspect.isclass(thing) or inspect.isfunction(thing)]
+    defined = [
+        thing
+        for thing in vars(module).values()
+        if inspect.isclass(thing) or inspect.isfunction(thing)
+    ]
     own = [thing for thing in defined if _source_file(thing) == module.__file__]
     for thing in own:
         for test in finder.find(thing, globs={"np": np, "keras": keras, "kd": kd}):

@@ -1,4 +1,6 @@
-"""`Strategy.run` on replicas with different numbers of rows, or none, against plain Keras on the whole batch."""
+"""`Strategy.run` on replicas with different numbers of rows, or none, against plain
+Keras on the whole batch.
+"""
 
 import contextlib
 import functools
@@ -18,7 +20,15 @@ from keras_distribute import errors
 pytestmark = pytest.mark.sampled(6)
 
 RNG = np.random.RandomState(0)
-SPLITS = [(3, 2), (8, 0), (2, 2, 2, 0), (1, 1, 1, 0), (5, 0, 0, 3), (2, 2, 2, 2, 2, 2, 2, 1), (8, 0, 0, 0, 0, 0, 0, 0)]
+SPLITS = [
+    (3, 2),
+    (8, 0),
+    (2, 2, 2, 0),
+    (1, 1, 1, 0),
+    (5, 0, 0, 3),
+    (2, 2, 2, 2, 2, 2, 2, 1),
+    (8, 0, 0, 0, 0, 0, 0, 0),
+]
 FEW = [(3, 2), (2, 2, 2, 0)]
 identify = functools.partial(pytest.mark.parametrize, "sizes", ids=str)
 
@@ -33,9 +43,9 @@ def split(strategy, value, sizes):
     ends = np.cumsum(sizes)
     return strategy.experimental_distribute_values_from_function(
         lambda c: jax.tree.map(
-            lambda a: a[ends[c.replica_id_in_sync_group] - sizes[c.replica_id_in_sync_group] :][
-                : sizes[c.replica_id_in_sync_group]
-            ],
+            lambda a: a[
+                ends[c.replica_id_in_sync_group] - sizes[c.replica_id_in_sync_group] :
+            ][: sizes[c.replica_id_in_sync_group]],
             value,
         )
     )
@@ -50,12 +60,17 @@ def ragged(parts):
 def assert_copies_equal(variables):
     for variable in variables:
         if isinstance(variable, kd.MirroredVariable):
-            first, *others = [np.asarray(shard.data).tobytes() for shard in variable.stored.addressable_shards]
+            first, *others = [
+                np.asarray(shard.data).tobytes()
+                for shard in variable.stored.addressable_shards
+            ]
             assert all(other == first for other in others), variable.path
 
 
 def image_rows(rows):
-    return RNG.randn(rows, 6, 6, 2).astype("float32"), RNG.randn(rows, 2).astype("float32")
+    return RNG.randn(rows, 6, 6, 2).astype("float32"), RNG.randn(rows, 2).astype(
+        "float32"
+    )
 
 
 def rows_of(rows):
@@ -117,7 +132,12 @@ def softmax():
 
 
 def recurrent(layer):
-    return lambda: [keras.Input((4, 3)), keras.layers.Masking(), layer(4), keras.layers.Dense(2)]
+    return lambda: [
+        keras.Input((4, 3)),
+        keras.layers.Masking(),
+        layer(4),
+        keras.layers.Dense(2),
+    ]
 
 
 def checkpointed():
@@ -147,18 +167,26 @@ LOSSES = {
     "mse": keras.losses.MeanSquaredError,
     "sum": functools.partial(keras.losses.MeanSquaredError, reduction="sum"),
     "crossentropy": keras.losses.CategoricalCrossentropy,
-    "weighted": functools.partial(keras.losses.CategoricalCrossentropy, reduction="mean_with_sample_weight"),
+    "weighted": functools.partial(
+        keras.losses.CategoricalCrossentropy, reduction="mean_with_sample_weight"
+    ),
 }
 
 
 def train(strategy, steps, layers, make_optimizer, loss="mse", masked=False):
-    """A custom loop over batches and how each is spread; without a strategy, plain Keras on the whole batches."""
+    """A custom loop over batches and how each is spread; without a strategy, plain
+    Keras on the whole batches.
+    """
     with strategy.scope() if strategy else contextlib.nullcontext():
         keras.utils.set_random_seed(3)
         model = keras.Sequential(layers())
         optimizer = make_optimizer()
         loss_object = LOSSES[loss]()
-        metrics = [keras.metrics.Mean(), keras.metrics.MeanSquaredError(), keras.metrics.CategoricalAccuracy()]
+        metrics = [
+            keras.metrics.Mean(),
+            keras.metrics.MeanSquaredError(),
+            keras.metrics.CategoricalAccuracy(),
+        ]
         metrics += [keras.metrics.AUC()] if layers is softmax else []
         optimizer.build(model.trainable_variables)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -178,7 +206,9 @@ def train(strategy, steps, layers, make_optimizer, loss="mse", masked=False):
                 metric.update_state(y, predictions, sample_weight=weight)
             return (optimizer.scale_loss(value) if scaled else value), value
 
-        (_, value), grads = kd.value_and_grad(loss_fn, model.trainable_variables, has_aux=True)()
+        (_, value), grads = kd.value_and_grad(
+            loss_fn, model.trainable_variables, has_aux=True
+        )()
         optimizer.apply(grads, model.trainable_variables)
         return value
 
@@ -204,7 +234,13 @@ def check(layers, optimizer, sizes, data=rows_of, reference=None, **options):
     even, other = (2,) * n, (*sizes[1:], sizes[0])
     steps = [(data(sum(s)), s) for s in (even, sizes, other, even, sizes)]
     ours = train(mirrored(n), steps, layers, optimizer, **options)
-    theirs = train(reference, [(batch, (sum(s),)) for batch, s in steps], layers, optimizer, **options)
+    theirs = train(
+        reference,
+        [(batch, (sum(s),)) for batch, s in steps],
+        layers,
+        optimizer,
+        **options,
+    )
     for name, expected in theirs.items():
         for a, b in zip(ours[name], expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
@@ -217,12 +253,18 @@ OPTIMIZERS = {
     "clipnorm": functools.partial(MOMENTUM, clipnorm=0.05),
     "global_clipnorm": functools.partial(ADAM, global_clipnorm=0.05),
     "accumulation": functools.partial(MOMENTUM, gradient_accumulation_steps=2),
-    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(MOMENTUM(), initial_scale=8.0, dynamic_growth_steps=2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        MOMENTUM(), initial_scale=8.0, dynamic_growth_steps=2
+    ),
     "scaled accumulation": lambda: keras.optimizers.LossScaleOptimizer(
-        MOMENTUM(gradient_accumulation_steps=2), initial_scale=8.0, dynamic_growth_steps=2
+        MOMENTUM(gradient_accumulation_steps=2),
+        initial_scale=8.0,
+        dynamic_growth_steps=2,
     ),
     "ema": functools.partial(MOMENTUM, use_ema=True, ema_overwrite_frequency=2),
-    "weight decay": functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1, epsilon=1e-3),
+    "weight decay": functools.partial(
+        keras.optimizers.AdamW, 0.01, weight_decay=0.1, epsilon=1e-3
+    ),
 }
 
 
@@ -240,7 +282,12 @@ def test_momentum_and_a_regularizer(sizes):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, sizes):
     # Keras's loss scaling only works while it is traced.
-    check(dense, OPTIMIZERS[name], sizes, reference=mirrored(1) if "scale" in name else None)
+    check(
+        dense,
+        OPTIMIZERS[name],
+        sizes,
+        reference=mirrored(1) if "scale" in name else None,
+    )
 
 
 @identify(FEW)
@@ -271,7 +318,9 @@ def test_collectives_in_a_block_that_is_computed_again(sizes):
     n = len(sizes)
     steps = [(rows_of(sum(s)), s) for s in (sizes, (2,) * n, sizes)]
     ours = train(mirrored(n), steps, checkpointed, ADAM)
-    theirs = train(mirrored(1), [(batch, (sum(s),)) for batch, s in steps], checkpointed, ADAM)
+    theirs = train(
+        mirrored(1), [(batch, (sum(s),)) for batch, s in steps], checkpointed, ADAM
+    )
     for a, b in zip(ours["variables"], theirs["variables"], strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
@@ -283,14 +332,24 @@ def test_batch_normalization_of_each_replicas_own_rows(sizes):
         layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=1e-3)
         layer.build((None, 3))
     x = (3 * RNG.randn(sum(sizes), 3) + 1).astype("float32")
-    result = strategy.run(lambda x: layer(x, training=True), args=(split(strategy, x, sizes),))
+    result = strategy.run(
+        lambda x: layer(x, training=True), args=(split(strategy, x, sizes),)
+    )
     parts = np.split(x, np.cumsum(sizes)[:-1])
     for i, (part, out) in enumerate(zip(parts, result.values, strict=True)):
         assert out.shape == part.shape
-        mean, variance = (part.mean(0), part.var(0)) if len(part) else (np.zeros(3), np.ones(3))
-        np.testing.assert_allclose(out, (part - mean) / np.sqrt(variance + 1e-3), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(layer.moving_mean.values[i], 0.5 * mean, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(layer.moving_variance.values[i], 0.5 + 0.5 * variance, rtol=1e-5)
+        mean, variance = (
+            (part.mean(0), part.var(0)) if len(part) else (np.zeros(3), np.ones(3))
+        )
+        np.testing.assert_allclose(
+            out, (part - mean) / np.sqrt(variance + 1e-3), rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            layer.moving_mean.values[i], 0.5 * mean, rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            layer.moving_variance.values[i], 0.5 + 0.5 * variance, rtol=1e-5
+        )
 
 
 @identify(FEW)
@@ -303,12 +362,19 @@ def test_masked_synchronized_batch_normalization(sizes):
             layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
             layer.build((None, 4, 3))
         result = strategy.run(
-            lambda x, mask: layer(x, training=True, mask=mask), args=split(strategy, (x, mask), sizes)
+            lambda x, mask: layer(x, training=True, mask=mask),
+            args=split(strategy, (x, mask), sizes),
         )
-        return [strategy.gather(result, 0), *(np.asarray(v) for v in layer.non_trainable_variables)]
+        return [
+            strategy.gather(result, 0),
+            *(np.asarray(v) for v in layer.non_trainable_variables),
+        ]
 
     plain = keras.layers.BatchNormalization(momentum=0.5)
-    expected = [plain(x, training=True, mask=mask), *(np.asarray(v) for v in plain.non_trainable_variables)]
+    expected = [
+        plain(x, training=True, mask=mask),
+        *(np.asarray(v) for v in plain.non_trainable_variables),
+    ]
     for a, b in zip(call(mirrored(len(sizes)), x, mask, sizes), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -320,7 +386,13 @@ def test_results_keep_their_true_shapes(sizes):
 
     def fn(batch):
         x = batch["x"][0]
-        return {"rows": 2 * x, "outer": x @ x.T, "sum": jnp.sum(x), "count": jnp.asarray(x.shape[0]), "text": "a"}
+        return {
+            "rows": 2 * x,
+            "outer": x @ x.T,
+            "sum": jnp.sum(x),
+            "count": jnp.asarray(x.shape[0]),
+            "text": "a",
+        }
 
     result = strategy.run(fn, args=({"x": [split(strategy, x, sizes)]},))
     parts = np.split(x, np.cumsum(sizes)[:-1])
@@ -328,20 +400,40 @@ def test_results_keep_their_true_shapes(sizes):
     assert [v.shape for v in result["rows"].values] == [p.shape for p in parts]
     for i, local in enumerate(strategy.experimental_local_results(result)):
         np.testing.assert_array_equal(local["rows"], 2 * parts[i])
-        np.testing.assert_allclose(local["outer"], parts[i] @ parts[i].T, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            local["outer"], parts[i] @ parts[i].T, rtol=1e-4, atol=1e-5
+        )
     assert [int(v) for v in result["count"].values] == list(sizes)
     np.testing.assert_array_equal(strategy.gather(result["rows"], axis=0), 2 * x)
-    np.testing.assert_allclose(strategy.reduce("MEAN", result["rows"], axis=0), 2 * x.mean(0), rtol=1e-5, atol=1e-6)
-    again = strategy.run(lambda x, y: jnp.sum(x, 1) + y[:, 0], args=(result["rows"], split(strategy, x, sizes)))
-    np.testing.assert_allclose(strategy.gather(again, axis=0), 2 * x.sum(1) + x[:, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        strategy.reduce("MEAN", result["rows"], axis=0),
+        2 * x.mean(0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    again = strategy.run(
+        lambda x, y: jnp.sum(x, 1) + y[:, 0],
+        args=(result["rows"], split(strategy, x, sizes)),
+    )
+    np.testing.assert_allclose(
+        strategy.gather(again, axis=0), 2 * x.sum(1) + x[:, 0], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_several_ragged_arguments_beside_even_and_common_ones():
     strategy = mirrored(4)
-    a, b = [np.arange(n + 1.0) for n in (1, 0, 1, 2)], [np.ones((2, n)) for n in (1, 1, 3, 1)]
+    a, b = (
+        [np.arange(n + 1.0) for n in (1, 0, 1, 2)],
+        [np.ones((2, n)) for n in (1, 1, 3, 1)],
+    )
     even, common = ragged([np.float32(i) for i in range(4)]), np.float32(100)
-    result = strategy.run(lambda a, b, c, d: jnp.sum(a) + jnp.sum(b) + c + d, args=(ragged(a), ragged(b), even, common))
-    assert [float(v) for v in result.values] == [a[i].sum() + b[i].sum() + i + 100 for i in range(4)]
+    result = strategy.run(
+        lambda a, b, c, d: jnp.sum(a) + jnp.sum(b) + c + d,
+        args=(ragged(a), ragged(b), even, common),
+    )
+    assert [float(v) for v in result.values] == [
+        a[i].sum() + b[i].sum() + i + 100 for i in range(4)
+    ]
     assert ragged(a).stacked is None
     assert ragged(a).padded.shape == (4, 3)
     assert ragged(a).shapes == ((2,), (1,), (2,), (3,))
@@ -358,15 +450,24 @@ def test_gradients_of_each_replica_are_those_of_its_rows():
 
     _, (grads,) = strategy.run(fn, args=(split(strategy, x, (3, 0, 1, 1)),))
     for part, grad in zip(np.split(x, [3, 3, 4]), grads.values, strict=True):
-        np.testing.assert_allclose(grad, 2 * part.T @ (part @ np.asarray(kernel)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            grad, 2 * part.T @ (part @ np.asarray(kernel)), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_gradients_through_collectives():
     strategy = mirrored(2)
-    x, w = [np.ones((3, 2), "float32"), np.ones((1, 2), "float32")], np.array([1.0, 10.0], "float32")
+    x, w = (
+        [np.ones((3, 2), "float32"), np.ones((1, 2), "float32")],
+        np.array([1.0, 10.0], "float32"),
+    )
 
     def fn(x, w):
-        return jax.grad(lambda x: w * jnp.sum(kd.get_replica_context().all_reduce("SUM", jnp.sum(x, 0))))(x)
+        return jax.grad(
+            lambda x: (
+                w * jnp.sum(kd.get_replica_context().all_reduce("SUM", jnp.sum(x, 0)))
+            )
+        )(x)
 
     result = strategy.run(fn, args=(ragged(x), ragged(list(w))))
     assert [v.shape for v in result.values] == [(3, 2), (1, 2)]
@@ -383,7 +484,9 @@ def test_counts_are_summed_and_not_multiplied():
     def fn(x):
         context = kd.get_replica_context()
         total.assign_add(table[x.shape[0]])
-        merged = context.merge_call(lambda strategy, x: strategy.reduce("MEAN", x, axis=(0, 1)), args=(x,))
+        merged = context.merge_call(
+            lambda strategy, x: strategy.reduce("MEAN", x, axis=(0, 1)), args=(x,)
+        )
         return (
             kd.nn.compute_average_loss(jnp.sum(x, 1)),
             context.all_reduce("SUM", {"a": x.shape[0], "b": table[x.shape[0]]}),
@@ -393,7 +496,9 @@ def test_counts_are_summed_and_not_multiplied():
 
     x = RNG.randn(5, 2).astype("float32")
     share, counts, mean, merged = strategy.run(fn, args=(split(strategy, x, sizes),))
-    np.testing.assert_allclose(strategy.reduce("SUM", share, axis=None), x.sum(1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", share, axis=None), x.sum(1).mean(), rtol=1e-5
+    )
     for value in (*counts["a"].values, *counts["b"].values):
         assert float(value) == 5
     assert [float(v) for v in mean.values] == [1.25] * 4
@@ -413,11 +518,23 @@ def test_a_loss_of_one_number_weighs_by_its_rows():
         return jax.value_and_grad(lambda k: own(y, k * p))(kernel)
 
     value, grad = strategy.run(fn, args=split(strategy, (y, p), (3, 1, 1, 0)))
-    np.testing.assert_allclose(strategy.reduce("SUM", value, axis=None), np.mean((y - 2 * p) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(strategy.reduce("SUM", grad, axis=None), np.mean(2 * (2 * p - y) * p), rtol=1e-4)
-    unknown = functools.partial(keras.src.losses.loss.reduce_weighted_values, reduction="mean")
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)loss of one number does not say.*Fix: return one loss"):
-        strategy.run(lambda y: unknown(keras.ops.mean(y)), args=(split(strategy, y, (3, 1, 1, 0)),))
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", value, axis=None), np.mean((y - 2 * p) ** 2), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", grad, axis=None), np.mean(2 * (2 * p - y) * p), rtol=1e-4
+    )
+    unknown = functools.partial(
+        keras.src.losses.loss.reduce_weighted_values, reduction="mean"
+    )
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)loss of one number does not say.*Fix: return one loss",
+    ):
+        strategy.run(
+            lambda y: unknown(keras.ops.mean(y)),
+            args=(split(strategy, y, (3, 1, 1, 0)),),
+        )
 
 
 def test_dropout_is_that_of_the_true_shape():
@@ -429,7 +546,14 @@ def test_dropout_is_that_of_the_true_shape():
         with strategy.scope():
             layer = keras.layers.Dropout(0.5, seed=1)
         x = ragged([np.ones((n, 8), "float32") for n in rows])
-        masks.append([np.asarray(v) for v in strategy.run(lambda x, f=layer: f(x, training=True), args=(x,)).values])
+        masks.append(
+            [
+                np.asarray(v)
+                for v in strategy.run(
+                    lambda x, f=layer: f(x, training=True), args=(x,)
+                ).values
+            ]
+        )
     np.testing.assert_array_equal(masks[0][0], masks[1][0])
     np.testing.assert_array_equal(masks[0][1], masks[2][1])
 
@@ -459,7 +583,10 @@ def test_two_steps_of_the_same_shapes_compile_once(compilations):
     def batch(sizes):
         return split(strategy, rows_of(sum(sizes)), sizes)
 
-    batches = [batch(s) for s in ((2, 2, 2, 0), (2, 2, 2, 0), (2, 2, 0, 2), (2, 2, 2, 0), (2, 2, 0, 2))]
+    batches = [
+        batch(s)
+        for s in ((2, 2, 2, 0), (2, 2, 2, 0), (2, 2, 0, 2), (2, 2, 2, 0), (2, 2, 0, 2))
+    ]
     strategy.run(step, args=batches[0])
     traces, before = len(traced), len(compilations)
     strategy.run(step, args=batches[1])
@@ -483,8 +610,17 @@ def test_layers_built_in_the_function_and_variables_of_some_shapes_only():
 
     x = RNG.randn(4, 3).astype("float32")
     result = strategy.run(fn, args=(split(strategy, x, (3, 1)),))
-    np.testing.assert_allclose(strategy.gather(result, axis=0), x @ np.asarray(layer.kernel), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose([float(many.result()), float(few.result())], [x[:3].sum(), x[3:].sum()], rtol=1e-4)
+    np.testing.assert_allclose(
+        strategy.gather(result, axis=0),
+        x @ np.asarray(layer.kernel),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    np.testing.assert_allclose(
+        [float(many.result()), float(few.result())],
+        [x[:3].sum(), x[3:].sum()],
+        rtol=1e-4,
+    )
 
 
 def test_update_with_ragged_arguments():
@@ -495,8 +631,12 @@ def test_update_with_ragged_arguments():
     value = ragged([np.arange(3.0), np.ones(1)])
     strategy.extended.update(own, lambda v, x: v.assign_add(jnp.sum(x)), args=(value,))
     assert [float(v) for v in own.values] == [3, 1]
-    with pytest.raises(errors.AggregationError, match="(?s)different values to 1 mirrored.*Fix"):
-        strategy.extended.update(common, lambda v, x: v.assign(jnp.sum(x)), args=(value,))
+    with pytest.raises(
+        errors.AggregationError, match="(?s)different values to 1 mirrored.*Fix"
+    ):
+        strategy.extended.update(
+            common, lambda v, x: v.assign(jnp.sum(x)), args=(value,)
+        )
 
 
 def test_effects_happen_on_each_replica(capfd):
@@ -505,15 +645,24 @@ def test_effects_happen_on_each_replica(capfd):
 
     mirrored(4).run(fn, args=(split(mirrored(4), np.ones(3), (2, 1, 0, 0)),))
     jax.effects_barrier()
-    lines = sorted(line for line in capfd.readouterr().out.splitlines() if line.startswith("rows"))
-    assert lines == ["rows: 0 sum: 0.0", "rows: 0 sum: 0.0", "rows: 1 sum: 1.0", "rows: 2 sum: 2.0"]
+    lines = sorted(
+        line for line in capfd.readouterr().out.splitlines() if line.startswith("rows")
+    )
+    assert lines == [
+        "rows: 0 sum: 0.0",
+        "rows: 0 sum: 0.0",
+        "rows: 1 sum: 1.0",
+        "rows: 2 sum: 2.0",
+    ]
 
 
 def test_a_value_that_two_rounds_of_communication_need():
     def fn(x):
         own = jnp.sum(x)
         total = lax.psum(own, "replica")
-        return lax.cond(total > 0, lambda v: lax.psum(2 * v, "replica"), lambda v: v, own)
+        return lax.cond(
+            total > 0, lambda v: lax.psum(2 * v, "replica"), lambda v: v, own
+        )
 
     result = mirrored(2).run(fn, args=(ragged([np.ones(3), np.ones(2)]),))
     assert [float(v) for v in result.values] == [10, 10]
@@ -528,31 +677,45 @@ def test_random_keys_of_each_row_outlast_communication():
     results, keys = mirrored(3).run(fn, args=(ragged(parts),))
     again = mirrored(3).run(lambda k: k, args=(ragged(list(keys.values)),))
     for i, part in enumerate(parts):
-        assert (jax.random.key_data(keys.values[i]) == jax.random.key_data(again.values[i])).all()
+        assert (
+            jax.random.key_data(keys.values[i]) == jax.random.key_data(again.values[i])
+        ).all()
         expected, expected_keys = fn(part, lambda s: 4)
         np.testing.assert_allclose(results.values[i], expected, rtol=1e-6)
-        assert (jax.random.key_data(keys.values[i]) == jax.random.key_data(expected_keys)).all()
+        assert (
+            jax.random.key_data(keys.values[i]) == jax.random.key_data(expected_keys)
+        ).all()
 
 
 def assigned(what, **options):
     strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable(1.0, **options)
-    strategy.run(lambda x: variable.assign(what(x)), args=(ragged([np.ones(3), np.ones(2)]),))
+    strategy.run(
+        lambda x: variable.assign(what(x)), args=(ragged([np.ones(3), np.ones(2)]),)
+    )
     return float(variable.numpy())
 
 
 def test_equal_values_of_a_mirrored_variable_are_those_that_are_computed_alike():
-    assert assigned(lambda x: kd.get_replica_context().all_reduce("SUM", x.shape[0])) == 5
+    assert (
+        assigned(lambda x: kd.get_replica_context().all_reduce("SUM", x.shape[0])) == 5
+    )
     assert assigned(lambda x: lax.pmax(jnp.sum(x), "replica") * 2) == 6
     assert assigned(lambda x: x.shape[0], aggregation="mean") == 2.5
     for what in (
         lambda x: x.shape[0],
         jnp.sum,
         lambda x: lax.psum(jnp.sum(x), "replica") / x.shape[0],
-        lambda x: lax.pmax(x.shape[0], "replica") if x.shape[0] > 2 else lax.pmax(x.shape[0], "replica") + 1,
+        lambda x: (
+            lax.pmax(x.shape[0], "replica")
+            if x.shape[0] > 2
+            else lax.pmax(x.shape[0], "replica") + 1
+        ),
     ):
-        with pytest.raises(errors.AggregationError, match=r"(?s)different values to 1 mirrored.*Fix"):
+        with pytest.raises(
+            errors.AggregationError, match=r"(?s)different values to 1 mirrored.*Fix"
+        ):
             assigned(what)
 
 
@@ -581,11 +744,15 @@ REFUSED = {
         r"gathered along axis 0; .*float32\[1, 3\], float32\[1, 2\].*Fix: gather along the axis whose size differs",
     ),
     "gathered ranks": (
-        lambda x: kd.get_replica_context().all_gather(x if x.shape[0] > 2 else x[None], axis=0),
+        lambda x: kd.get_replica_context().all_gather(
+            x if x.shape[0] > 2 else x[None], axis=0
+        ),
         r"must be equal.*float32\[3\], float32\[1, 2\].*Fix",
     ),
     "gathered dtypes": (
-        lambda x: kd.get_replica_context().all_gather(x if x.shape[0] > 2 else x.astype("int32"), axis=0),
+        lambda x: kd.get_replica_context().all_gather(
+            x if x.shape[0] > 2 else x.astype("int32"), axis=0
+        ),
         r"must be equal.*float32\[3\], int32\[2\].*Fix",
     ),
     "gathered structures": (
@@ -593,20 +760,32 @@ REFUSED = {
         r"structures of different numbers of values.*3 on replica 0, 2 on replica 1.*Fix: gather the same structure",
     ),
     "gathered in a loop": (
-        lambda x: lax.scan(lambda c, _: (c + jnp.sum(gather(x)), None), 0.0, None, length=2),
+        lambda x: lax.scan(
+            lambda c, _: (c + jnp.sum(gather(x)), None), 0.0, None, length=2
+        ),
         r"scan of .*Fix: communicate outside of it, or all_gather the rows before",
     ),
     "gathered by a function that JAX traces once for two calls": (
-        lambda x: [GATHER(part) for part in ((x, x[:1], x) if x.shape[0] > 2 else (x, x, x[:1]))],
+        lambda x: [
+            GATHER(part)
+            for part in ((x, x[:1], x) if x.shape[0] > 2 else (x, x, x[:1]))
+        ],
         r"replica 0: all_gather of float32\[1\]; replica 1: a joining all_gather of float32\[3\].*Fix",
     ),
-    "reduced rows": (lambda x: kd.get_replica_context().all_reduce("SUM", x), r"Fix: reduce over the rows first"),
+    "reduced rows": (
+        lambda x: kd.get_replica_context().all_reduce("SUM", x),
+        r"Fix: reduce over the rows first",
+    ),
     "one more": (
         lambda x: gather(jnp.sum(x)[None]) if x.shape[0] > 2 else x,
         r"all_gather of float32\[1\]; replica 1: nothing more.*Fix: communicate in the same order",
     ),
     "another": (
-        lambda x: lax.pmax(jnp.sum(x), "replica") if x.shape[0] > 2 else lax.pmin(jnp.sum(x), "replica"),
+        lambda x: (
+            lax.pmax(jnp.sum(x), "replica")
+            if x.shape[0] > 2
+            else lax.pmin(jnp.sum(x), "replica")
+        ),
         r"pmax of float32\[\]; replica 1: pmin of float32\[\].*Fix: communicate in the same order",
     ),
     "in a loop over the rows": (scanned, r"scan of .*Fix: communicate outside of it"),
@@ -614,10 +793,19 @@ REFUSED = {
         lambda x: x.shape[0],
         r"different results.*3 from replica 0, 2 from replica 1.*Fix.*convert_to_tensor",
     ),
-    "a rank": (lambda x: x if x.shape[0] > 2 else x[None], r"float32 array of 1 dimension\(s\) from replica 0"),
+    "a rank": (
+        lambda x: x if x.shape[0] > 2 else x[None],
+        r"float32 array of 1 dimension\(s\) from replica 0",
+    ),
     "a structure": (lambda x: x if x.shape[0] > 2 else [x], "different structures"),
-    "a folded sum": (lambda x: lax.psum(x.shape[0], "replica"), r"3 on replica 0, 2 on 1.*Fix: kd.get_replica_context"),
-    "a folded mean": (lambda x: lax.pmean(float(x.shape[0]), "replica"), "known while tracing"),
+    "a folded sum": (
+        lambda x: lax.psum(x.shape[0], "replica"),
+        r"3 on replica 0, 2 on 1.*Fix: kd.get_replica_context",
+    ),
+    "a folded mean": (
+        lambda x: lax.pmean(float(x.shape[0]), "replica"),
+        "known while tracing",
+    ),
 }
 
 
@@ -625,7 +813,9 @@ REFUSED = {
 def test_refusals(name):
     fn, text = REFUSED[name]
     with pytest.raises(errors.ValueStructureError, match=f"(?s){text}"):
-        mirrored(2).run(fn, args=(ragged([np.ones(3, "float32"), np.ones(2, "float32")]),))
+        mirrored(2).run(
+            fn, args=(ragged([np.ones(3, "float32"), np.ones(2, "float32")]),)
+        )
 
 
 def unlike_each_time():
@@ -635,7 +825,10 @@ def unlike_each_time():
 
 def test_gathering_something_else_in_each_trace_is_refused():
     x = ragged([np.ones(3), np.ones(2)])
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)other shapes each time it is traced.*Fix: let what"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)other shapes each time it is traced.*Fix: let what",
+    ):
         mirrored(2).run(unlike_each_time(), args=(x,))
 
 
@@ -655,23 +848,39 @@ GATHERED = {
 @pytest.mark.parametrize("name", GATHERED)
 def test_all_gather_joins_what_differs_in_size(name):
     sizes, axis, dtype = GATHERED[name]
-    parts = [np.moveaxis((5 * RNG.randn(size, 2, 3)).astype(dtype), 0, axis) for size in sizes]
+    parts = [
+        np.moveaxis((5 * RNG.randn(size, 2, 3)).astype(dtype), 0, axis)
+        for size in sizes
+    ]
 
     def fn(x):
-        joined = kd.get_replica_context().all_gather({"x": x, "nested": (x[:1],)}, axis=axis)
-        twice = gather(jnp.ravel(joined["x"])[: x.size])  # Its size is known from the first one.
-        merged = kd.get_replica_context().merge_call(lambda s, x: s.gather(x, axis=axis), args=(x,))
+        joined = kd.get_replica_context().all_gather(
+            {"x": x, "nested": (x[:1],)}, axis=axis
+        )
+        twice = gather(
+            jnp.ravel(joined["x"])[: x.size]
+        )  # Its size is known from the first one.
+        merged = kd.get_replica_context().merge_call(
+            lambda s, x: s.gather(x, axis=axis), args=(x,)
+        )
         return joined, twice, merged
 
     joined, twice, merged = mirrored(len(sizes)).run(fn, args=(ragged(parts),))
     whole = np.concatenate(parts, axis)
     firsts = np.concatenate([part[:1] for part in parts], axis)
     flat = np.concatenate([np.ravel(whole)[: part.size] for part in parts])
-    for results, values in ((joined["x"], whole), (joined["nested"][0], firsts), (twice, flat), (merged, whole)):
+    for results, values in (
+        (joined["x"], whole),
+        (joined["nested"][0], firsts),
+        (twice, flat),
+        (merged, whole),
+    ):
         for value in results.values:
             assert value.dtype == values.dtype
             np.testing.assert_array_equal(np.asarray(value), values)
-    np.testing.assert_array_equal(np.asarray(mirrored(len(sizes)).gather(ragged(parts), axis=axis)), whole)
+    np.testing.assert_array_equal(
+        np.asarray(mirrored(len(sizes)).gather(ragged(parts), axis=axis)), whole
+    )
 
 
 def test_keys_of_random_numbers_are_gathered():
@@ -683,7 +892,9 @@ def test_keys_of_random_numbers_are_gathered():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [(3, 1), (2, 0, 1, 0), (1, 2, 3, 0, 2, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(3, 1), (2, 0, 1, 0), (1, 2, 3, 0, 2, 1, 0, 1)], ids=str
+)
 def test_gradients_through_rows_that_are_gathered_are_those_of_one_device(sizes):
     """A contrastive loss: each replica's rows against those of all."""
     parts = [RNG.randn(size, 4).astype("float32") for size in sizes]
@@ -693,7 +904,9 @@ def test_gradients_through_rows_that_are_gathered_are_those_of_one_device(sizes)
     def loss_of(own, every, first):
         scores = own @ every.T
         targets = jnp.arange(len(every)) == first + jnp.arange(len(own))[:, None]
-        return jnp.sum(jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(targets, scores, 0.0), 1)) / len(rows)
+        return jnp.sum(
+            jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(targets, scores, 0.0), 1)
+        ) / len(rows)
 
     def on_one_device(kernel, rows):
         every = jnp.sin(rows @ kernel)
@@ -711,31 +924,59 @@ def test_gradients_through_rows_that_are_gathered_are_those_of_one_device(sizes)
 
         value, (gradient,) = kd.value_and_grad(lambda: loss(x), [kernel])()
         total = kd.get_replica_context().all_reduce("SUM", gradient)
-        by_rows = jax.grad(loss)(x), jax.grad(lambda x: loss(jax.checkpoint(jnp.tanh)(x)))(x)
+        by_rows = (
+            jax.grad(loss)(x),
+            jax.grad(lambda x: loss(jax.checkpoint(jnp.tanh)(x)))(x),
+        )
         kernel.assign(kernel - total)
         return value, total, *by_rows
 
     value, total, own, again = strategy.run(step, args=(ragged(parts), firsts))
-    expected, (by_kernel, by_rows) = jax.value_and_grad(on_one_device, (0, 1))(start, rows)
+    expected, (by_kernel, by_rows) = jax.value_and_grad(on_one_device, (0, 1))(
+        start, rows
+    )
     by_tanh = jax.grad(lambda rows: on_one_device(start, jnp.tanh(rows)))(rows)
-    np.testing.assert_allclose(strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", value, axis=None), expected, rtol=1e-5
+    )
     for gradient in total.values:
         np.testing.assert_allclose(gradient, by_kernel, rtol=1e-4, atol=1e-5)
     assert_copies_equal([kernel])
     np.testing.assert_allclose(kernel.numpy(), start - by_kernel, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(strategy.gather(own, axis=0), by_rows, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(strategy.gather(again, axis=0), by_tanh, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        strategy.gather(own, axis=0), by_rows, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        strategy.gather(again, axis=0), by_tanh, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_gathering_where_all_replicas_decide_alike():
     def fn(x):
         every = gather(x)
-        twice = lax.cond(jnp.sum(every) > 3, lambda y: gather(y[:2]) + 1, lambda y: gather(-y[:2]), every)
-        _, sums = lax.scan(lambda c, _: (c + 1, jnp.sum(gather(c))), every[:1], None, length=2)
-        return twice, sums, jax.vmap(gather, in_axes=1, out_axes=1)(jnp.stack([x, 2 * x], 1))
+        twice = lax.cond(
+            jnp.sum(every) > 3,
+            lambda y: gather(y[:2]) + 1,
+            lambda y: gather(-y[:2]),
+            every,
+        )
+        _, sums = lax.scan(
+            lambda c, _: (c + 1, jnp.sum(gather(c))), every[:1], None, length=2
+        )
+        return (
+            twice,
+            sums,
+            jax.vmap(gather, in_axes=1, out_axes=1)(jnp.stack([x, 2 * x], 1)),
+        )
 
-    twice, sums, columns = mirrored(2).run(fn, args=(ragged([np.ones(3, "float32"), np.ones(1, "float32")]),))
-    for value, expected in ((twice, [2, 2, 2, 2]), (sums, [2, 4]), (columns, [[1, 2]] * 4)):
+    twice, sums, columns = mirrored(2).run(
+        fn, args=(ragged([np.ones(3, "float32"), np.ones(1, "float32")]),)
+    )
+    for value, expected in (
+        (twice, [2, 2, 2, 2]),
+        (sums, [2, 4]),
+        (columns, [[1, 2]] * 4),
+    ):
         for component in value.values:
             np.testing.assert_array_equal(component, expected)
 
@@ -768,17 +1009,27 @@ def test_a_layer_is_built_while_it_gathers():
             f"{layer.last.name}/bias",
         )
     ]
-    np.testing.assert_allclose(mirrored(2).gather(result, axis=0), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        mirrored(2).gather(result, axis=0), expected, rtol=1e-4, atol=1e-5
+    )
     assert sorted(len(v) for v in result.values) == [1, 3]
 
 
 def test_gathering_in_a_function_that_makes_layers_each_time_is_refused():
-    with pytest.raises(errors.VariableScopeError, match="creates variables each time it is called"):
-        mirrored(2).run(lambda x: gather(keras.layers.Dense(2)(x)), args=(ragged([np.ones((2, 3)), np.ones((1, 3))]),))
+    with pytest.raises(
+        errors.VariableScopeError, match="creates variables each time it is called"
+    ):
+        mirrored(2).run(
+            lambda x: gather(keras.layers.Dense(2)(x)),
+            args=(ragged([np.ones((2, 3)), np.ones((1, 3))]),),
+        )
 
 
 def test_a_sum_of_ones_is_the_number_of_replicas():
-    result = mirrored(2).run(lambda x: jnp.sum(x) * lax.psum(1, "replica"), args=(ragged([np.ones(3), np.ones(2)]),))
+    result = mirrored(2).run(
+        lambda x: jnp.sum(x) * lax.psum(1, "replica"),
+        args=(ragged([np.ones(3), np.ones(2)]),),
+    )
     assert [float(v) for v in result.values] == [6, 4]
 
 
@@ -810,19 +1061,35 @@ def test_reduce_on_the_devices(axes, dtype):
         results = [mirrored(4).reduce(op, value, axis=axes) for op in ("SUM", "MEAN")]
     axis = tuple(a % 2 for a in (axes if isinstance(axes, tuple) else (axes,)))
     kind = "float32" if dtype in ("int32", "bool") else dtype
-    np.testing.assert_allclose(results[0], whole.astype("float32").sum(axis), rtol=2e-3, atol=1e-2)
-    np.testing.assert_allclose(results[1], whole.astype("float32").mean(axis), rtol=2e-3, atol=1e-2)
+    np.testing.assert_allclose(
+        results[0], whole.astype("float32").sum(axis), rtol=2e-3, atol=1e-2
+    )
+    np.testing.assert_allclose(
+        results[1], whole.astype("float32").mean(axis), rtol=2e-3, atol=1e-2
+    )
     assert results[1].dtype == kind
     assert np.issubdtype(results[0].dtype, np.integer) == (dtype in ("int32", "bool"))
 
 
 def test_reduce_ignores_what_fills_up():
-    padded = jax.device_put(np.full((2, 3), np.nan, "float32"), mirrored(2).replica_mesh.split)
+    padded = jax.device_put(
+        np.full((2, 3), np.nan, "float32"), mirrored(2).replica_mesh.split
+    )
     padded = padded.at[0, :].set(1.0).at[1, 0].set(5.0)
-    value = kd.PerReplica(padded=jax.device_put(padded, mirrored(2).replica_mesh.split), shapes=((3,), (1,)))
+    value = kd.PerReplica(
+        padded=jax.device_put(padded, mirrored(2).replica_mesh.split),
+        shapes=((3,), (1,)),
+    )
     assert float(mirrored(2).reduce("MEAN", value, axis=0)) == 2.0
     np.testing.assert_array_equal(mirrored(2).gather(value, axis=0), [1, 1, 1, 5])
-    assert float(mirrored(2).reduce("SUM", mirrored(2).run(jnp.sum, args=(value,)), axis=None)) == 8.0
+    assert (
+        float(
+            mirrored(2).reduce(
+                "SUM", mirrored(2).run(jnp.sum, args=(value,)), axis=None
+            )
+        )
+        == 8.0
+    )
 
 
 def test_gather_on_the_devices():
@@ -835,8 +1102,9 @@ def test_gather_on_the_devices():
     assert mirrored(2).gather(empty, axis=0).shape == (3, 0)
 
 
-# Functions drawn at random, as a list of operations. Each is given twice: on one replica's values inside `run`, and on
-# the list of all replicas' values in NumPy. A state is `(rows, vector)`: an array of this replica's rows, and a vector.
+# Functions drawn at random, as a list of operations. Each is given twice: on one
+# replica's values inside `run`, and on the list of all replicas' values in NumPy. A
+# state is `(rows, vector)`: an array of this replica's rows, and a vector.
 
 WIDTH = 3
 WEIGHTS = RNG.randn(WIDTH, WIDTH).astype("float32")
@@ -849,7 +1117,9 @@ def on_each(f):
 def over_all(f):
     def apply(states):
         vectors = f([vector for _, vector in states])
-        return [(rows, vector) for (rows, _), vector in zip(states, vectors, strict=True)]
+        return [
+            (rows, vector) for (rows, _), vector in zip(states, vectors, strict=True)
+        ]
 
     return apply
 
@@ -859,7 +1129,9 @@ def local(f):
 
 
 def count_in_replica(rows, vector):
-    return rows, vector / (1 + kd.get_replica_context().all_reduce("SUM", rows.shape[0]))
+    return rows, vector / (
+        1 + kd.get_replica_context().all_reduce("SUM", rows.shape[0])
+    )
 
 
 def count_of_all(states):
@@ -870,7 +1142,9 @@ def count_of_all(states):
 def if_agreed(rows, vector):
     """A collective under a condition that is the same everywhere."""
     agreed = lax.pmax(vector[0], "replica") > 0
-    return rows, lax.cond(agreed, lambda v: lax.psum(v, "replica"), lambda v: -v, vector)
+    return rows, lax.cond(
+        agreed, lambda v: lax.psum(v, "replica"), lambda v: -v, vector
+    )
 
 
 def if_agreed_of_all(states):
@@ -881,7 +1155,9 @@ def if_agreed_of_all(states):
 
 def looped(rows, vector):
     """Collectives in a loop."""
-    return rows, lax.fori_loop(0, 2, lambda i, v: jnp.tanh(lax.psum(v, "replica") + v), vector)
+    return rows, lax.fori_loop(
+        0, 2, lambda i, v: jnp.tanh(lax.psum(v, "replica") + v), vector
+    )
 
 
 def looped_of_all(states):
@@ -897,14 +1173,22 @@ OPERATIONS = {
     "sum rows": local(lambda m, rows, vector: (rows, vector + m.sum(rows, 0))),
     "add to rows": local(lambda m, rows, vector: (rows + vector, vector)),
     "cumulate": local(lambda m, rows, vector: (m.cumsum(rows, 0), vector)),
-    "double rows": local(lambda m, rows, vector: (m.concatenate([rows, -rows]), vector)),
+    "double rows": local(
+        lambda m, rows, vector: (m.concatenate([rows, -rows]), vector)
+    ),
     "drop a row": local(lambda m, rows, vector: (rows[1:], vector)),
     "gram": local(lambda m, rows, vector: (m.tanh((rows @ rows.T) @ rows), vector)),
     "squash": local(lambda m, rows, vector: (rows, m.tanh(vector))),
     "number of rows": local(lambda m, rows, vector: (rows, vector * rows.shape[0])),
     "jit": (
-        lambda rows, vector: (jax.jit(lambda r, v: r * lax.psum(v, "replica"))(rows, jnp.tanh(vector)), vector),
-        lambda states: [(rows * sum(np.tanh(v) for _, v in states), vector) for rows, vector in states],
+        lambda rows, vector: (
+            jax.jit(lambda r, v: r * lax.psum(v, "replica"))(rows, jnp.tanh(vector)),
+            vector,
+        ),
+        lambda states: [
+            (rows * sum(np.tanh(v) for _, v in states), vector)
+            for rows, vector in states
+        ],
     ),
     "psum": (
         lambda rows, vector: (rows, lax.psum(vector, "replica")),
@@ -915,17 +1199,29 @@ OPERATIONS = {
         over_all(lambda vectors: [np.max(vectors, 0)] * len(vectors)),
     ),
     "all_gather": (
-        lambda rows, vector: (rows, jnp.max(lax.all_gather(vector, "replica"), 0) - vector),
+        lambda rows, vector: (
+            rows,
+            jnp.max(lax.all_gather(vector, "replica"), 0) - vector,
+        ),
         over_all(lambda vectors: [np.max(vectors, 0) - vector for vector in vectors]),
     ),
     "gather rows": (
         lambda rows, vector: (rows, jnp.tanh(vector + jnp.sum(gather(rows)[::2], 0))),
         lambda states: [
-            (rows, np.tanh(vector + np.sum(np.concatenate([r for r, _ in states])[::2], 0))) for rows, vector in states
+            (
+                rows,
+                np.tanh(
+                    vector + np.sum(np.concatenate([r for r, _ in states])[::2], 0)
+                ),
+            )
+            for rows, vector in states
         ],
     ),
     "ppermute": (
-        lambda rows, vector: (rows, lax.ppermute(vector, "replica", [(i, (i + 1) % 4) for i in range(4)])),
+        lambda rows, vector: (
+            rows,
+            lax.ppermute(vector, "replica", [(i, (i + 1) % 4) for i in range(4)]),
+        ),
         over_all(lambda vectors: vectors[-1:] + vectors[:-1]),
     ),
     "count": (count_in_replica, count_of_all),
@@ -941,7 +1237,9 @@ def test_random_functions(seed):
     sizes[0] += len(set(sizes)) == 1
     names = [str(name) for name in random.choice(list(OPERATIONS), 9)]
     parts = [random.randn(n, WIDTH).astype("float32") for n in sizes]
-    states = [(part, np.full(WIDTH, 0.1 * i, "float32")) for i, part in enumerate(parts)]
+    states = [
+        (part, np.full(WIDTH, 0.1 * i, "float32")) for i, part in enumerate(parts)
+    ]
 
     def fn(rows, vector):
         for name in names:
@@ -949,11 +1247,17 @@ def test_random_functions(seed):
         return rows, vector
 
     strategy = mirrored(4)
-    rows, vectors = strategy.run(fn, args=(ragged(parts), ragged([vector for _, vector in states])))
+    rows, vectors = strategy.run(
+        fn, args=(ragged(parts), ragged([vector for _, vector in states]))
+    )
     for name in names:
         states = OPERATIONS[name][1](states)
     for ours, (theirs, _) in zip(rows.values, states, strict=True):
         assert ours.shape == theirs.shape, names
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4, err_msg=str(names))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=1e-3, atol=1e-4, err_msg=str(names)
+        )
     for ours, (_, theirs) in zip(vectors.values, states, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4, err_msg=str(names))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=1e-3, atol=1e-4, err_msg=str(names)
+        )

@@ -17,24 +17,34 @@ def model_of(strategy, loss="mse"):
 def fit(x, y, **options):
     model = model_of(kd.MirroredStrategy(["cpu:0", "cpu:1"]), **options)
     guard = kd.callbacks.RaiseOnNaN()
-    return model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
+    return model.fit(
+        x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[guard]
+    )
 
 
 def test_finite_losses_are_left_alone():
     assert len(fit(np.ones((10, 3)), np.ones((10, 1))).history["loss"]) == 2
 
 
-@pytest.mark.parametrize(("row", "where"), [(0, "y of replica 0 (process 0)"), (6, "y of replica 1 (process 0)")])
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [(0, "y of replica 0 (process 0)"), (6, "y of replica 1 (process 0)")],
+)
 def test_the_array_and_the_replica_are_named(row, where):
     y = np.ones((8, 1))
     y[row] = np.inf
-    with pytest.raises(kd.errors.NonFiniteError, match=f"since step {1 + row // 4} of epoch 1") as caught:
+    with pytest.raises(
+        kd.errors.NonFiniteError, match=f"since step {1 + row // 4} of epoch 1"
+    ) as caught:
         fit(np.ones((8, 3)), y)
     assert f"values that are not finite in {where}." in str(caught.value)
 
 
 def test_a_loss_that_diverges_is_told_apart():
-    with pytest.raises(FloatingPointError, match="a batch whose values are all finite, in every one of 1 process") as e:
+    with pytest.raises(
+        FloatingPointError,
+        match="a batch whose values are all finite, in every one of 1 process",
+    ) as e:
         fit(np.ones((8, 3)), np.ones((8, 1)), loss=lambda y, p: 0.0 * p / 0.0)
     assert "a smaller learning rate" in str(e.value)
 
@@ -43,7 +53,12 @@ def test_without_a_strategy_the_step_is_named():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(kd.errors.NonFiniteError, match="since step 1 of epoch 1"):
-        model.fit(np.full((8, 3), np.nan), np.ones((8, 1)), verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        model.fit(
+            np.full((8, 3), np.nan),
+            np.ones((8, 1)),
+            verbose=0,
+            callbacks=[kd.callbacks.RaiseOnNaN()],
+        )
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
@@ -56,5 +71,7 @@ def test_rows_that_fill_up_a_batch_name_no_replica(steps_per_execution):
         model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     guard = kd.callbacks.RaiseOnNaN()
     with pytest.raises(kd.errors.NonFiniteError) as caught:
-        model.fit(x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard])
+        model.fit(
+            x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard]
+        )
     assert "not finite in x of replica 2 (process 0).\n" in str(caught.value)

@@ -1,4 +1,6 @@
-"""The proof that a value is the same on every replica: what it must refuse, and what it must let pass."""
+"""The proof that a value is the same on every replica: what it must refuse, and what it
+must let pass.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ AXIS = "replica"
 
 
 def proved(fn, *same):
-    """Whether each output of `fn` is proved equal, for scalars or vectors that are the same (or not) on each replica."""
+    """Whether each output of `fn` is proved equal, for scalars or vectors that are the
+    same (or not) on each replica.
+    """
     arguments = [jnp.ones(4) for _ in same]
     program = jax.make_jaxpr(fn, axis_env=[(AXIS, 2)])(*arguments)
     result = replication.equal_on_all_replicas(program, list(same))
@@ -29,7 +33,9 @@ def with_own_gradient(x):
     return x * 2
 
 
-with_own_gradient.defvjp(lambda x: (x * 2, None), lambda _, g: (g * lax.axis_index(AXIS),))
+with_own_gradient.defvjp(
+    lambda x: (x * 2, None), lambda _, g: (g * lax.axis_index(AXIS),)
+)
 
 EQUAL = {
     "arithmetic": lambda x, y: jnp.sin(x) @ x + 1,
@@ -39,7 +45,9 @@ EQUAL = {
     "gather": lambda x, y: lax.all_gather(y, AXIS),
     "sum in jit": lambda x, y: jax.jit(summed)(y),
     "sum in checkpoint": lambda x, y: jax.checkpoint(summed)(y),
-    "sum in cond": lambda x, y: lax.cond(x[0] > 0, lambda: summed(y), lambda: jnp.zeros(4)),
+    "sum in cond": lambda x, y: lax.cond(
+        x[0] > 0, lambda: summed(y), lambda: jnp.zeros(4)
+    ),
     "sum in scan": lambda x, y: lax.scan(lambda c, a: (c + summed(a), c), 0.0, y),
     "carry of scan": lambda x, y: lax.scan(lambda c, a: (c + a, c), 0.0, x),
     "while": lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: c * 2, x + 1),
@@ -51,21 +59,37 @@ EQUAL = {
 DIFFERING = {
     "input": lambda x, y: y * 1,
     "replica's number": lambda x, y: x * lax.axis_index(AXIS),
-    "replica's number in jit": lambda x, y: jax.jit(lambda x: x + lax.axis_index(AXIS))(x),
-    "replica's number in scan": lambda x, y: lax.scan(lambda c, a: (c + lax.axis_index(AXIS), a), 0, x)[0],
-    "replica's number in vmap": lambda x, y: jax.vmap(lambda a: a * lax.axis_index(AXIS))(x),
-    "replica's number in a custom gradient": lambda x, y: jax.grad(lambda x: jnp.sum(with_own_gradient(x)))(x),
+    "replica's number in jit": lambda x, y: jax.jit(lambda x: x + lax.axis_index(AXIS))(
+        x
+    ),
+    "replica's number in scan": lambda x, y: lax.scan(
+        lambda c, a: (c + lax.axis_index(AXIS), a), 0, x
+    )[0],
+    "replica's number in vmap": lambda x, y: jax.vmap(
+        lambda a: a * lax.axis_index(AXIS)
+    )(x),
+    "replica's number in a custom gradient": lambda x, y: jax.grad(
+        lambda x: jnp.sum(with_own_gradient(x))
+    )(x),
     "predicate": lambda x, y: lax.cond(y[0] > 0, lambda: x, lambda: x * 2),
-    "number of rounds": lambda x, y: lax.while_loop(lambda c: c[0] < y[0], lambda c: c + 1, x),
+    "number of rounds": lambda x, y: lax.while_loop(
+        lambda c: c[0] < y[0], lambda c: c + 1, x
+    ),
     "carry through scan": lambda x, y: lax.scan(lambda c, a: (c + a, c), 0.0, y)[0],
-    "carry after some rounds": lambda x, y: lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], c[2]), (x, x, y))[0],
+    "carry after some rounds": lambda x, y: lax.fori_loop(
+        0, 3, lambda i, c: (c[1], c[2], c[2]), (x, x, y)
+    )[0],
     "scatter": lambda x, y: lax.psum_scatter(x, AXIS, tiled=True),
     "permutation": lambda x, y: lax.ppermute(y, AXIS, [(0, 1), (1, 0)]),
     "partial permutation": lambda x, y: lax.ppermute(x, AXIS, [(0, 1)]),
     "all to all": lambda x, y: lax.all_to_all(y, AXIS, 0, 0, tiled=True),
     "groups": lambda x, y: lax.psum(y, AXIS, axis_index_groups=[[0], [1]]),
-    "host callback": lambda x, y: jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct((4,), "float32"), x),
-    "random key": lambda x, y: jax.random.uniform(jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS)), (4,)),
+    "host callback": lambda x, y: jax.pure_callback(
+        lambda a: a, jax.ShapeDtypeStruct((4,), "float32"), x
+    ),
+    "random key": lambda x, y: jax.random.uniform(
+        jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS)), (4,)
+    ),
 }
 
 
@@ -80,17 +104,25 @@ def test_differing(name):
 
 
 def test_groups_of_outputs_are_told_apart():
-    assert proved(lambda x, y: (x, y, summed(y), x + y), True, False) == [True, False, True, False]
+    assert proved(lambda x, y: (x, y, summed(y), x + y), True, False) == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_false_proof_would_show():
     """Each function that is called equal really is: run it, and look at every replica."""
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
     x = jnp.arange(4.0)
-    y = strategy.experimental_distribute_values_from_function(lambda c: x * (c.replica_id_in_sync_group + 1))
+    y = strategy.experimental_distribute_values_from_function(
+        lambda c: x * (c.replica_id_in_sync_group + 1)
+    )
     for name, fn in EQUAL.items():
         for leaf in jax.tree.leaves(
-            strategy.run(fn, args=(x, y)), is_leaf=lambda leaf: isinstance(leaf, kd.PerReplica)
+            strategy.run(fn, args=(x, y)),
+            is_leaf=lambda leaf: isinstance(leaf, kd.PerReplica),
         ):
             first, second = (np.asarray(value) for value in leaf.values)
             np.testing.assert_array_equal(first, second, err_msg=name)

@@ -56,13 +56,19 @@ ROOMS = [
 
 def room_of(module: str) -> int:
     """The place of the room that a module of the package belongs to."""
-    names = [name for name in ROOMS if name and (module == name or module.startswith(f"{name}."))]
+    names = [
+        name
+        for name in ROOMS
+        if name and (module == name or module.startswith(f"{name}."))
+    ]
     assert names or not module, f"{module} is in no room"
     return ROOMS.index(max(names, key=len)) if module else len(ROOMS) - 1
 
 
 def imports_of(path: pathlib.Path) -> set[str]:
-    """The package's modules that a file imports when it runs; imports for type checking alone do not count."""
+    """The package's modules that a file imports when it runs; imports for type checking
+    alone do not count.
+    """
     tree = ast.parse(path.read_text())
     checked_only = {
         inner
@@ -72,7 +78,11 @@ def imports_of(path: pathlib.Path) -> set[str]:
     }
     found = set()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node in checked_only or not node.module:
+        if (
+            not isinstance(node, ast.ImportFrom)
+            or node in checked_only
+            or not node.module
+        ):
             continue
         parts = node.module.split(".")
         if parts[0] != "keras_distribute":
@@ -90,9 +100,17 @@ def imports_of(path: pathlib.Path) -> set[str]:
 def test_rooms_import_from_rooms_above():
     offenders = []
     for path in PACKAGE.rglob("*.py"):
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").strip(".")
+        module = (
+            ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            .removesuffix("__init__")
+            .strip(".")
+        )
         own = room_of(module)
-        offenders += [f"{module} imports {other}" for other in imports_of(path) if room_of(other) > own]
+        offenders += [
+            f"{module} imports {other}"
+            for other in imports_of(path)
+            if room_of(other) > own
+        ]
     assert offenders == []
 
 

@@ -25,7 +25,9 @@ def strategy(request):
 
 
 def distributed(strategy, fn):
-    return strategy.experimental_distribute_values_from_function(lambda c: fn(c.replica_id_in_sync_group))
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: fn(c.replica_id_in_sync_group)
+    )
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -38,11 +40,22 @@ def test_results_keep_their_structure(strategy):
 
     def fn(x, *, scale):
         i = kd.get_replica_context().replica_id_in_sync_group
-        return {"a": [x * scale, None], "b": Pair(i, "text"), "c": (marker, 5, variable), "d": np.ones(2)}
+        return {
+            "a": [x * scale, None],
+            "b": Pair(i, "text"),
+            "c": (marker, 5, variable),
+            "d": np.ones(2),
+        }
 
-    result = strategy.run(fn, args=(distributed(strategy, lambda i: np.full(3, i, "float32")),), kwargs={"scale": 2})
+    result = strategy.run(
+        fn,
+        args=(distributed(strategy, lambda i: np.full(3, i, "float32")),),
+        kwargs={"scale": 2},
+    )
     n = strategy.num_replicas_in_sync
-    assert [v.tolist() for v in result["a"][0].values] == [[2.0 * i] * 3 for i in range(n)]
+    assert [v.tolist() for v in result["a"][0].values] == [
+        [2.0 * i] * 3 for i in range(n)
+    ]
     assert result["a"][1] is None
     assert isinstance(result["b"], Pair)
     assert [int(v) for v in result["b"].left.values] == list(range(n))
@@ -60,7 +73,9 @@ def test_results_keep_their_structure(strategy):
 def test_arguments(strategy):
     with strategy.scope():
         variable = keras.Variable(2.0)
-    mirrored_value = strategy.extended.reduce_to("MEAN", distributed(strategy, lambda i: np.float32(3)), None)
+    mirrored_value = strategy.extended.reduce_to(
+        "MEAN", distributed(strategy, lambda i: np.float32(3)), None
+    )
 
     def fn(per_replica, array, number, nested, v, same, flag):
         assert isinstance(number, int)
@@ -70,10 +85,17 @@ def test_arguments(strategy):
 
     result = strategy.run(
         fn,
-        args=(distributed(strategy, lambda i: np.float32(i)), np.float32(10), 100, {"x": [jnp.float32(1000)]}),
+        args=(
+            distributed(strategy, lambda i: np.float32(i)),
+            np.float32(10),
+            100,
+            {"x": [jnp.float32(1000)]},
+        ),
         kwargs={"v": variable, "same": mirrored_value, "flag": True},
     )
-    assert [float(v) for v in result.values] == [1115.0 + i for i in range(strategy.num_replicas_in_sync)]
+    assert [float(v) for v in result.values] == [
+        1115.0 + i for i in range(strategy.num_replicas_in_sync)
+    ]
 
 
 def test_the_function_is_compiled_once(strategy, compilations):
@@ -102,12 +124,22 @@ def test_python_values_of_equal_hash_are_told_apart(strategy):
     def fn(x):
         return type(x).__name__
 
-    assert [strategy.run(fn, args=(x,)) for x in (True, 1, 1.0)] == ["bool", "int", "float"]
+    assert [strategy.run(fn, args=(x,)) for x in (True, 1, 1.0)] == [
+        "bool",
+        "int",
+        "float",
+    ]
 
 
 def test_models_and_optimizers_built_inside(strategy, compilations):
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(3),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
         optimizer = keras.optimizers.Adam()
         metric = keras.metrics.Mean()
 
@@ -124,7 +156,10 @@ def test_models_and_optimizers_built_inside(strategy, compilations):
         return loss
 
     x = np.random.RandomState(0).randn(4, 5).astype("float32")
-    losses = [float(strategy.reduce("MEAN", strategy.run(step, args=(x,)), axis=None)) for _ in range(4)]
+    losses = [
+        float(strategy.reduce("MEAN", strategy.run(step, args=(x,)), axis=None))
+        for _ in range(4)
+    ]
     assert losses[-1] < losses[0]
     assert {type(v) for v in model.trainable_variables} == {kd.MirroredVariable}
     assert all(type(v) is not keras.Variable for v in optimizer.variables)
@@ -165,15 +200,26 @@ def test_methods_partials_and_callable_objects():
             return 5 * x
 
     doubler, one = Doubler(), np.float32(1)
-    fns = [doubler.twice, doubler.thrice, doubler, functools.partial(doubler.twice, one)]
+    fns = [
+        doubler.twice,
+        doubler.thrice,
+        doubler,
+        functools.partial(doubler.twice, one),
+    ]
     args = [(one,), (one,), (one,), ()]
     for _ in range(2):
-        assert [float(strategy.run(f, args=a).values[1]) for f, a in zip(fns, args, strict=True)] == [2, 3, 5, 2]
+        assert [
+            float(strategy.run(f, args=a).values[1])
+            for f, a in zip(fns, args, strict=True)
+        ] == [2, 3, 5, 2]
 
 
 def test_a_new_function_in_each_call_is_warned_about():
     strategy = mirrored(2)
-    with pytest.warns(UserWarning, match="has compiled .* 8 times, since each call passed a new function object"):
+    with pytest.warns(
+        UserWarning,
+        match="has compiled .* 8 times, since each call passed a new function object",
+    ):
         for _ in range(8):
             strategy.run(lambda: 1)
 
@@ -184,7 +230,9 @@ def test_random_layers_differ_per_replica_and_follow_the_seed():
         strategy = mirrored(n)
         with strategy.scope():
             layer = keras.layers.Dropout(0.5, seed=seed)
-        results = [strategy.run(lambda: layer(jnp.ones(64), training=True)) for _ in range(2)]
+        results = [
+            strategy.run(lambda: layer(jnp.ones(64), training=True)) for _ in range(2)
+        ]
         return [np.asarray(v) for result in results for v in result.values]
 
     first, again, other = masks(1), masks(1), masks(2)
@@ -194,14 +242,22 @@ def test_random_layers_differ_per_replica_and_follow_the_seed():
         assert not any(np.array_equal(a, b) for b in first[i + 1 :])
     assert not np.array_equal(first[0], other[0])
     np.testing.assert_array_equal(
-        masks(1, n=1)[0], np.asarray(keras.layers.Dropout(0.5, seed=1)(jnp.ones(64), training=True))
+        masks(1, n=1)[0],
+        np.asarray(keras.layers.Dropout(0.5, seed=1)(jnp.ones(64), training=True)),
     )
 
 
 def test_xla_options():
     strategy = mirrored(2)
-    options = kd.RunOptions(experimental_xla_options={"xla_cpu_enable_fast_min_max": True})
-    assert [float(v) for v in strategy.run(lambda x: x + 1, args=(np.float32(1),), options=options).values] == [2, 2]
+    options = kd.RunOptions(
+        experimental_xla_options={"xla_cpu_enable_fast_min_max": True}
+    )
+    assert [
+        float(v)
+        for v in strategy.run(
+            lambda x: x + 1, args=(np.float32(1),), options=options
+        ).values
+    ] == [2, 2]
     with pytest.raises(errors.ValueStructureError, match="not padded to buckets"):
         kd.RunOptions(experimental_bucketizing_dynamic_shape=True)
 
@@ -212,13 +268,20 @@ def test_variables_of_others_are_refused():
         foreign = keras.Variable(1.0, name="foreign")
     plain = keras.Variable(1.0, name="plain")
     with pytest.raises(
-        errors.VariableScopeError, match=r"(?s)'foreign' lives on another strategy.*Fix: build the model"
+        errors.VariableScopeError,
+        match=r"(?s)'foreign' lives on another strategy.*Fix: build the model",
     ):
         strategy.run(lambda: foreign.value + 1)
-    with pytest.raises(errors.VariableScopeError, match=r"(?s)1 variable\(s\) .*plain \(\).*Fix: create the model"):
+    with pytest.raises(
+        errors.VariableScopeError,
+        match=r"(?s)1 variable\(s\) .*plain \(\).*Fix: create the model",
+    ):
         strategy.run(lambda: plain.assign(2.0))
     assert float(plain.numpy()) == 1.0
-    assert [float(v) for v in strategy.run(lambda: plain.value + 1).values] == [2.0, 2.0]
+    assert [float(v) for v in strategy.run(lambda: plain.value + 1).values] == [
+        2.0,
+        2.0,
+    ]
 
 
 def test_refusals(strategy):
@@ -227,8 +290,12 @@ def test_refusals(strategy):
         text = r"(?s)differ in the sizes of their dimensions only.*float32\[1\], float32\[1, 1\].*Fix"
         with pytest.raises(errors.ValueStructureError, match=text):
             strategy.run(lambda x: x, args=(unlike,))
-        with pytest.raises(errors.ValueStructureError, match="(?s)was passed to a strategy of 3"):
-            mirrored(3).run(lambda x: x, args=(distributed(strategy, lambda i: np.float32(1)),))
+        with pytest.raises(
+            errors.ValueStructureError, match="(?s)was passed to a strategy of 3"
+        ):
+            mirrored(3).run(
+                lambda x: x, args=(distributed(strategy, lambda i: np.float32(1)),)
+            )
     with pytest.raises(errors.StructureTypeError, match="runs a function"):
         strategy.run(5)
     with pytest.raises(errors.StructureTypeError, match="come as a tuple"):
@@ -250,7 +317,8 @@ def test_per_replica_of_several_replicas_is_no_array():
     value = strategy.run(lambda: jnp.float32(1))
     for convert in (float, int, np.asarray, jnp.asarray):
         with pytest.raises(
-            errors.StructureTypeError, match="(?s)differs per replica is not one array.*Fix: strategy.reduce"
+            errors.StructureTypeError,
+            match="(?s)differs per replica is not one array.*Fix: strategy.reduce",
         ):
             convert(value)
     assert float(mirrored(1).run(lambda: jnp.float32(1))) == 1.0
@@ -261,7 +329,9 @@ def test_a_loop_copies_no_variable(monkeypatch):
     """Unless somebody holds its array, which the next call would delete."""
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
-        variables = [keras.Variable(np.zeros(3, "float32"), trainable=False) for _ in range(5)]
+        variables = [
+            keras.Variable(np.zeros(3, "float32"), trainable=False) for _ in range(5)
+        ]
     copies = []
     copy = jnp.copy
     monkeypatch.setattr(jnp, "copy", lambda array: copies.append(1) or copy(array))

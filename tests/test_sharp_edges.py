@@ -23,12 +23,16 @@ def strategy():
 
 
 def distributed(strategy, array):
-    return strategy.experimental_distribute_values_from_function(lambda c: array[c.replica_id_in_sync_group][None])
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: array[c.replica_id_in_sync_group][None]
+    )
 
 
 def test_variables_read_inside_transformed_functions(strategy):
     with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1, kernel_initializer="ones")])
+        model = keras.Sequential(
+            [keras.Input((2,)), layers.Dense(1, kernel_initializer="ones")]
+        )
         k = keras.Variable(1.0)
 
     def body(carry, _):
@@ -43,7 +47,10 @@ def test_variables_read_inside_transformed_functions(strategy):
                 np.testing.assert_array_equal(result, np.full((rows, 1), 2.0))
     assert float(strategy.run(lambda: lax.scan(body, 0.0, None, 3)[0]).values[0]) == 3.0
     value, grads = strategy.run(
-        lambda x: kd.value_and_grad(lambda: jnp.sum(jax.checkpoint(model)(x)), model.trainable_variables)(), (X,)
+        lambda x: kd.value_and_grad(
+            lambda: jnp.sum(jax.checkpoint(model)(x)), model.trainable_variables
+        )(),
+        (X,),
     )
     assert float(value.values[0]) == 8.0
     np.testing.assert_array_equal(grads[0].values[1], [[4.0], [4.0]])
@@ -78,7 +85,14 @@ def test_methods_are_told_apart(strategy):
     loop, x = Child(), np.float32(3)
     methods = [loop.train, loop.evaluate, *loop.both()]
     methods += [types.MethodType(lambda self, x, n=n: x * 0 + n, loop) for n in (1, 2)]
-    assert [float(strategy.run(m, (x,)).values[0]) for m in methods] == [4, 300, 300, 4, 1, 2]
+    assert [float(strategy.run(m, (x,)).values[0]) for m in methods] == [
+        4,
+        300,
+        300,
+        4,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +102,8 @@ def test_methods_are_told_apart(strategy):
 )
 def test_variables_made_at_each_call_are_refused(strategy, make):
     with pytest.raises(
-        errors.VariableScopeError, match="(?s)creates variables each time it is called.*Fix: make it once"
+        errors.VariableScopeError,
+        match="(?s)creates variables each time it is called.*Fix: make it once",
     ):
         strategy.run(make, (X,))
 
@@ -97,15 +112,22 @@ def test_communication_that_only_some_replicas_would_reach_is_refused(strategy):
     def in_condition():
         context = kd.get_replica_context()
         first = context.replica_id_in_sync_group == 0
-        return lax.cond(first, lambda: context.all_reduce("SUM", 1.0), lambda: jnp.float32(0))
+        return lax.cond(
+            first, lambda: context.all_reduce("SUM", 1.0), lambda: jnp.float32(0)
+        )
 
     def in_loop():
         context = kd.get_replica_context()
         rounds = context.replica_id_in_sync_group
-        return lax.fori_loop(0, rounds, lambda i, c: context.all_reduce("SUM", c), jnp.float32(1))
+        return lax.fori_loop(
+            0, rounds, lambda i, c: context.all_reduce("SUM", c), jnp.float32(1)
+        )
 
     for fn in (in_condition, in_loop):
-        with pytest.raises(errors.ContextError, match="(?s)wait for each other forever.*Fix: communicate outside"):
+        with pytest.raises(
+            errors.ContextError,
+            match="(?s)wait for each other forever.*Fix: communicate outside",
+        ):
             strategy.run(fn)
     assert float(kd.MirroredStrategy(["cpu:0"]).run(in_condition).values[0]) == 1.0
 
@@ -141,10 +163,13 @@ def test_components_read_while_tracing(strategy):
 
 def test_arrays_from_elsewhere_and_keys(strategy):
     x = jax.device_put(jnp.ones(3), jax.devices()[6])
-    np.testing.assert_array_equal(strategy.run(lambda x: x + 1, (x,)).values[2], [2, 2, 2])
+    np.testing.assert_array_equal(
+        strategy.run(lambda x: x + 1, (x,)).values[2], [2, 2, 2]
+    )
     key = jax.random.key(0)
     np.testing.assert_array_equal(
-        strategy.run(lambda k: jax.random.normal(k, (2,)), (key,)).values[1], jax.random.normal(key, (2,))
+        strategy.run(lambda k: jax.random.normal(k, (2,)), (key,)).values[1],
+        jax.random.normal(key, (2,)),
     )
 
 
@@ -157,9 +182,14 @@ def test_reductions_of_unusual_values(strategy):
     assert strategy.gather(all_of(np.zeros((0, 2))), axis=0).shape == (0, 2)
     with pytest.raises(errors.StructureTypeError, match="Only arrays can be reduced"):
         strategy.reduce("SUM", all_of(np.array(["a"])), axis=None)
-    with pytest.raises(errors.ValueStructureError, match="Each axis can be reduced once"):
+    with pytest.raises(
+        errors.ValueStructureError, match="Each axis can be reduced once"
+    ):
         strategy.reduce("SUM", all_of(np.zeros((2, 2))), axis=(0, 0))
-    with pytest.raises(errors.ValueStructureError, match="(?s)32-bit integers, and these do not fit.*Fix: jax.config"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match="(?s)32-bit integers, and these do not fit.*Fix: jax.config",
+    ):
         all_of(2**40)
 
 
@@ -172,12 +202,19 @@ def test_scalar_losses_and_penalties_are_shares(strategy):
 
     loss = Own()
     shares = strategy.run(lambda p: loss(0 * p, p), (distributed(strategy, a),))
-    assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(float(loss(0 * a, a)))
+    assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(
+        float(loss(0 * a, a))
+    )
     with strategy.scope():
-        dense = layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(1.0))
+        dense = layers.Dense(
+            1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(1.0)
+        )
         model = keras.Sequential([keras.Input((1,)), dense])
         model.compile("sgd", "mse")
-    shares = strategy.run(lambda p: model.compute_loss(x=p, y=p, y_pred=model(p)), (distributed(strategy, a),))
+    shares = strategy.run(
+        lambda p: model.compute_loss(x=p, y=p, y_pred=model(p)),
+        (distributed(strategy, a),),
+    )
     assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(1.0)
 
 
@@ -203,7 +240,12 @@ def test_accumulation_with_layers_that_mix_rows(strategy, layer):
         model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
         rng = np.random.default_rng(0)
         return model.fit(
-            rng.normal(size=(32, 6)), rng.normal(size=(32, 1)), batch_size=16, shuffle=False, verbose=0, epochs=2
+            rng.normal(size=(32, 6)),
+            rng.normal(size=(32, 1)),
+            batch_size=16,
+            shuffle=False,
+            verbose=0,
+            epochs=2,
         ).history["loss"]
 
     with strategy.scope():
@@ -212,7 +254,9 @@ def test_accumulation_with_layers_that_mix_rows(strategy, layer):
 
 
 def test_batch_normalization_of_what_is_not_the_batch(strategy):
-    """Per replica only where its rows are the batch's: a table of weights, or two batches joined, are one group."""
+    """Per replica only where its rows are the batch's: a table of weights, or two
+    batches joined, are one group.
+    """
 
     class Model(keras.Model):
         def __init__(self):
@@ -239,13 +283,17 @@ def test_batch_normalization_of_what_is_not_the_batch(strategy):
 
 
 def test_models_around_and_beside(strategy):
-    """A model of parts from a scope runs on its replicas; a plain model in a callback stays plain."""
+    """A model of parts from a scope runs on its replicas; a plain model in a callback
+    stays plain.
+    """
     with strategy.scope():
         backbone = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
     extractor = keras.Model(backbone.inputs, backbone.layers[0].output)
     extractor.make_predict_function()
     seams_step = extractor.predict(np.ones((8, 2)), verbose=0)
-    np.testing.assert_allclose(seams_step, backbone.predict(np.ones((8, 2)), verbose=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        seams_step, backbone.predict(np.ones((8, 2)), verbose=0), rtol=1e-6
+    )
     mixed = keras.Sequential([backbone, layers.Dense(1)])
     mixed.build((None, 2))
     with pytest.raises(errors.VariableScopeError, match="2 variable.*do not belong"):
@@ -293,13 +341,17 @@ def test_reading_a_variable_in_the_middle_of_an_epoch(strategy):
 
 def test_reduce_inside_a_step_of_fit(strategy):
     class Model(keras.Sequential):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
             return kd.get_strategy().reduce("SUM", keras.ops.mean(y_pred), axis=None)
 
     with strategy.scope():
         model = Model([keras.Input((2,)), layers.Dense(1)])
         model.compile("sgd")
-    with pytest.raises(errors.ContextError, match="(?s)nothing to reduce.*Fix: use the value as it is"):
+    with pytest.raises(
+        errors.ContextError, match="(?s)nothing to reduce.*Fix: use the value as it is"
+    ):
         model.fit(X, X[:, :1], verbose=0)
 
 
@@ -307,6 +359,8 @@ def test_many_python_values_are_warned_about(strategy):
     def fn(x, i):
         return x + i
 
-    with pytest.warns(UserWarning, match=r"(?s)has compiled .*fn' 8 times.*np.int32\(step\)"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)has compiled .*fn' 8 times.*np.int32\(step\)"
+    ):
         for i in range(8):
             strategy.run(fn, (X, i))

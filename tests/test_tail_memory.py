@@ -1,6 +1,8 @@
-"""A batch that does not divide needs no more memory on a device than a full one that does.
+"""A batch that does not divide needs no more memory on a device than a full one that
+does.
 
-Both in the step over the global batch: with local gradients, which a tail cannot have, a full batch needs less.
+Both in the step over the global batch: with local gradients, which a tail cannot have,
+a full batch needs less.
 """
 
 import keras
@@ -13,7 +15,9 @@ from keras_distribute.training import batches, local, steps
 
 
 def temporary_bytes(model, strategy, rows):
-    """What the compiled training step for `rows` rows needs on each device, beside its arguments and results."""
+    """What the compiled training step for `rows` rows needs on each device, beside its
+    arguments and results.
+    """
     x, y = np.zeros((rows, 32, 32, 3), "float32"), np.zeros((rows, 10), "float32")
     with context.entered(steps.frame_for(strategy)):
         model.train_on_batch(x, y)
@@ -37,4 +41,6 @@ def test_a_tail_needs_no_more_than_a_full_batch(tail, monkeypatch):
             ]
         )
         model.compile("sgd", "mse")
-    assert temporary_bytes(model, strategy, tail) <= 1.02 * temporary_bytes(model, strategy, 64)
+    assert temporary_bytes(model, strategy, tail) <= 1.02 * temporary_bytes(
+        model, strategy, 64
+    )

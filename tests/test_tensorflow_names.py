@@ -14,14 +14,24 @@ import keras_distribute as kd
 
 tf = pytest.importorskip("tensorflow")
 
-PAGE = (pathlib.Path(__file__).parent.parent / "docs/moving/tf-distribute-names.md").read_text()
+PAGE = (
+    pathlib.Path(__file__).parent.parent / "docs/moving/tf-distribute-names.md"
+).read_text()
 TABLES, BESIDE = PAGE.split("## Beside tf.distribute")
-ROW = re.compile(r"^\| (`[^|]*) \| (same|different|absent) \| ?([^|]*) ?\|$", re.MULTILINE)
-BASES = (tf.distribute.Strategy, tf.distribute.CrossDeviceOps, tf.distribute.cluster_resolver.ClusterResolver)
+ROW = re.compile(
+    r"^\| (`[^|]*) \| (same|different|absent) \| ?([^|]*) ?\|$", re.MULTILINE
+)
+BASES = (
+    tf.distribute.Strategy,
+    tf.distribute.CrossDeviceOps,
+    tf.distribute.cluster_resolver.ClusterResolver,
+)
 
 
 def rows():
-    """Each name that the page has, without `tf.distribute.`, with its status and its remark."""
+    """Each name that the page has, without `tf.distribute.`, with its status and its
+    remark.
+    """
     found = {}
     for section in re.split(r"^## ", TABLES, flags=re.MULTILINE)[1:]:
         module, body = section.split("\n", 1)
@@ -44,11 +54,26 @@ def is_public(name):
 
 
 def members_of(cls):
-    """The public members of a class of TensorFlow, but for those of the base that has a section of its own."""
-    inherited = {name for base in BASES if issubclass(cls, base) and cls is not base for name in dir(base)}
-    common = set(dir(tuple)) | set(dir(enum.Enum)) | {"name", "value"} | (inherited - set(vars(cls)))
+    """The public members of a class of TensorFlow, but for those of the base that has a
+    section of its own.
+    """
+    inherited = {
+        name
+        for base in BASES
+        if issubclass(cls, base) and cls is not base
+        for name in dir(base)
+    }
+    common = (
+        set(dir(tuple))
+        | set(dir(enum.Enum))
+        | {"name", "value"}
+        | (inherited - set(vars(cls)))
+    )
     return [
-        name for name in dir(cls) if is_public(name) and (name not in common or name in getattr(cls, "__members__", ()))
+        name
+        for name in dir(cls)
+        if is_public(name)
+        and (name not in common or name in getattr(cls, "__members__", ()))
     ]
 
 
@@ -62,14 +87,21 @@ def tensorflow_names():
                 modules.append((f"{prefix}{name}.", thing))
                 continue
             yield f"{prefix}{name}"
-            if inspect.isclass(thing) and ROWS.get(f"{prefix}{name}", ("absent",))[0] != "absent":
+            if (
+                inspect.isclass(thing)
+                and ROWS.get(f"{prefix}{name}", ("absent",))[0] != "absent"
+            ):
                 yield from (f"{prefix}{name}.{member}" for member in members_of(thing))
 
 
 def exists(name, root=kd):
     """Whether the package has a dotted name, an instance's attributes included."""
     for part in name.split("."):
-        fields = {field.name for field in dataclasses.fields(root)} if dataclasses.is_dataclass(root) else set()
+        fields = (
+            {field.name for field in dataclasses.fields(root)}
+            if dataclasses.is_dataclass(root)
+            else set()
+        )
         if part in fields:
             return True
         try:
@@ -86,14 +118,23 @@ def test_the_page_has_every_name_of_tensorflow():
 
 def test_the_page_has_no_name_that_tensorflow_has_not():
     known = set(tensorflow_names())
-    assert sorted(name for name in ROWS if name not in known and not exists(name, tf.distribute)) == []
+    assert (
+        sorted(
+            name
+            for name in ROWS
+            if name not in known and not exists(name, tf.distribute)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_the_page_says_is_true(name):
     status, remark = ROWS[name]
     assert exists(name) == (status != "absent")
-    assert status == "same" or remark, "a difference is named, and an absence has a reason"
+    assert status == "same" or remark, (
+        "a difference is named, and an absence has a reason"
+    )
     for other in re.findall(r"`(kd\.[\w.]+)", remark):
         assert exists(other.removeprefix("kd.")), other
 
@@ -101,4 +142,8 @@ def test_what_the_page_says_is_true(name):
 def test_names_beside_exist():
     named = re.findall(r"`(kd|keras)\.([\w.]+)`", BESIDE)
     assert len(named) > 15
-    assert [name for module, name in named if not exists(name, kd if module == "kd" else keras)] == []
+    assert [
+        name
+        for module, name in named
+        if not exists(name, kd if module == "kd" else keras)
+    ] == []

@@ -1,4 +1,6 @@
-"""`kd.testing`: strategies by name, tests over their combinations, faults at a moment, functions by value."""
+"""`kd.testing`: strategies by name, tests over their combinations, faults at a moment,
+functions by value.
+"""
 
 import pickle
 import sys
@@ -16,14 +18,19 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @combinations.combine(
-    strategy=[*combinations.strategies_minus_multi_worker, combinations.multi_worker_mirrored_2x1_cpu],
+    strategy=[
+        *combinations.strategies_minus_multi_worker,
+        combinations.multi_worker_mirrored_2x1_cpu,
+    ],
     scale=[2.0],
 )
 def test_a_test_runs_under_each_strategy(strategy, scale, tmp_path):
     total = strategy.reduce("SUM", strategy.run(lambda: np.float32(scale)), axis=None)
     assert total == scale * strategy.num_replicas_in_sync
     assert tmp_path.exists()
-    assert strategy.num_replicas_in_sync == (2 if kd.process_count() == 2 else strategy.num_replicas_in_sync)
+    assert strategy.num_replicas_in_sync == (
+        2 if kd.process_count() == 2 else strategy.num_replicas_in_sync
+    )
 
 
 @combinations.combine(strategy=[combinations.multi_worker_mirrored_2x1_cpu])
@@ -38,8 +45,15 @@ def test_what_one_process_raises_fails_the_test():
 
 
 def test_the_names_and_the_marks():
-    mark = next(m for m in test_a_test_runs_under_each_strategy.pytestmark if m.name == "parametrize")
-    assert mark.kwargs["ids"][0] == "default_strategy-2.0" and mark.args[0] == "strategy,scale"
+    mark = next(
+        m
+        for m in test_a_test_runs_under_each_strategy.pytestmark
+        if m.name == "parametrize"
+    )
+    assert (
+        mark.kwargs["ids"][0] == "default_strategy-2.0"
+        and mark.args[0] == "strategy,scale"
+    )
     assert str(combinations.all_strategies[-1]) == "multi_worker_mirrored_2x2_cpu"
     assert combinations.mirrored_strategy_with_cpu_1_and_2.num_devices == 3
     with pytest.raises(TypeError, match="has no argument 'scales'"):
@@ -55,21 +69,38 @@ def test_devices_that_are_missing_are_named():
 def fit(fault):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[fault])
+    model.fit(
+        np.ones((20, 3)),
+        np.ones((20, 1)),
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=[fault],
+    )
     return model
 
 
 @pytest.mark.parametrize(
-    ("moment", "step", "at"), [("train_batch_end", 7, 7), ("epoch_end", 1, 5), ("train_begin", 0, 0)]
+    ("moment", "step", "at"),
+    [("train_batch_end", 7, 7), ("epoch_end", 1, 5), ("train_begin", 0, 0)],
 )
 def test_a_fault_comes_at_its_moment(moment, step, at):
     fault = kd.testing.Fault("raise", moment=moment, step=step, error=KeyError("here"))
     seen = []
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(batch)
+    )
     with pytest.raises(KeyError, match="here"):
-        model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[note, fault])
+        model.fit(
+            np.ones((20, 3)),
+            np.ones((20, 1)),
+            batch_size=4,
+            epochs=2,
+            verbose=0,
+            callbacks=[note, fault],
+        )
     assert len(seen) == at and fault.came
 
 
@@ -89,7 +120,8 @@ def test_a_delay_comes_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("named", "text"), [({"action": "explode"}, "no action 'explode'"), ({"moment": "x"}, "no moment")]
+    ("named", "text"),
+    [({"action": "explode"}, "no action 'explode'"), ({"moment": "x"}, "no moment")],
 )
 def test_faults_that_there_are_not(named, text):
     with pytest.raises(ValueError, match=text):

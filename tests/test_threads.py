@@ -27,14 +27,20 @@ def strategy_of(replicas: int) -> kd.Strategy:
 def built(strategy: kd.Strategy, seed: int = 0) -> keras.Model:
     keras.utils.set_random_seed(seed)
     with strategy.scope():
-        blocks = [layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
+        blocks = [
+            layers.Dense(16, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        ]
         model = keras.Sequential([keras.Input((6,)), *blocks])
         model.compile("adam", "mse")
     return model
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What the functions return, all begun at one moment; raises what one of them raises."""
+    """What the functions return, all begun at one moment; raises what one of them
+    raises.
+    """
     begin = threading.Barrier(len(functions))
 
     def run(function: Callable[[], Any]) -> Any:
@@ -56,7 +62,9 @@ def test_predicting_as_a_web_server_does(replicas: int) -> None:
             for i in range(40):
                 rows = [1, 4, 7, 64][(i + shift) % 4]
                 call = model.predict_on_batch if i % 8 else silently(model.predict)
-                np.testing.assert_allclose(call(X[:rows]), expected[rows], rtol=2e-5, atol=2e-6)
+                np.testing.assert_allclose(
+                    call(X[:rows]), expected[rows], rtol=2e-5, atol=2e-6
+                )
 
         return run
 
@@ -118,7 +126,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(name: str) -> None:
+def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
+    name: str,
+) -> None:
     alone, model = built(strategy_of(2)), built(strategy_of(2))
     begun, tried = threading.Event(), threading.Event()
 
@@ -141,7 +151,9 @@ def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(name: st
         assert "Fix: wait for it (a threading.Lock around both)" in text
 
     options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    trained, _ = together(lambda: model.fit(X, Y, callbacks=[Wait()], **options), second)
+    trained, _ = together(
+        lambda: model.fit(X, Y, callbacks=[Wait()], **options), second
+    )
     history = alone.fit(X, Y, **options).history
     assert trained.history == history
     CALLS[name](model)  # Afterwards it is allowed, also here.
@@ -167,7 +179,9 @@ def test_loops_of_two_threads_with_collectives_between() -> None:
     """`run` and `reduce` of one strategy: their programs meet on the devices."""
     strategy = strategy_of(4)
     with strategy.scope():
-        totals = [keras.Variable(0.0, aggregation="sum", trainable=False) for _ in range(3)]
+        totals = [
+            keras.Variable(0.0, aggregation="sum", trainable=False) for _ in range(3)
+        ]
 
     def loop(total: Any) -> Callable[[], Any]:
         def step(x: Any) -> Any:

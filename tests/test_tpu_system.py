@@ -23,15 +23,31 @@ TPU = kd.tpu.experimental
 CR = kd.cluster_resolver
 
 
-def chip(number: int, process: int, *coords: int, core: int = 0, slice_index: int | None = None) -> Any:
+def chip(
+    number: int,
+    process: int,
+    *coords: int,
+    core: int = 0,
+    slice_index: int | None = None,
+) -> Any:
     return types.SimpleNamespace(
-        id=number, process_index=process, coords=coords, core_on_chip=core, slice_index=slice_index, platform="tpu"
+        id=number,
+        process_index=process,
+        coords=coords,
+        core_on_chip=core,
+        slice_index=slice_index,
+        platform="tpu",
     )
 
 
 @pytest.fixture
 def no_tpu_named(monkeypatch: Any) -> None:
-    for name in ("TPU_NAME", "TPU_CONFIG", "TPU_WORKER_HOSTNAMES", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
+    for name in (
+        "TPU_NAME",
+        "TPU_CONFIG",
+        "TPU_WORKER_HOSTNAMES",
+        "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -46,19 +62,37 @@ def no_tpu_named(monkeypatch: Any) -> None:
         TPU.shutdown_tpu_system,
     ],
 )
-def test_without_a_tpu_the_error_says_how_to_use_cpu_devices(ask: Any, no_tpu_named: None) -> None:
+def test_without_a_tpu_the_error_says_how_to_use_cpu_devices(
+    ask: Any, no_tpu_named: None
+) -> None:
     with pytest.raises(kd.errors.DeviceError) as raised:
         ask()
     text = str(raised.value)
-    assert text.startswith("This machine has no TPU that JAX can use.") and "8 cpu device(s)" in text
-    assert 'kd.config.set_cpu_devices(8) first thing in it, and kd.TPUStrategy(tpu="cpu")' in text
+    assert (
+        text.startswith("This machine has no TPU that JAX can use.")
+        and "8 cpu device(s)" in text
+    )
+    assert (
+        'kd.config.set_cpu_devices(8) first thing in it, and kd.TPUStrategy(tpu="cpu")'
+        in text
+    )
 
 
 def test_the_code_of_the_error_works_in_a_new_program() -> None:
     code = "import keras_distribute as kd; kd.config.set_cpu_devices(8); print(kd.TPUStrategy())"
-    environment = {"TPU_NAME": "cpu", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "HOME": "/tmp"}
+    environment = {
+        "TPU_NAME": "cpu",
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": ":".join(sys.path),
+        "HOME": "/tmp",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     assert done.stdout.strip() == "TPUStrategy(8 replica(s) x 1 logical device(s), cpu)"
 
@@ -66,26 +100,41 @@ def test_the_code_of_the_error_works_in_a_new_program() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(kd.errors.ValueStructureError, match="A TPU is named once"):
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), tpu="cpu")
-    with pytest.raises(kd.errors.StructureTypeError, match="named by a ClusterResolver"):
+    with pytest.raises(
+        kd.errors.StructureTypeError, match="named by a ClusterResolver"
+    ):
         kd.TPUStrategy("cpu")  # type: ignore[arg-type]
-    with pytest.raises(kd.errors.StructureTypeError, match="(?s)named by a string.*tpu=3"):
+    with pytest.raises(
+        kd.errors.StructureTypeError, match="(?s)named by a string.*tpu=3"
+    ):
         kd.TPUStrategy(tpu=3)  # type: ignore[arg-type]
-    with pytest.raises(kd.errors.StructureTypeError, match="given as a DeviceAssignment"):
+    with pytest.raises(
+        kd.errors.StructureTypeError, match="given as a DeviceAssignment"
+    ):
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), [0, 1])  # type: ignore[arg-type]
-    other = TPU.Topology(mesh_shape=[1, 2, 1, 1], device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]])
+    other = TPU.Topology(
+        mesh_shape=[1, 2, 1, 1], device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]]
+    )
     with pytest.raises(kd.errors.DeviceError, match="for another TPU than this one"):
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), TPU.DeviceAssignment.build(other))
     here = TPU.initialize_tpu_system(CR.TPUClusterResolver("cpu"))
     with pytest.raises(kd.errors.DeviceError, match="A device belongs to one replica"):
-        kd.TPUStrategy(CR.TPUClusterResolver("cpu"), TPU.DeviceAssignment(here, [[[0, 0, 0, 0]], [[0, 0, 0, 0]]]))
+        kd.TPUStrategy(
+            CR.TPUClusterResolver("cpu"),
+            TPU.DeviceAssignment(here, [[[0, 0, 0, 0]], [[0, 0, 0, 0]]]),
+        )
 
 
 def test_a_strategy_on_some_of_the_devices() -> None:
     resolver = CR.TPUClusterResolver("cpu")
     topology = TPU.initialize_tpu_system(resolver)
-    assignment = TPU.DeviceAssignment.build(topology, computation_shape=[2, 1, 1, 1], num_replicas=3)
+    assignment = TPU.DeviceAssignment.build(
+        topology, computation_shape=[2, 1, 1, 1], num_replicas=3
+    )
     strategy = kd.TPUStrategy(resolver, assignment)
-    assert strategy.replica_mesh.devices == tuple(jax.devices()[i] for i in (0, 1, 2, 3, 4, 5))
+    assert strategy.replica_mesh.devices == tuple(
+        jax.devices()[i] for i in (0, 1, 2, 3, 4, 5)
+    )
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:2", "cpu:4")
     assert strategy.cluster_resolver is resolver
     with strategy.scope():
@@ -95,12 +144,18 @@ def test_a_strategy_on_some_of_the_devices() -> None:
 
 def test_values_have_one_component_for_each_replica() -> None:
     strategy = tpu_strategy(4)
-    values = strategy.experimental_distribute_values_from_function(lambda c: np.ones(c.replica_id_in_sync_group + 1))
+    values = strategy.experimental_distribute_values_from_function(
+        lambda c: np.ones(c.replica_id_in_sync_group + 1)
+    )
     assert [v.shape for v in values.values] == [(1,), (2,)]
     np.testing.assert_array_equal(strategy.gather(values, axis=0), np.ones(3))
-    mixed = strategy.experimental_distribute_values_from_function(lambda c: np.ones((1,) * c.replica_id_in_sync_group))
+    mixed = strategy.experimental_distribute_values_from_function(
+        lambda c: np.ones((1,) * c.replica_id_in_sync_group)
+    )
     assert [v.ndim for v in mixed.values] == [0, 1]
-    summed = strategy.extended.reduce_to("SUM", strategy.run(lambda x: x, args=(np.ones(2),)), None)
+    summed = strategy.extended.reduce_to(
+        "SUM", strategy.run(lambda x: x, args=(np.ones(2),)), None
+    )
     np.testing.assert_array_equal(summed, [2.0, 2.0])
     assert strategy.experimental_local_results({"a": values, "b": 1})[1]["b"] == 1
     assert len(strategy.experimental_local_results([values, 1])) == 2
@@ -114,23 +169,37 @@ def test_options_of_run() -> None:
 
     for flag in (False, True):
         options = kd.RunOptions(
-            experimental_enable_dynamic_batch_size=flag, experimental_xla_options={"xla_embed_ir_in_executable": False}
+            experimental_enable_dynamic_batch_size=flag,
+            experimental_xla_options={"xla_embed_ir_in_executable": False},
         )
         for rows in (2, 3):
             result = strategy.run(step, args=(np.ones(rows),), options=options)
             assert float(strategy.reduce("SUM", result, axis=0)) == 2.0 * rows * 4
     unknown = kd.RunOptions(experimental_xla_options={"xla_no_such_option": 1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):  # The compiler is really told.
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="xla_no_such_option"
+    ):  # The compiler is really told.
         strategy.run(step, args=(np.ones(2),), options=unknown)
 
 
 @pytest.mark.parametrize(
     ("devices", "shape", "places"),
     [
-        ([[chip(0, 0, 0, 0, 0), chip(1, 0, 0, 0, 0, core=1)]], [1, 1, 1, 2], [[[0, 0, 0, 0], [0, 0, 0, 1]]]),
-        ([[chip(4, 0, 2, 1, 0)], [chip(5, 1, 2, 2, 0)]], [1, 2, 1, 1], [[[0, 0, 0, 0]], [[0, 1, 0, 0]]]),
         (
-            [[chip(0, 0, 0, 0, 0, slice_index=0)], [chip(1, 1, 0, 0, 0, slice_index=1)]],
+            [[chip(0, 0, 0, 0, 0), chip(1, 0, 0, 0, 0, core=1)]],
+            [1, 1, 1, 2],
+            [[[0, 0, 0, 0], [0, 0, 0, 1]]],
+        ),
+        (
+            [[chip(4, 0, 2, 1, 0)], [chip(5, 1, 2, 2, 0)]],
+            [1, 2, 1, 1],
+            [[[0, 0, 0, 0]], [[0, 1, 0, 0]]],
+        ),
+        (
+            [
+                [chip(0, 0, 0, 0, 0, slice_index=0)],
+                [chip(1, 1, 0, 0, 0, slice_index=1)],
+            ],
             [1, 1, 2, 1],
             [[[0, 0, 0, 0]], [[0, 0, 1, 0]]],
         ),
@@ -178,7 +247,10 @@ def test_resolvers_for_this_machine(no_tpu_named: None, monkeypatch: Any) -> Non
         )
     with pytest.raises(kd.errors.ClusterError, match='TPUClusterResolver\\("local"\\)'):
         CR.TPUClusterResolver()
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames, please set it")
+    monkeypatch.setenv(
+        "TPU_WORKER_HOSTNAMES",
+        "WARNING: could not determine TPU worker hostnames, please set it",
+    )
     assert CR.TPUClusterResolver("").topology() == CR.Topology()
     assert CR.automatic_resolver().topology() == CR.Topology()
     monkeypatch.setenv("TPU_NAME", "cpu")
@@ -205,7 +277,9 @@ NOTEBOOKS = {
 
 @pytest.mark.parametrize("where", NOTEBOOKS)
 @pytest.mark.parametrize("tpu", ["", "local"])
-def test_a_notebook_with_a_tpu_is_one_process(where: str, tpu: str, no_tpu_named: None, monkeypatch: Any) -> None:
+def test_a_notebook_with_a_tpu_is_one_process(
+    where: str, tpu: str, no_tpu_named: None, monkeypatch: Any
+) -> None:
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     for name, value in NOTEBOOKS[where].items():
         monkeypatch.setenv(name, value)
@@ -214,7 +288,9 @@ def test_a_notebook_with_a_tpu_is_one_process(where: str, tpu: str, no_tpu_named
 
 
 @pytest.mark.parametrize("entries", ["a,b,c", "unknown:1:a,unknown:2:b,unknown:3:c"])
-def test_a_tpu_machine_knows_the_hosts_of_its_slice(entries: str, no_tpu_named: None, monkeypatch: Any) -> None:
+def test_a_tpu_machine_knows_the_hosts_of_its_slice(
+    entries: str, no_tpu_named: None, monkeypatch: Any
+) -> None:
     known = {
         "instance/attributes/worker-network-endpoints": entries,
         "instance/attributes/agent-worker-number": "2",
@@ -222,7 +298,11 @@ def test_a_tpu_machine_knows_the_hosts_of_its_slice(entries: str, no_tpu_named: 
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     monkeypatch.setattr(google_cloud, "_has_tpu", lambda: True)
-    with serving(lambda method, path, query, body: known.get(path.removeprefix("/computeMetadata/v1/"))) as address:
+    with serving(
+        lambda method, path, query, body: known.get(
+            path.removeprefix("/computeMetadata/v1/")
+        )
+    ) as address:
         monkeypatch.setenv("GCE_METADATA_IP", address)
         assert CR.TPUClusterResolver("").topology() == CR.Topology(2, 3, "a:8476")
         assert CR.TPUClusterResolver("local").topology() == CR.Topology()
@@ -237,15 +317,22 @@ def test_several_slices(monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     monkeypatch.setenv("MEGASCALE_SLICE_ID", "1")
     monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "first:8080")
-    assert CR.TPUClusterResolver("grpc://a,b").topology() == CR.Topology(3, 4, "first:8476")
+    assert CR.TPUClusterResolver("grpc://a,b").topology() == CR.Topology(
+        3, 4, "first:8476"
+    )
 
 
 def test_device_order_modes_and_bytes_are_checked() -> None:
     topology = TPU.initialize_tpu_system(CR.TPUClusterResolver("cpu"))
-    assert TPU.DeviceAssignment.build(topology.serialized(), num_replicas=8).num_replicas == 8
+    assert (
+        TPU.DeviceAssignment.build(topology.serialized(), num_replicas=8).num_replicas
+        == 8
+    )
     with pytest.raises(kd.errors.DeviceError, match="no serialized topology"):
         TPU.Topology(b"\x0a\xff")
     with pytest.raises(kd.errors.DeviceError, match="for a Topology"):
         TPU.DeviceAssignment.build(None)  # type: ignore[arg-type]
     with pytest.raises(kd.errors.DeviceError, match="Only 4 replica"):
-        TPU.DeviceAssignment.build(topology, computation_shape=[1, 2, 1, 1], num_replicas=5)
+        TPU.DeviceAssignment.build(
+            topology, computation_shape=[1, 2, 1, 1], num_replicas=5
+        )

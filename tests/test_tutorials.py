@@ -1,4 +1,6 @@
-"""The notebooks in tutorials/: they run, their outputs are stored, and they open in Colab."""
+"""The notebooks in tutorials/: they run, their outputs are stored, and they open in
+Colab.
+"""
 
 import json
 import pathlib
@@ -8,7 +10,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUN = runpy.run_path(str(ROOT / "scripts" / "notebooks.py"), run_name="notebooks")
-REPOSITORY = runpy.run_path(str(ROOT / "scripts" / "site_notebooks.py"), run_name="site_notebooks")["REPOSITORY"]
+REPOSITORY = runpy.run_path(
+    str(ROOT / "scripts" / "site_notebooks.py"), run_name="site_notebooks"
+)["REPOSITORY"]
 
 
 @pytest.fixture(params=RUN["NOTEBOOKS"], ids=lambda path: path.stem)
@@ -21,17 +25,29 @@ def test_there_are_notebooks():
 
 
 def test_every_cell_runs(path):
-    # As a person would run it; the numbers are those of this machine, so only what the cells assert is compared.
+    # As a person would run it; the numbers are those of this machine, so only what the
+    # cells assert is compared.
     ran = RUN["run"](path)
     code = [
-        cell for cell in ran.cells if cell.cell_type == "code" and "skip-execution" not in cell.metadata.get("tags", [])
+        cell
+        for cell in ran.cells
+        if cell.cell_type == "code"
+        and "skip-execution" not in cell.metadata.get("tags", [])
     ]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
 
 def test_outputs_are_stored_and_are_those_of_one_run(path):
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    ran = [cell for cell in cells if "skip-execution" not in cell["metadata"].get("tags", [])]
+    cells = [
+        cell
+        for cell in json.loads(path.read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    ran = [
+        cell
+        for cell in cells
+        if "skip-execution" not in cell["metadata"].get("tags", [])
+    ]
     assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
     kinds = {output["output_type"] for cell in ran for output in cell["outputs"]}
     assert kinds and "error" not in kinds

@@ -1,4 +1,6 @@
-"""`Mirrored` and `PerReplica` as operands, and what `run` takes and returns besides dicts and tuples."""
+"""`Mirrored` and `PerReplica` as operands, and what `run` takes and returns besides
+dicts and tuples.
+"""
 
 import collections
 import copy
@@ -21,7 +23,22 @@ import keras_distribute as kd
 from keras_distribute import errors
 
 ARRAY = np.array([1.0, 4.0, 8.0], "float32")
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "matmul")
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "matmul",
+)
 OTHERS = {
     "int": 2,
     "float": 2.5,
@@ -39,7 +56,9 @@ def strategy_of(n):
 
 def mirrored(value, n=2):
     strategy = strategy_of(n)
-    return strategy.extended.reduce_to("MEAN", strategy.run(lambda: jnp.asarray(value)), None)
+    return strategy.extended.reduce_to(
+        "MEAN", strategy.run(lambda: jnp.asarray(value)), None
+    )
 
 
 def number(n=2):
@@ -48,7 +67,9 @@ def number(n=2):
 
 
 def per_replica(n=2):
-    return strategy_of(n).run(lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group)
+    return strategy_of(n).run(
+        lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group
+    )
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -81,27 +102,57 @@ def test_mirrored_is_used_like_its_array():
         (np.asarray(value, "int32"), ARRAY.astype("int32")),
     ):
         np.testing.assert_array_equal(result, expected)
-    assert (len(value), value.shape, value.dtype, 4.0 in value) == (3, (3,), jnp.float32, True)
-    assert (int(count), float(count), complex(count), bool(count), range(99)[count]) == (8, 8.0, 8, True, 8)
-    assert (int(~count), int(count << 1), int(1 << count), int(count & 12), int(3 | count)) == (-9, 16, 256, 8, 11)
-    assert [int(part) for part in divmod(count, 5)] == [1, 3] and f"{count:d} {count}" == f"8 {count!r}"
+    assert (len(value), value.shape, value.dtype, 4.0 in value) == (
+        3,
+        (3,),
+        jnp.float32,
+        True,
+    )
+    assert (
+        int(count),
+        float(count),
+        complex(count),
+        bool(count),
+        range(99)[count],
+    ) == (8, 8.0, 8, True, 8)
+    assert (
+        int(~count),
+        int(count << 1),
+        int(1 << count),
+        int(count & 12),
+        int(3 | count),
+    ) == (-9, 16, 256, 8, 11)
+    assert [int(part) for part in divmod(count, 5)] == [
+        1,
+        3,
+    ] and f"{count:d} {count}" == f"8 {count!r}"
     value += 1
     assert isinstance(value, jax.Array) and value.tolist() == [2, 5, 9]
 
 
-@pytest.mark.parametrize("name", ["sin", "sum", "mean", "exp", "max", "square", "argmax", "sqrt"])
+@pytest.mark.parametrize(
+    "name", ["sin", "sum", "mean", "exp", "max", "square", "argmax", "sqrt"]
+)
 @pytest.mark.parametrize("module", [jnp, np, keras.ops], ids=["jax", "numpy", "keras"])
 def test_functions_take_mirrored(module, name):
-    np.testing.assert_allclose(getattr(module, name)(mirrored(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5)
+    np.testing.assert_allclose(
+        getattr(module, name)(mirrored(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5
+    )
 
 
 def test_transformations_take_mirrored():
     value = mirrored(ARRAY)
     np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(value), ARRAY + 1)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * x))(value), 2 * ARRAY)
-    np.testing.assert_array_equal(jnp.concatenate([value, value]), np.concatenate([ARRAY, ARRAY]))
-    np.testing.assert_array_equal(keras.ops.where(value > 1, value, 0), np.where(ARRAY > 1, ARRAY, 0))
-    np.testing.assert_array_equal(np.add(value, 1, out=np.zeros(3, "float32")), ARRAY + 1)
+    np.testing.assert_array_equal(
+        jnp.concatenate([value, value]), np.concatenate([ARRAY, ARRAY])
+    )
+    np.testing.assert_array_equal(
+        keras.ops.where(value > 1, value, 0), np.where(ARRAY > 1, ARRAY, 0)
+    )
+    np.testing.assert_array_equal(
+        np.add(value, 1, out=np.zeros(3, "float32")), ARRAY + 1
+    )
     np.testing.assert_array_equal(np.add.reduce(value), 13)
     np.testing.assert_array_equal(copy.deepcopy(value) * 2, ARRAY * 2)
     for component in strategy_of(2).run(lambda x: x + 1, args=(value,)).values:
@@ -227,10 +278,26 @@ CONTAINERS = {  # How each is made of two items, and what it has of them.
         lambda c: (c["a"], c["b"], c.default_factory),
         (list,),
     ),
-    "a user dict": (lambda a, b: collections.UserDict(a=a, b=b), lambda c: (c["a"], c["b"]), ()),
-    "a mapping": (lambda a, b: Lookup({"a": a, "b": b}), lambda c: (c["a"], c["b"]), ()),
-    "a view": (lambda a, b: types.MappingProxyType({"a": a, "b": b}), lambda c: (c["a"], c["b"]), ()),
-    "Keras's dict": (lambda a, b: TrackedDict({"a": a, "b": b}), lambda c: (c["a"], c["b"]), ()),
+    "a user dict": (
+        lambda a, b: collections.UserDict(a=a, b=b),
+        lambda c: (c["a"], c["b"]),
+        (),
+    ),
+    "a mapping": (
+        lambda a, b: Lookup({"a": a, "b": b}),
+        lambda c: (c["a"], c["b"]),
+        (),
+    ),
+    "a view": (
+        lambda a, b: types.MappingProxyType({"a": a, "b": b}),
+        lambda c: (c["a"], c["b"]),
+        (),
+    ),
+    "Keras's dict": (
+        lambda a, b: TrackedDict({"a": a, "b": b}),
+        lambda c: (c["a"], c["b"]),
+        (),
+    ),
     "a list of a class": (lambda a, b: Several([a, b]), tuple, ()),
     "a tuple of a class": (lambda a, b: Many([a, b]), tuple, ()),
     "a named tuple": (lambda a, b: Point(a, b), tuple, ()),
@@ -239,9 +306,17 @@ CONTAINERS = {  # How each is made of two items, and what it has of them.
         lambda c: (c.x, c.y, type(c.__wrapped__)),
         (Point,),
     ),
-    "a wrapped dict": (lambda a, b: wrapt.ObjectProxy({"a": a, "b": b}), lambda c: (c["a"], c["b"]), ()),
+    "a wrapped dict": (
+        lambda a, b: wrapt.ObjectProxy({"a": a, "b": b}),
+        lambda c: (c["a"], c["b"]),
+        (),
+    ),
     "a dataclass": (lambda a, b: Pair(a, b), lambda c: (c.x, c.y), ()),
-    "a frozen dataclass": (lambda a, b: Pair(Frozen(a), b), lambda c: (c.x.x, c.y, c.x.n), (3,)),
+    "a frozen dataclass": (
+        lambda a, b: Pair(Frozen(a), b),
+        lambda c: (c.x.x, c.y, c.x.n),
+        (3,),
+    ),
     "nested": (
         lambda a, b: Pair([named(a=a)], Lookup({"c": (b,)})),
         lambda c: (c.x[0]["a"], c.y["c"][0], c.x[0].name),
@@ -258,11 +333,16 @@ def test_containers_come_back_as_their_class(name, n):
 
     def fn(given):
         a, b, *_ = items(given)
-        total, doubled = kd.get_replica_context().all_reduce("SUM", made(a, b)), made(a + 1, b * 2)
+        total, doubled = (
+            kd.get_replica_context().all_reduce("SUM", made(a, b)),
+            made(a + 1, b * 2),
+        )
         return items(total)[0], doubled
 
     x = strategy.experimental_distribute_values_from_function(
-        lambda context: made(np.float32(context.replica_id_in_sync_group), np.ones(2, "float32"))
+        lambda context: made(
+            np.float32(context.replica_id_in_sync_group), np.ones(2, "float32")
+        )
     )
     assert type(x) is type(made(0, 0)) and isinstance(items(x)[0], kd.PerReplica)
     with jax.checking_leaks():
@@ -272,7 +352,10 @@ def test_containers_come_back_as_their_class(name, n):
     assert [float(v) for v in a.values] == [i + 1 for i in range(n)]
     assert [v.tolist() for v in b.values] == [[2, 2]] * n
     assert {float(v) for v in total.values} == {sum(range(n))}
-    reduced, local = strategy.reduce("MEAN", doubled, axis=None), strategy.experimental_local_results(doubled)
+    reduced, local = (
+        strategy.reduce("MEAN", doubled, axis=None),
+        strategy.experimental_local_results(doubled),
+    )
     assert type(reduced) is type(doubled) and float(items(reduced)[0]) == (n + 1) / 2
     assert [float(items(part)[0]) for part in local] == [i + 1 for i in range(n)]
     if name != "a frozen dataclass":  # Its number cannot be gathered.
@@ -303,10 +386,17 @@ class Holder:
         self.x = [x]
 
 
-@pytest.mark.parametrize("make", [Holder, lambda x: collections.deque([x]), lambda x: {"a": x}.values()])
+@pytest.mark.parametrize(
+    "make", [Holder, lambda x: collections.deque([x]), lambda x: {"a": x}.values()]
+)
 def test_objects_that_hide_arrays_are_refused(make):
-    with pytest.raises(errors.StructureTypeError, match=r"(?s)holds arrays and is no structure.*Fix: return a dict"):
-        strategy_of(2).run(lambda: [make(kd.get_replica_context().replica_id_in_sync_group)])
+    with pytest.raises(
+        errors.StructureTypeError,
+        match=r"(?s)holds arrays and is no structure.*Fix: return a dict",
+    ):
+        strategy_of(2).run(
+            lambda: [make(kd.get_replica_context().replica_id_in_sync_group)]
+        )
 
 
 def test_a_mapping_that_cannot_be_made_is_refused():
@@ -315,14 +405,22 @@ def test_a_mapping_that_cannot_be_made_is_refused():
             super().__init__(items)
 
     with pytest.raises(
-        errors.StructureTypeError, match=r"(?s)its class makes one from a dict.*Odd.*Fix: return a dict"
+        errors.StructureTypeError,
+        match=r"(?s)its class makes one from a dict.*Odd.*Fix: return a dict",
     ):
         strategy_of(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
 
 
 def test_structures_that_differ_by_replica_are_refused():
     def value_fn(context):
-        return Pair(np.ones(1)) if context.replica_id_in_sync_group else Named(a=np.ones(1))
+        return (
+            Pair(np.ones(1))
+            if context.replica_id_in_sync_group
+            else Named(a=np.ones(1))
+        )
 
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)different structures.*a Named with the keys.*a Pair"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)different structures.*a Named with the keys.*a Pair",
+    ):
         strategy_of(2).experimental_distribute_values_from_function(value_fn)

@@ -25,7 +25,10 @@ def strategy(request):
 
 def shards(variable):
     """What really stands on each device."""
-    return [np.asarray(s.data) for s in sorted(variable.stored.addressable_shards, key=lambda s: s.device.id)]
+    return [
+        np.asarray(s.data)
+        for s in sorted(variable.stored.addressable_shards, key=lambda s: s.device.id)
+    ]
 
 
 def test_layers_optimizers_metrics_and_seeds():
@@ -41,18 +44,40 @@ def test_layers_optimizers_metrics_and_seeds():
         optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2)
         optimizer.build(model.trainable_variables)
         metric = keras.metrics.MeanSquaredError()
-    kinds = {v.path: type(v).__name__ for v in [*model.variables, *optimizer.variables, *metric.variables]}
+    kinds = {
+        v.path: type(v).__name__
+        for v in [*model.variables, *optimizer.variables, *metric.variables]
+    }
     by_end = {path.split("/")[-1]: kind for path, kind in kinds.items()}
-    assert by_end["kernel"] == by_end["bias"] == by_end["gamma"] == by_end["beta"] == "MirroredVariable"
+    assert (
+        by_end["kernel"]
+        == by_end["bias"]
+        == by_end["gamma"]
+        == by_end["beta"]
+        == "MirroredVariable"
+    )
     assert by_end["moving_mean"] == by_end["moving_variance"] == "SyncOnReadVariable"
-    assert by_end["seed_generator_state"] == by_end["iteration"] == by_end["learning_rate"] == "MirroredVariable"
+    assert (
+        by_end["seed_generator_state"]
+        == by_end["iteration"]
+        == by_end["learning_rate"]
+        == "MirroredVariable"
+    )
     assert by_end["total"] == by_end["count"] == "SyncOnReadVariable"
-    accumulators = [kind for path, kind in kinds.items() if path.endswith("gradient_accumulator")]
+    accumulators = [
+        kind for path, kind in kinds.items() if path.endswith("gradient_accumulator")
+    ]
     assert accumulators == ["SyncOnReadVariable"] * 4
-    assert kinds[next(p for p in kinds if p.endswith("kernel_momentum"))] == "MirroredVariable"
+    assert (
+        kinds[next(p for p in kinds if p.endswith("kernel_momentum"))]
+        == "MirroredVariable"
+    )
     moving = model.layers[1].moving_mean
     assert (moving.synchronization, moving.aggregation) == ("on_read", "mean")
-    assert (metric.variables[0].synchronization, metric.variables[0].aggregation) == ("on_read", "sum")
+    assert (metric.variables[0].synchronization, metric.variables[0].aggregation) == (
+        "on_read",
+        "sum",
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +88,10 @@ def test_layers_optimizers_metrics_and_seeds():
         ({"aggregation": "sum"}, kd.MirroredVariable),
         ({"synchronization": "on_write", "aggregation": "mean"}, kd.MirroredVariable),
         ({"synchronization": "on_read"}, kd.SyncOnReadVariable),
-        ({"synchronization": "on_read", "aggregation": "only_first_replica"}, kd.SyncOnReadVariable),
+        (
+            {"synchronization": "on_read", "aggregation": "only_first_replica"},
+            kd.SyncOnReadVariable,
+        ),
     ],
 )
 def test_bare_variables(arguments, kind):
@@ -79,8 +107,12 @@ def test_layer_state_that_is_not_trained():
     class Layer(keras.layers.Layer):
         def build(self, input_shape):
             self.average = self.add_weight(shape=(), trainable=False, name="average")
-            self.counter = self.add_weight(shape=(), trainable=False, dtype="int32", name="counter")
-            self.explicit = self.add_weight(shape=(), trainable=False, aggregation="sum", name="explicit")
+            self.counter = self.add_weight(
+                shape=(), trainable=False, dtype="int32", name="counter"
+            )
+            self.explicit = self.add_weight(
+                shape=(), trainable=False, aggregation="sum", name="explicit"
+            )
 
     with mirrored(2).scope():
         layer = Layer()
@@ -93,7 +125,10 @@ def test_layer_state_that_is_not_trained():
 def test_no_synchronization_is_refused():
     with (
         mirrored(2).scope(),
-        pytest.raises(errors.AggregationError, match='(?s)synchronization="none" has no meaning.*Fix:'),
+        pytest.raises(
+            errors.AggregationError,
+            match='(?s)synchronization="none" has no meaning.*Fix:',
+        ),
     ):
         keras.Variable(1.0, synchronization="none")
 
@@ -126,9 +161,13 @@ def test_random_initial_values_are_the_same_everywhere():
 @pytest.mark.parametrize("kind", ["on_write", "on_read"])
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
-def test_assigned_across_replicas_reads_back_exactly(strategy, kind, aggregation, dtype):
+def test_assigned_across_replicas_reads_back_exactly(
+    strategy, kind, aggregation, dtype
+):
     with strategy.scope():
-        variable = keras.Variable([1, 2], dtype=dtype, synchronization=kind, aggregation=aggregation)
+        variable = keras.Variable(
+            [1, 2], dtype=dtype, synchronization=kind, aggregation=aggregation
+        )
     for operation, expected in [
         (lambda: variable.assign([7, 5]), [7, 5]),
         (lambda: variable.assign_add([1, 1]), [8, 6]),
@@ -139,26 +178,46 @@ def test_assigned_across_replicas_reads_back_exactly(strategy, kind, aggregation
         assert variable.value.dtype == dtype
         values = [np.asarray(v, "float64") for v in variable.values]
         assert len(values) == strategy.num_replicas_in_sync
-        total = np.sum(values, 0) if kind == "on_read" and aggregation == "sum" else values[-1]
+        total = (
+            np.sum(values, 0)
+            if kind == "on_read" and aggregation == "sum"
+            else values[-1]
+        )
         assert total.tolist() == expected
 
 
 def expected_after_run(kind, aggregation, operation, start, numbers):
-    """Each replica applies `operation` with its own number: what the components are then, and what is read."""
-    change = {"sum": sum(numbers), "mean": sum(numbers) / len(numbers), "only_first_replica": numbers[0]}[aggregation]
-    apply = {"assign": lambda a, b: b, "assign_add": lambda a, b: a + b, "assign_sub": lambda a, b: a - b}[operation]
+    """Each replica applies `operation` with its own number: what the components are
+    then, and what is read.
+    """
+    change = {
+        "sum": sum(numbers),
+        "mean": sum(numbers) / len(numbers),
+        "only_first_replica": numbers[0],
+    }[aggregation]
+    apply = {
+        "assign": lambda a, b: b,
+        "assign_add": lambda a, b: a + b,
+        "assign_sub": lambda a, b: a - b,
+    }[operation]
     if kind == "on_write":
         return [apply(start, change)] * len(numbers), apply(start, change)
     first = [start] + [0.0 if aggregation == "sum" else start] * (len(numbers) - 1)
     components = [apply(a, b) for a, b in zip(first, numbers, strict=True)]
-    read = {"sum": sum, "mean": lambda c: sum(c) / len(c), "only_first_replica": lambda c: c[0]}[aggregation]
+    read = {
+        "sum": sum,
+        "mean": lambda c: sum(c) / len(c),
+        "only_first_replica": lambda c: c[0],
+    }[aggregation]
     return components, read(components)
 
 
 @pytest.mark.parametrize(
     ("kind", "aggregation", "operation"),
     itertools.product(
-        ["on_write", "on_read"], ["sum", "mean", "only_first_replica"], ["assign", "assign_add", "assign_sub"]
+        ["on_write", "on_read"],
+        ["sum", "mean", "only_first_replica"],
+        ["assign", "assign_add", "assign_sub"],
     ),
 )
 def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
@@ -166,13 +225,17 @@ def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
         variable = keras.Variable(4.0, synchronization=kind, aggregation=aggregation)
 
     def fn():
-        getattr(variable, operation)(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        getattr(variable, operation)(
+            kd.get_replica_context().replica_id_in_sync_group + 1.0
+        )
         return variable.value
 
     inside = strategy.run(fn)
     numbers = [i + 1.0 for i in range(strategy.num_replicas_in_sync)]
     components, read = expected_after_run(kind, aggregation, operation, 4.0, numbers)
-    np.testing.assert_allclose([float(v) for v in variable.values], components, rtol=1e-6)
+    np.testing.assert_allclose(
+        [float(v) for v in variable.values], components, rtol=1e-6
+    )
     np.testing.assert_allclose([float(v) for v in inside.values], components, rtol=1e-6)
     np.testing.assert_allclose(float(variable.numpy()), read, rtol=1e-6)
 
@@ -186,7 +249,9 @@ def test_read_and_assigned_in_merge_call_and_update(strategy, kind, aggregation)
     def merged(strategy):
         across = variable.value
         variable.assign(across * 2)
-        strategy.extended.update(variable, lambda v: v.assign_add(1.0 if kind == "on_write" else 0.0))
+        strategy.extended.update(
+            variable, lambda v: v.assign_add(1.0 if kind == "on_write" else 0.0)
+        )
         return across, variable.value
 
     before, after = strategy.run(lambda: kd.get_replica_context().merge_call(merged))
@@ -203,7 +268,9 @@ def test_without_aggregation_equal_values_may_be_assigned(strategy):
     def fn(x):
         context = kd.get_replica_context()
         variable.assign_add(x)
-        variable.assign_add(context.all_reduce("SUM", 1.0 * context.replica_id_in_sync_group))
+        variable.assign_add(
+            context.all_reduce("SUM", 1.0 * context.replica_id_in_sync_group)
+        )
 
     strategy.run(fn, args=(np.float32(2.0),))
     n = strategy.num_replicas_in_sync
@@ -221,10 +288,18 @@ def test_without_aggregation_differing_values_are_an_error():
         b.assign_sub(i / 2)
         c.assign(5.0)
 
-    with pytest.raises(errors.AggregationError, match=r"(?s)different values to 2 mirrored.*a \(\), b \(\)") as caught:
+    with pytest.raises(
+        errors.AggregationError,
+        match=r"(?s)different values to 2 mirrored.*a \(\), b \(\)",
+    ) as caught:
         strategy.run(fn)
-    assert 'Fix: combine the value first, kd.get_replica_context().all_reduce("SUM", value)' in str(caught.value)
-    assert [float(v.numpy()) for v in (a, b, c)] == [1.0, 1.0, 1.0], "nothing may be assigned by a program refused"
+    assert (
+        'Fix: combine the value first, kd.get_replica_context().all_reduce("SUM", value)'
+        in str(caught.value)
+    )
+    assert [float(v.numpy()) for v in (a, b, c)] == [1.0, 1.0, 1.0], (
+        "nothing may be assigned by a program refused"
+    )
 
 
 SYNCHRONIZATIONS = ["on_read", kd.VariableSynchronization.ON_READ]
@@ -234,7 +309,9 @@ AGGREGATIONS = ["sum", kd.VariableAggregation.SUM]
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=["text", "member"])
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS, ids=["text", "member"])
 @pytest.mark.parametrize("under", [kd.get_strategy, lambda: mirrored(2)])
-def test_variables_that_are_read_together_are_not_trainable(under, synchronization, aggregation):
+def test_variables_that_are_read_together_are_not_trainable(
+    under, synchronization, aggregation
+):
     how = {"synchronization": synchronization, "aggregation": aggregation}
     with under().scope():
         seen = keras.Variable(1.0, **how)
@@ -267,10 +344,13 @@ def test_components_without_aggregation():
     strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable(1.0, synchronization="on_read")
-    strategy.run(lambda: variable.assign(1.0 * kd.get_replica_context().replica_id_in_sync_group))
+    strategy.run(
+        lambda: variable.assign(1.0 * kd.get_replica_context().replica_id_in_sync_group)
+    )
     assert [float(v) for v in variable.values] == [0.0, 1.0]
     with pytest.raises(
-        errors.AggregationError, match="(?s)no aggregation, so they cannot be read.*Fix: create it with"
+        errors.AggregationError,
+        match="(?s)no aggregation, so they cannot be read.*Fix: create it with",
     ):
         variable.numpy()
     assert "aggregation=none" in repr(variable)
@@ -278,7 +358,9 @@ def test_components_without_aggregation():
 
 def test_arithmetic_conversion_and_repr(strategy):
     with strategy.scope():
-        variable = keras.Variable([1.0, 2.0], synchronization="on_read", aggregation="sum")
+        variable = keras.Variable(
+            [1.0, 2.0], synchronization="on_read", aggregation="sum"
+        )
         scalar = keras.Variable(3.0)
     assert (variable * 2 + 1).tolist() == [3.0, 5.0]
     assert (1 - variable)[0] == 0.0
@@ -289,7 +371,8 @@ def test_arithmetic_conversion_and_repr(strategy):
     assert keras.ops.matmul(variable, [1.0, 1.0]) == 3.0
     n = strategy.num_replicas_in_sync
     assert (
-        repr(scalar) == f"<MirroredVariable path={scalar.path}, shape=(), dtype=float32, num_replicas={n}, value=3.0>"
+        repr(scalar)
+        == f"<MirroredVariable path={scalar.path}, shape=(), dtype=float32, num_replicas={n}, value=3.0>"
     )
     assert "SyncOnReadVariable" in repr(variable)
     assert variable.distribute_strategy is strategy
@@ -299,11 +382,17 @@ def test_bad_assignments():
     strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable([1.0, 2.0])
-    with pytest.raises(errors.ValueStructureError, match=r"(?s)must match.*shape \(2,\).*shape \(3,\).*Fix"):
-        variable.assign([1.0, 2.0, 3.0])
-    differing = strategy.run(lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group)
     with pytest.raises(
-        errors.StructureTypeError, match="(?s)differs per replica cannot be assigned.*Fix: assign it inside"
+        errors.ValueStructureError,
+        match=r"(?s)must match.*shape \(2,\).*shape \(3,\).*Fix",
+    ):
+        variable.assign([1.0, 2.0, 3.0])
+    differing = strategy.run(
+        lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group
+    )
+    with pytest.raises(
+        errors.StructureTypeError,
+        match="(?s)differs per replica cannot be assigned.*Fix: assign it inside",
     ):
         variable.assign(differing)
     variable.assign(strategy.extended.reduce_to("SUM", differing, variable))
@@ -316,7 +405,9 @@ def test_every_copy_changes_and_values_survive_later_programs():
         variable = keras.Variable(np.arange(4.0, dtype="float32"))
     held, components = variable.value, variable.values
     strategy.run(lambda: variable.assign_add(jnp.ones(4)))
-    assert held.tolist() == [0, 1, 2, 3], "an array that the user holds is not given away"
+    assert held.tolist() == [0, 1, 2, 3], (
+        "an array that the user holds is not given away"
+    )
     assert components[3].tolist() == [0, 1, 2, 3]
     for shard in shards(variable):
         assert shard.tolist() == [1, 2, 3, 4]

@@ -1,8 +1,9 @@
-"""Wrong kinds for every public parameter: only the package's errors, at once, and nothing wrong is taken.
+"""Wrong kinds for every public parameter: only the package's errors, at once, and
+nothing wrong is taken.
 
-`TARGETS` says of each public function, class and method what its parameters take; a test
-holds it against the signatures. Hypothesis draws the parameter and the value: a few of
-each by default, always the same ones; many, other ones each time, with
+`TARGETS` says of each public function, class and method what its parameters take; a
+test holds it against the signatures. Hypothesis draws the parameter and the value: a
+few of each by default, always the same ones; many, other ones each time, with
 
     HYPOTHESIS_PROFILE=thorough python -m pytest tests/test_wrong_calls.py
 """
@@ -36,7 +37,9 @@ from keras_distribute import errors
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 QUIET = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 OFTEN = (
-    settings(max_examples=400, deadline=None, print_blob=True, suppress_health_check=QUIET)
+    settings(
+        max_examples=400, deadline=None, print_blob=True, suppress_health_check=QUIET
+    )
     if THOROUGH
     else settings(
         max_examples=25,
@@ -113,7 +116,14 @@ POOL: dict[str, Any] = {
     "a member": lambda: kd.ReduceOp.SUM,
     "an error": lambda: ValueError("a"),
 }
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.binary(max_size=6)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | st.binary(max_size=6)
+)
 DRAWN = st.recursive(
     LEAVES,
     lambda inner: (
@@ -127,8 +137,9 @@ DRAWN = st.recursive(
 VALUES = st.sampled_from(list(POOL)).map(lambda name: POOL[name]()) | DRAWN
 
 
-# What is taken: True for a value that may be right, and is not tried; False for one that
-# must be refused; None for one that may be taken or refused, but only by our errors.
+# What is taken: True for a value that may be right, and is not tried; False for one
+# that must be refused; None for one that may be taken or refused, but only by our
+# errors.
 
 
 def anything(value: Any) -> None:
@@ -195,7 +206,9 @@ def either(*takes: Any) -> Any:
 
 
 def numbers(value: Any) -> bool | None:
-    """Arrays, numbers, and what may stand for them; a structure is none of our business."""
+    """Arrays, numbers, and what may stand for them; a structure is none of our
+    business.
+    """
     if type(value) in (str, bytes, set, type, type(len), type(math), object):
         return False
     return None
@@ -254,7 +267,9 @@ def made(cls: Any, required: Any = dict, /, **takes: Any) -> Target:
 
 def method(make: Any, name: str, required: Any = dict, /, **takes: Any) -> Target:
     """A method of what `make` makes."""
-    return Target(lambda **given: getattr(make(), name)(**{**required(), **given}), takes)
+    return Target(
+        lambda **given: getattr(make(), name)(**{**required(), **given}), takes
+    )
 
 
 @functools.cache
@@ -274,7 +289,9 @@ def manager() -> kd.CheckpointManager:
 
 @functools.cache
 def handler() -> Any:
-    return experimental.PreemptionCheckpointHandler(None, checkpoint(), f"{folder()}/handler")
+    return experimental.PreemptionCheckpointHandler(
+        None, checkpoint(), f"{folder()}/handler"
+    )
 
 
 @functools.cache
@@ -367,7 +384,9 @@ coordinates = structure
 
 
 def four(value: Any) -> bool | None:
-    return None if isinstance(value, list | tuple | np.ndarray) or value is None else False
+    return (
+        None if isinstance(value, list | tuple | np.ndarray) or value is None else False
+    )
 
 
 TARGETS: dict[str, Target] = {
@@ -381,7 +400,9 @@ TARGETS: dict[str, Target] = {
         drop_remainder=flag,
     ),
     "Checkpoint": Target(
-        lambda root=None, objects=None: kd.Checkpoint(root) if objects is None else kd.Checkpoint(value=objects),
+        lambda root=None, objects=None: (
+            kd.Checkpoint(root) if objects is None else kd.Checkpoint(value=objects)
+        ),
         {
             "root": lambda v: v is None or trackable(v),
             "objects": lambda v: v is None or trackable(v),
@@ -433,7 +454,9 @@ TARGETS: dict[str, Target] = {
         "batch_reduce",
         lambda: PAIRS,
         reduce_op=reduction,
-        value_destination_pairs=lambda v: None if isinstance(v, list | tuple) else False,
+        value_destination_pairs=lambda v: (
+            None if isinstance(v, list | tuple) else False
+        ),
         options=communication,
     ),
     "CrossDeviceOps.broadcast": method(
@@ -448,7 +471,9 @@ TARGETS: dict[str, Target] = {
         "reduce",
         lambda: {"reduce_op": "SUM", "per_replica_value": per_replica()},
         reduce_op=reduction,
-        per_replica_value=lambda v: None if hasattr(v, "value") else of(kd.PerReplica)(v),
+        per_replica_value=lambda v: (
+            None if hasattr(v, "value") else of(kd.PerReplica)(v)
+        ),
         destinations=anything,
         options=communication,
     ),
@@ -459,7 +484,9 @@ TARGETS: dict[str, Target] = {
         initial_state=anything,
         reduce_func=function,
     ),
-    "DistributedIterator.set_state": method(lambda: iter(distributed()), "set_state", state=lambda v: False),
+    "DistributedIterator.set_state": method(
+        lambda: iter(distributed()), "set_state", state=lambda v: False
+    ),
     "DryRunReport.count": method(report, "count", kind=text()),
     "DryRunReport.plot": method(report, "plot", path=a_file),
     "DryRunReport.save": method(report, "save", path=a_file),
@@ -520,7 +547,9 @@ TARGETS: dict[str, Target] = {
     "Strategy.distribute_datasets_from_function": method(
         strategy,
         "distribute_datasets_from_function",
-        lambda: {"dataset_fn": lambda context: kd.ArrayDataset(np.arange(4), batch_size=2)},
+        lambda: {
+            "dataset_fn": lambda context: kd.ArrayDataset(np.arange(4), batch_size=2)
+        },
         dataset_fn=function,
         options=input_options,
     ),
@@ -534,7 +563,9 @@ TARGETS: dict[str, Target] = {
     "Strategy.experimental_distribute_values_from_function": method(
         strategy, "experimental_distribute_values_from_function", value_fn=function
     ),
-    "Strategy.experimental_local_results": method(strategy, "experimental_local_results", value=anything),
+    "Strategy.experimental_local_results": method(
+        strategy, "experimental_local_results", value=anything
+    ),
     "Strategy.gather": method(
         strategy,
         "gather",
@@ -542,7 +573,9 @@ TARGETS: dict[str, Target] = {
         value=numbers,
         axis=axis,
     ),
-    "Strategy.group": method(strategy, "group", lambda: {"value": 1}, value=anything, name=anything),
+    "Strategy.group": method(
+        strategy, "group", lambda: {"value": 1}, value=anything, name=anything
+    ),
     "Strategy.reduce": method(
         strategy,
         "reduce",
@@ -574,7 +607,9 @@ TARGETS: dict[str, Target] = {
         "batch_reduce_to",
         lambda: PAIRS,
         reduce_op=reduction,
-        value_destination_pairs=lambda v: None if isinstance(v, list | tuple) else False,
+        value_destination_pairs=lambda v: (
+            None if isinstance(v, list | tuple) else False
+        ),
         options=communication,
     ),
     "StrategyExtended.reduce_to": method(
@@ -596,7 +631,9 @@ TARGETS: dict[str, Target] = {
         kwargs=call_names,
         group=flag,
     ),
-    "StrategyExtended.value_container": method(lambda: strategy().extended, "value_container", value=anything),
+    "StrategyExtended.value_container": method(
+        lambda: strategy().extended, "value_container", value=anything
+    ),
     "StrategyExtended.variable_created_in_scope": method(
         lambda: strategy().extended, "variable_created_in_scope", v=of(keras.Variable)
     ),
@@ -649,7 +686,9 @@ TARGETS: dict[str, Target] = {
         memory_limit=integer(1, none=True),
         shard_optimizer_state=flag,
     ),
-    "experimental_set_strategy": made(kd.experimental_set_strategy, strategy=of(kd.Strategy, none=True)),
+    "experimental_set_strategy": made(
+        kd.experimental_set_strategy, strategy=of(kd.Strategy, none=True)
+    ),
     "notebook_launcher": made(
         kd.notebook_launcher,
         lambda: {"function": len},
@@ -694,12 +733,20 @@ TARGETS: dict[str, Target] = {
         trace_dir=path_or_none,
         verbose=either(integer(), flag),
     ),
-    "callbacks.StepTimeReport.plot": method(kd.callbacks.StepTimeReport, "plot", path=a_file),
+    "callbacks.StepTimeReport.plot": method(
+        kd.callbacks.StepTimeReport, "plot", path=a_file
+    ),
     "cluster_resolver.ClusterResolver.master": method(Base, "master", **named_task),
-    "cluster_resolver.ClusterResolver.num_accelerators": method(Base, "num_accelerators", **accelerators),
-    "cluster_resolver.ClusterSpec": made(cr.ClusterSpec, cluster=lambda v: None if isinstance(v, dict) else False),
+    "cluster_resolver.ClusterResolver.num_accelerators": method(
+        Base, "num_accelerators", **accelerators
+    ),
+    "cluster_resolver.ClusterSpec": made(
+        cr.ClusterSpec, cluster=lambda v: None if isinstance(v, dict) else False
+    ),
     **{
-        f"cluster_resolver.ClusterSpec.{name}": method(lambda: SPEC, name, job_name=only("worker"))
+        f"cluster_resolver.ClusterSpec.{name}": method(
+            lambda: SPEC, name, job_name=only("worker")
+        )
         for name in ("job_tasks", "num_tasks", "task_indices")
     },
     "cluster_resolver.ClusterSpec.task_address": method(
@@ -731,13 +778,17 @@ TARGETS: dict[str, Target] = {
     "cluster_resolver.KubernetesClusterResolver": made(
         cr.KubernetesClusterResolver,
         lambda: {"override_client": 1},
-        job_to_label_mapping=lambda v: v is None or (None if isinstance(v, dict) else False),
+        job_to_label_mapping=lambda v: (
+            v is None or (None if isinstance(v, dict) else False)
+        ),
         tf_server_port=integer(1, most=65535),
         rpc_layer=text(none=True),
         override_client=anything,
         executable_location=of(cr.KubernetesExecutableLocation),
     ),
-    "cluster_resolver.OpenMPIClusterResolver": made(cr.OpenMPIClusterResolver, coordinator=text(none=True)),
+    "cluster_resolver.OpenMPIClusterResolver": made(
+        cr.OpenMPIClusterResolver, coordinator=text(none=True)
+    ),
     "cluster_resolver.SageMakerClusterResolver": made(
         cr.SageMakerClusterResolver,
         port=integer(1, most=65535),
@@ -753,8 +804,12 @@ TARGETS: dict[str, Target] = {
         environment=text(none=True),
         num_accelerators=lambda v: None if v is None or isinstance(v, dict) else False,
     ),
-    "cluster_resolver.SimpleClusterResolver.master": method(simple, "master", **named_task),
-    "cluster_resolver.SimpleClusterResolver.num_accelerators": method(simple, "num_accelerators", **accelerators),
+    "cluster_resolver.SimpleClusterResolver.master": method(
+        simple, "master", **named_task
+    ),
+    "cluster_resolver.SimpleClusterResolver.num_accelerators": method(
+        simple, "num_accelerators", **accelerators
+    ),
     "cluster_resolver.SlurmClusterResolver": made(
         cr.SlurmClusterResolver,
         lambda: {"gpus_per_node": 0},
@@ -762,11 +817,15 @@ TARGETS: dict[str, Target] = {
         port_base=integer(1, most=65535),
         gpus_per_node=integer(0, none=True),
         gpus_per_task=integer(0, none=True),
-        tasks_per_node=lambda v: None if isinstance(v, dict) else integer(1, none=True)(v),
+        tasks_per_node=lambda v: (
+            None if isinstance(v, dict) else integer(1, none=True)(v)
+        ),
         auto_set_gpu=flag,
         rpc_layer=text(none=True),
     ),
-    "cluster_resolver.SlurmClusterResolver.num_accelerators": method(slurm, "num_accelerators", **accelerators),
+    "cluster_resolver.SlurmClusterResolver.num_accelerators": method(
+        slurm, "num_accelerators", **accelerators
+    ),
     "cluster_resolver.TFConfigClusterResolver": made(
         cr.TFConfigClusterResolver,
         **numbered_task,
@@ -792,8 +851,12 @@ TARGETS: dict[str, Target] = {
         zone=text(none=True),
         project=text(none=True),
     ),
-    "cluster_resolver.TPUClusterResolver.master": method(tpu_resolver, "master", **named_task),
-    "cluster_resolver.TPUClusterResolver.num_accelerators": method(tpu_resolver, "num_accelerators", **accelerators),
+    "cluster_resolver.TPUClusterResolver.master": method(
+        tpu_resolver, "master", **named_task
+    ),
+    "cluster_resolver.TPUClusterResolver.num_accelerators": method(
+        tpu_resolver, "num_accelerators", **accelerators
+    ),
     "cluster_resolver.Topology": made(
         cr.Topology,
         lambda: {"process_id": 0, "num_processes": 2, "coordinator": "a:1"},
@@ -802,11 +865,15 @@ TARGETS: dict[str, Target] = {
         coordinator=lambda v: False,
     ),
     "cluster_resolver.UnionResolver": Target(
-        lambda args=None, **given: cr.UnionResolver(simple() if args is None else args, **given),
+        lambda args=None, **given: cr.UnionResolver(
+            simple() if args is None else args, **given
+        ),
         {"args": lambda v: v is None, **named_task},
     ),
     "cluster_resolver.UnionResolver.master": method(union, "master", **named_task),
-    "cluster_resolver.UnionResolver.num_accelerators": method(union, "num_accelerators", **accelerators),
+    "cluster_resolver.UnionResolver.num_accelerators": method(
+        union, "num_accelerators", **accelerators
+    ),
     "testing.Fault": made(
         kd.testing.Fault,
         lambda: {"action": "raise"},
@@ -817,7 +884,9 @@ TARGETS: dict[str, Target] = {
         error=of(Exception, none=True),
         seconds=number(),
     ),
-    "testing.Fault.now": method(lambda: kd.testing.Fault("raise", step=10**9), "now", step=integer()),
+    "testing.Fault.now": method(
+        lambda: kd.testing.Fault("raise", step=10**9), "now", step=integer()
+    ),
     "testing.MultiProcessRunner": made(
         kd.testing.MultiProcessRunner,
         lambda: {"function": len},
@@ -839,11 +908,13 @@ TARGETS: dict[str, Target] = {
         num_devices=integer(1),
         num_processes=integer(1),
     ),
-    "testing.combine": made(kd.testing.combine, choices=lambda v: isinstance(v, list | tuple)),
+    "testing.combine": made(
+        kd.testing.combine, choices=lambda v: isinstance(v, list | tuple)
+    ),
     "testing.cpu_devices": made(kd.testing.cpu_devices, num_devices=integer(1, most=8)),
     "testing.run_in_processes": Target(
-        lambda function=len, num_processes=2, args=None, kwargs=None, **given: kd.testing.run_in_processes(
-            function, num_processes, **given
+        lambda function=len, num_processes=2, args=None, kwargs=None, **given: (
+            kd.testing.run_in_processes(function, num_processes, **given)
         ),
         {
             "function": function,
@@ -874,7 +945,9 @@ TARGETS: dict[str, Target] = {
         termination_config=of(experimental.TerminationConfig, none=True),
     ),
     "experimental.PreemptionCheckpointHandler.run": Target(
-        lambda distributed_train_function=None, args=None, kwargs=None: handler().run(distributed_train_function),
+        lambda distributed_train_function=None, args=None, kwargs=None: handler().run(
+            distributed_train_function
+        ),
         {
             "distributed_train_function": function,
             "args": lambda v: True,
@@ -885,7 +958,9 @@ TARGETS: dict[str, Target] = {
         lambda **given: None,  # Handed on to the user's function, or to `save`.
         {"args": lambda v: True, "kwargs": lambda v: True},
     ),
-    "experimental.CommunicationOptions.checked": made(experimental.CommunicationOptions.checked, options=communication),
+    "experimental.CommunicationOptions.checked": made(
+        experimental.CommunicationOptions.checked, options=communication
+    ),
     "experimental.TerminationConfig": made(
         experimental.TerminationConfig,
         termination_watcher_fn=optional_function,
@@ -953,8 +1028,12 @@ TARGETS: dict[str, Target] = {
             "tpu_device_name_at_coordinates",
         )
     },
-    "tpu.experimental.initialize_tpu_system": made(tpu.initialize_tpu_system, cluster_resolver=of(cr.ClusterResolver)),
-    "tpu.experimental.shutdown_tpu_system": made(tpu.shutdown_tpu_system, cluster_resolver=of(cr.ClusterResolver)),
+    "tpu.experimental.initialize_tpu_system": made(
+        tpu.initialize_tpu_system, cluster_resolver=of(cr.ClusterResolver)
+    ),
+    "tpu.experimental.shutdown_tpu_system": made(
+        tpu.shutdown_tpu_system, cluster_resolver=of(cr.ClusterResolver)
+    ),
     "nn.compute_average_loss": made(
         kd.nn.compute_average_loss,
         lambda: {"per_example_loss": np.ones(2)},
@@ -966,8 +1045,12 @@ TARGETS: dict[str, Target] = {
         kd.nn.scale_regularization_loss,
         regularization_loss=lambda v: False if v is None else numbers(v),
     ),
-    "config.set_cpu_devices": made(kd.config.set_cpu_devices, num_devices=integer(8, most=8)),
-    "config.set_prefetch_steps": made(kd.config.set_prefetch_steps, num_steps=integer()),
+    "config.set_cpu_devices": made(
+        kd.config.set_cpu_devices, num_devices=integer(8, most=8)
+    ),
+    "config.set_prefetch_steps": made(
+        kd.config.set_prefetch_steps, num_steps=integer()
+    ),
     "ReduceOp.from_variable_aggregation": made(
         kd.ReduceOp.from_variable_aggregation,
         aggregation=only(kd.VariableAggregation.SUM, kd.VariableAggregation.MEAN),
@@ -978,7 +1061,11 @@ TARGETS: dict[str, Target] = {
 
 def rows(value: Any) -> bool | None:
     """Keras takes arrays of rows; what it says of structures of others is its own."""
-    return None if isinstance(value, np.ndarray | jnp.ndarray | dict | list | tuple) else False
+    return (
+        None
+        if isinstance(value, np.ndarray | jnp.ndarray | dict | list | tuple)
+        else False
+    )
 
 
 # What Keras hands on to this package.
@@ -1032,9 +1119,14 @@ MADE_BY_THE_PACKAGE = {
 # Keras makes them, and says what their parameters are.
 VARIABLES = {"MirroredVariable", "SyncOnReadVariable"}
 # Of a job that runs; `tests/processes` has them.
-OF_A_JOB = {f"testing.MultiProcessRunner.{name}" for name in ("freeze", "join", "kill", "log", "thaw")}
+OF_A_JOB = {
+    f"testing.MultiProcessRunner.{name}"
+    for name in ("freeze", "join", "kill", "log", "thaw")
+}
 # Called in a program, where JAX says what its arrays cannot be; see the test below.
-IN_A_PROGRAM = {f"ReplicaContext.{n}" for n in ("all_gather", "all_reduce", "merge_call")}
+IN_A_PROGRAM = {
+    f"ReplicaContext.{n}" for n in ("all_gather", "all_reduce", "merge_call")
+}
 # Called by the package, or by Keras.
 FOR_LIBRARIES = {
     "Strategy.check_layouts",
@@ -1177,14 +1269,18 @@ def test_wrong_kinds(name, alone, capsys):
     with np.errstate(all="ignore"):
         draw()
         for parameter in target.takes:  # Those that are wrong most often.
-            for kind in list(POOL) if THOROUGH else ("None", "text", "nan", "an object"):
+            for kind in (
+                list(POOL) if THOROUGH else ("None", "text", "nan", "an object")
+            ):
                 check(name, parameter, POOL[kind]())
     assert not kd.has_strategy()
 
 
 # Environments.
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
+) | st.sampled_from(
     ["", " ", "a", "-1", "0", "1", "2", "1.5", "nan", "²", "３", "9" * 5000]
 )
 NODES = st.text("n[]-,0123456789m", max_size=14) | st.sampled_from(
@@ -1193,14 +1289,18 @@ NODES = st.text("n[]-,0123456789m", max_size=14) | st.sampled_from(
 COUNTS = st.text("0123456789(x),", max_size=10) | st.sampled_from(
     ["1(x99999999999)", "9999999999", "2,1", "1", "0", "1(x2)"]
 )
-ADDRESSES = TEXTS | st.sampled_from(["a:1,b:2", "a", "a:", ":1", "a:99999", "[::1]:2", "a:1"])
+ADDRESSES = TEXTS | st.sampled_from(
+    ["a:1,b:2", "a", "a:", ":1", "a:99999", "[::1]:2", "a:1"]
+)
 CONFIG = st.fixed_dictionaries(
     {},
     optional={
         "cluster": DRAWN
         | st.dictionaries(
             st.sampled_from(["chief", "worker", "ps", "evaluator", "other"]),
-            st.lists(ADDRESSES, max_size=3) | st.dictionaries(TEXTS, ADDRESSES, max_size=2) | DRAWN,
+            st.lists(ADDRESSES, max_size=3)
+            | st.dictionaries(TEXTS, ADDRESSES, max_size=2)
+            | DRAWN,
             max_size=3,
         ),
         "task": DRAWN
@@ -1246,7 +1346,10 @@ ENVIRONMENTS = {
         OMPI_COMM_WORLD_SIZE=TEXTS,
         OMPI_COMM_WORLD_RANK=TEXTS,
         OMPI_COMM_WORLD_LOCAL_SIZE=TEXTS,
-        OMPI_MCA_orte_hnp_uri=TEXTS | st.sampled_from(["1.0;tcp://a:1", "9" * 40 + ".0;tcp://a", "1.0;tcp6://[::1]"]),
+        OMPI_MCA_orte_hnp_uri=TEXTS
+        | st.sampled_from(
+            ["1.0;tcp://a:1", "9" * 40 + ".0;tcp://a", "1.0;tcp6://[::1]"]
+        ),
         PMIX_NAMESPACE=TEXTS,
     ),
     "TPU": texts_of(
@@ -1399,7 +1502,9 @@ WORKERS = {"worker": ["a:1", "b:1"]}
 def test_environments_that_are_refused(variables, text, alone):
     for name, value in variables.items():
         alone.setenv(name, value if isinstance(value, str) else json.dumps(value))
-    with pytest.raises(errors.DistributeError, match=f"(?s){text}.*Received: .*Fix: ") as seen:
+    with pytest.raises(
+        errors.DistributeError, match=f"(?s){text}.*Received: .*Fix: "
+    ) as seen:
         cr.automatic_resolver().topology()
     assert len(str(seen.value)) < 2000
 

@@ -1,14 +1,17 @@
-"""Quickstart: train a digit classifier on four replicas, then check it against one device.
+"""Quickstart: train a digit classifier on four replicas, then check it against one
+device.
 
     python tutorials/quickstart.py
 
-On a machine without accelerators the four replicas are virtual CPU devices, which are there to try things out, not to
-be fast. With several GPUs or TPU cores the same script uses those.
+On a machine without accelerators the four replicas are virtual CPU devices, which are
+there to try things out, not to be fast. With several GPUs or TPU cores the same script
+uses those.
 """
 
 from __future__ import annotations
 
-# Importing keras_distribute before keras makes Keras run on JAX. CPU devices are chosen before JAX starts.
+# Importing keras_distribute before keras makes Keras run on JAX. CPU devices are chosen
+# before JAX starts.
 import keras_distribute as kd
 
 kd.config.set_cpu_devices(4)
@@ -41,8 +44,9 @@ def load_data() -> tuple[Data, Data]:
 def make_model() -> keras.Model:
     """An ordinary Keras model: nothing in it knows of replicas.
 
-    But for one word: `synchronized=True` normalises by the statistics of the whole batch, as one device does. Without
-    it, each replica normalises its own rows by their own statistics.
+    But for one word: `synchronized=True` normalises by the statistics of the whole
+    batch, as one device does. Without it, each replica normalises its own rows by their
+    own statistics.
     """
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -68,7 +72,8 @@ def make_model() -> keras.Model:
 def train_and_evaluate(model: keras.Model, train: Data, test: Data) -> dict[str, float]:
     """`fit` and `evaluate`, as for any Keras model; returns the numbers to compare."""
     start = time.perf_counter()
-    # 1,437 images in batches of 128 leave a last batch of 29, which four replicas cannot share evenly: it counts as 29.
+    # 1,437 images in batches of 128 leave a last batch of 29, which four replicas
+    # cannot share evenly: it counts as 29.
     history = model.fit(*train, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0).history
     print(f"  trained {EPOCHS} epochs in {time.perf_counter() - start:.1f} s")
     results = model.evaluate(*test, batch_size=BATCH_SIZE, verbose=0, return_dict=True)
@@ -84,26 +89,38 @@ def train_and_evaluate(model: keras.Model, train: Data, test: Data) -> dict[str,
 def main() -> None:
     train, test = load_data()
 
-    # 1. The strategy says which devices hold a replica: without arguments, all of this machine.
+    # 1. The strategy says which devices hold a replica: without arguments, all of this
+    # machine.
     strategy = kd.MirroredStrategy()
-    print(f"{strategy.num_replicas_in_sync} replicas: {', '.join(strategy.extended.worker_devices)}")
+    print(
+        f"{strategy.num_replicas_in_sync} replicas: "
+        f"{', '.join(strategy.extended.worker_devices)}"
+    )
 
-    # 2. Build and compile in its scope. From here on the model runs on all replicas, inside the scope or outside.
+    # 2. Build and compile in its scope. From here on the model runs on all replicas,
+    # inside the scope or outside.
     with strategy.scope():
         model = make_model()
     on_replicas = train_and_evaluate(model, train, test)
 
     # 3. Predictions come back in order, one row for each image.
     predictions = model.predict(test[0], verbose=0)
-    print(f"  predicted {len(predictions)} images; the first ten are {predictions[:10].argmax(axis=1)}")
+    print(
+        f"  predicted {len(predictions)} images; the first ten are "
+        f"{predictions[:10].argmax(axis=1)}"
+    )
 
-    # 4. What is saved is an ordinary Keras file: it loads under any strategy, or under none.
+    # 4. What is saved is an ordinary Keras file: it loads under any strategy, or under
+    # none.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digits.keras"
         model.save(path)
         loaded = keras.models.load_model(path)
     difference = np.abs(loaded.predict(test[0], verbose=0) - predictions).max()
-    print(f"  saved, and loaded without a strategy: predictions differ by at most {difference:.0e}")
+    print(
+        "  saved, and loaded without a strategy: predictions differ by at most "
+        f"{difference:.0e}"
+    )
 
     # 5. The same training on one device, without a strategy.
     print("1 device")
@@ -113,9 +130,13 @@ def main() -> None:
     replicas = f"{strategy.num_replicas_in_sync} replicas"
     print(f"\n{'':22}{replicas:>12}{'1 device':>12}{'difference':>12}")
     for name, value in on_replicas.items():
-        print(f"{name:22}{value:12.6f}{on_one_device[name]:12.6f}{abs(value - on_one_device[name]):12.0e}")
+        print(
+            f"{name:22}{value:12.6f}{on_one_device[name]:12.6f}{abs(value - on_one_device[name]):12.0e}"
+        )
     weights = zip(model.get_weights(), plain.get_weights(), strict=True)
-    print(f"{'weights, the largest':46}{max(np.abs(a - b).max() for a, b in weights):12.0e}")
+    print(
+        f"{'weights, the largest':46}{max(np.abs(a - b).max() for a, b in weights):12.0e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Keras's data adapters: what `fit` makes of its `x`, and how each kind can be read from a position.
+"""Keras's data adapters: what `fit` makes of its `x`, and how each kind can be read
+from a position.
 
-An adapter gives an iterator from the beginning, and no position. What is needed to start
-elsewhere is private: the sliceable arrays, the `PyDataset` inside, the dataset of each
-kind, and from Keras 3.16 on the number of the epoch, by which alone an adapter shuffles
-(up to 3.15 it draws from the global streams). Goes when adapters have positions.
+An adapter gives an iterator from the beginning, and no position. What is needed to
+start elsewhere is private: the sliceable arrays, the `PyDataset` inside, the dataset of
+each kind, and from Keras 3.16 on the number of the epoch, by which alone an adapter
+shuffles (up to 3.15 it draws from the global streams). Goes when adapters have
+positions.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -23,13 +25,18 @@ from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+    can_convert_arrays,
+)
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+    TorchDataLoaderAdapter,
+)
 
 from keras_distribute._compat.seams import Replacements, check
 
@@ -59,7 +66,9 @@ Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
 def install(around: Around) -> Undo:
-    """Puts `around(original, x, arguments)` around the choice of an adapter for the `x` of `fit`."""
+    """Puts `around(original, x, arguments)` around the choice of an adapter for the `x`
+    of `fit`.
+    """
     replaced, original = Replacements(), data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
@@ -75,24 +84,38 @@ def adapter_of(dataset: Any) -> DataAdapter:
 
 
 def sliceable_arrays(structure: Any) -> Any:
-    """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give to `take`."""
+    """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give
+    to `take`.
+    """
     return array_slicing.convert_to_sliceable(structure, target_backend="jax")
 
 
 def take(sliceables: Any, indices: Any) -> Any:
-    """Rows of each array, by a slice or an array of indices, as NumPy arrays or JAX sparse ones."""
+    """Rows of each array, by a slice or an array of indices, as NumPy arrays or JAX
+    sparse ones.
+    """
     return tree.map_structure(
-        lambda array: array.convert_to_jax_compatible(array[indices]), sliceables, none_is_leaf=False
+        lambda array: array.convert_to_jax_compatible(array[indices]),
+        sliceables,
+        none_is_leaf=False,
     )
 
 
 def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
-    """The sliceable arrays of an adapter, their rows, the batch size, and how they are shuffled."""
-    return sliceable_arrays(adapter._inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+    """The sliceable arrays of an adapter, their rows, the batch size, and how they are
+    shuffled.
+    """
+    return (
+        sliceable_arrays(adapter._inputs),
+        adapter._num_samples,
+        adapter._batch_size,
+        adapter._shuffle,
+    )
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """The epoch by which an adapter shuffles next, or `None`: from the global streams."""
+    """The epoch by which an adapter shuffles next, or `None`: from the global streams.
+    """
     return getattr(_counting(adapter), "_epoch", None)
 
 
@@ -124,7 +147,9 @@ def tf_to_host(batch: Any) -> Any:
 
 
 def _tf_leaf_to_host(leaf: Any) -> Any:
-    if type(leaf).__name__ == "EagerTensor":  # By far the most, and Keras's way to it is slow: 20 microseconds each.
+    if (
+        type(leaf).__name__ == "EagerTensor"
+    ):  # By far the most, and Keras's way to it is slow: 20 microseconds each.
         return leaf.numpy()
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         return data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
@@ -147,7 +172,9 @@ def torch_loader_of(adapter: Any) -> Any:
 
 
 def py_dataset_of(adapter: Any) -> tuple[Any, Any, bool]:
-    """The `PyDataset` of an adapter, its class weights, and whether its batches are shuffled."""
+    """The `PyDataset` of an adapter, its class weights, and whether its batches are
+    shuffled.
+    """
     return adapter.py_dataset, adapter.class_weight, bool(adapter.shuffle)
 
 
@@ -158,9 +185,16 @@ def leave_reading_to_us(adapter: Any) -> None:
 
 
 class Reordered(keras.utils.PyDataset):
-    """Some batches of another `PyDataset`, in an order of their own, read by its workers, or by so many."""
+    """Some batches of another `PyDataset`, in an order of their own, read by its
+    workers, or by so many.
+    """
 
-    def __init__(self, inner: Any, order: Sequence[int] | itertools.count[int], workers: int | None = None) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        order: Sequence[int] | itertools.count[int],
+        workers: int | None = None,
+    ) -> None:
         super().__init__(
             workers=inner.workers if workers is None else workers,
             use_multiprocessing=inner.use_multiprocessing and workers is None,
@@ -171,7 +205,9 @@ class Reordered(keras.utils.PyDataset):
         self._order = order
 
     def __getitem__(self, index: int) -> Any:
-        return self._inner[self._order[index] if self._first is None else self._first + index]  # type: ignore[index]
+        return self._inner[
+            self._order[index] if self._first is None else self._first + index
+        ]  # type: ignore[index]
 
     @property
     def num_batches(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
@@ -197,14 +233,17 @@ def generator_batches(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
-    """The batches that Keras has looked at, and a function that gives an iterator over those and the rest."""
+    """The batches that Keras has looked at, and a function that gives an iterator over
+    those and the rest.
+    """
     return adapter._first_batches, adapter.get_jax_iterator
 
 
 def group_size(steps_per_execution: int) -> int | None:
     """How many batches Keras's function of a step takes at once; `None`: one by one.
 
-    From Keras 3.16 on a function of several steps asks its iterator once, and takes a list.
+    From Keras 3.16 on a function of several steps asks its iterator once, and takes a
+    list.
     """
     lists = hasattr(data_adapter_utils, "PartialBatchList")
     return steps_per_execution if lists and steps_per_execution > 1 else None
@@ -227,7 +266,9 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def thread_state() -> dict[str, Any]:
-    """Keras's global state of this thread: the dtype policy, the distribution, the global seed generator."""
+    """Keras's global state of this thread: the dtype policy, the distribution, the
+    global seed generator.
+    """
     return dict(vars(global_state.GLOBAL_STATE_TRACKER))
 
 

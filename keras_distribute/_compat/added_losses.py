@@ -1,11 +1,14 @@
-"""Losses that layers add while a program is traced: noted as long as their scope lasts, and no longer.
+"""Losses that layers add while a program is traced: noted as long as their scope lasts,
+and no longer.
 
-In a stateless scope each layer notes its own losses by their `id()` (`Layer._loss_ids`) and drops the notes when it is
-called again. The losses are gone long before: a new loss of another layer may get the `id` of an old one, and when the
-layer with the old note is called, it removes the new loss from the scope as its own, or counts it twice. What a model
-with two such layers computes from its second trace on (the evaluation after the training, another batch size) is then a
-matter of where Python finds memory, on one device as on many. Here the notes end with their scope, in
-`StatelessScope.__exit__`. Goes when Keras does not know losses by `id()`.
+In a stateless scope each layer notes its own losses by their `id()` (`Layer._loss_ids`)
+and drops the notes when it is called again. The losses are gone long before: a new loss
+of another layer may get the `id` of an old one, and when the layer with the old note is
+called, it removes the new loss from the scope as its own, or counts it twice. What a
+model with two such layers computes from its second trace on (the evaluation after the
+training, another batch size) is then a matter of where Python finds memory, on one
+device as on many. Here the notes end with their scope, in `StatelessScope.__exit__`.
+Goes when Keras does not know losses by `id()`.
 """
 
 from __future__ import annotations

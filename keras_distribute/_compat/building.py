@@ -1,8 +1,11 @@
 """A model built for a batch of shapes alone, and traced as if other devices were there.
 
-- `Trainer._symbolic_build`: what `fit` does before its first step; Keras has no public name for it. Goes when it has.
-- `jax.devices`, `jax.default_backend`: Keras and others ask them, while a step is traced, which kernels the accelerator
-  has (`keras.src.backend.jax.nn.dot_product_attention`). JAX has no way to say which devices a trace is for.
+- `Trainer._symbolic_build`: what `fit` does before its first step; Keras has no public
+  name for it. Goes when it has.
+- `jax.devices`, `jax.default_backend`: Keras and others ask them, while a step is
+  traced, which kernels the accelerator has
+  (`keras.src.backend.jax.nn.dot_product_attention`). JAX has no way to say which
+  devices a trace is for.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,7 +39,11 @@ def seen_as(devices: Sequence[Any]) -> Generator[None]:
     known, backend = jax.devices, jax.default_backend
 
     def seen_devices(platform: Any = None) -> Any:
-        return list(devices) if platform in (None, devices[0].platform) else known(platform)
+        return (
+            list(devices)
+            if platform in (None, devices[0].platform)
+            else known(platform)
+        )
 
     jax.devices, jax.default_backend = seen_devices, lambda: devices[0].platform
     try:

@@ -1,19 +1,27 @@
-"""Keras's callbacks: the list that `fit` calls, and what some of them keep outside of their attributes.
+"""Keras's callbacks: the list that `fit` calls, and what some of them keep outside of
+their attributes.
 
-- `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be called after all of them. One
-  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and given it, before the
-  training begins; one with an attribute `_keras_distribute_first` is moved to the front.
-- `CallbackList.on_train_batch_end` and its like: Keras hands the logs of each step to a thread, which waits for their
-  values, even where no callback is called with them. There the step is left alone. Goes when Keras does that.
-- `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a thread when the next one begins.
+- `CallbackList.on_train_begin`: a callback cannot see the others of its `fit`, nor be
+  called after all of them. One with a method `_keras_distribute_joins(callbacks)` is
+  moved to the end of the list, and given it, before the training begins; one with an
+  attribute `_keras_distribute_first` is moved to the front.
+- `CallbackList.on_train_batch_end` and its like: Keras hands the logs of each step to a
+  thread, which waits for their values, even where no callback is called with them.
+  There the step is left alone. Goes when Keras does that.
+- `CallbackList._flush_futures`, `_async_train`: callbacks of a step may still run in a
+  thread when the next one begins.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
-- `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first epoch, and is no state.
-- `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there already.
-- `orbax_checkpoint._get_state_tree`: what `OrbaxCheckpoint` saves. Orbax notes the devices of each array, and plain
-  Keras cannot load one that was on more devices than it has; a replicated array is as well saved from one of them.
-- `CallbackList.__init__`: in a process that is not the chief, callbacks that write files or print are left out, or
-  write where nobody looks, while those that read variables take part. `BackupAndRestore._save_model` of Keras's own
-  then only reads. Goes when Keras knows of processes.
+- `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first
+  epoch, and is no state.
+- `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there
+  already.
+- `orbax_checkpoint._get_state_tree`: what `OrbaxCheckpoint` saves. Orbax notes the
+  devices of each array, and plain Keras cannot load one that was on more devices than
+  it has; a replicated array is as well saved from one of them.
+- `CallbackList.__init__`: in a process that is not the chief, callbacks that write
+  files or print are left out, or write where nobody looks, while those that read
+  variables take part. `BackupAndRestore._save_model` of Keras's own then only reads.
+  Goes when Keras knows of processes.
 - `global_state`: the generator that `keras.random` uses where no seed is given.
 """
 
@@ -50,7 +58,8 @@ check(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path")
 Undo = Callable[[], None]
 JOINS, FIRST = "_keras_distribute_joins", "_keras_distribute_first"
 _SEE_STEPS = "_keras_distribute_see_steps"
-# Of Keras's callbacks with methods for steps, those whose attribute may say that they do nothing there.
+# Of Keras's callbacks with methods for steps, those whose attribute may say that they
+# do nothing there.
 _BY_EPOCH = {
     keras.callbacks.BackupAndRestore: "save_freq",
     keras.callbacks.ModelCheckpoint: "save_freq",
@@ -68,25 +77,38 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
     original, initialize = CallbackList.on_train_begin, CallbackList.__init__
 
     def init(
-        self: Any, callbacks: Any = None, add_history: bool = False, add_progbar: bool = False, **more: Any
+        self: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        **more: Any,
     ) -> None:
         if is_quiet():
-            callbacks, add_progbar = _quiet(tree.flatten(callbacks) if callbacks else []), False
+            callbacks, add_progbar = (
+                _quiet(tree.flatten(callbacks) if callbacks else []),
+                False,
+            )
         initialize(self, callbacks, add_history, add_progbar, **more)
 
     def on_train_begin(self: Any, logs: Any = None) -> None:
         _refuse_orbax(self.callbacks)
         first = [callback for callback in self.callbacks if hasattr(callback, FIRST)]
         if first:
-            self.callbacks = first + [callback for callback in self.callbacks if callback not in first]
+            self.callbacks = first + [
+                callback for callback in self.callbacks if callback not in first
+            ]
         joining = [callback for callback in self.callbacks if hasattr(callback, JOINS)]
         if joining:
-            self.callbacks = [callback for callback in self.callbacks if callback not in joining] + joining
+            self.callbacks = [
+                callback for callback in self.callbacks if callback not in joining
+            ] + joining
         for callback in joining:
             getattr(callback, JOINS)(self)
         trainer = getattr(self, "_model", None)
         if trainer is not None:
-            object.__setattr__(trainer, _SEE_STEPS, any(map(_sees_steps, self.callbacks)))
+            object.__setattr__(
+                trainer, _SEE_STEPS, any(map(_sees_steps, self.callbacks))
+            )
         original(self, logs)
 
     def heard_only(name: str) -> Callable[..., Any]:
@@ -114,31 +136,52 @@ def install(is_quiet: Callable[[], bool]) -> Undo:
 
 
 def see_steps(trainer: Any) -> bool:
-    """Whether a callback of the trainer's `fit` is called with each step; the progress bar may miss some."""
+    """Whether a callback of the trainer's `fit` is called with each step; the progress
+    bar may miss some.
+    """
     return getattr(trainer, _SEE_STEPS, False)
 
 
 def _sees_steps(callback: Any) -> bool:
-    own = _has_own(callback, "on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-    by_epoch = type(callback) in _BY_EPOCH and getattr(callback, _BY_EPOCH[type(callback)]) == "epoch"
-    return own and not by_epoch and not isinstance(callback, ProgbarLogger) and not hasattr(callback, FIRST)
+    own = _has_own(
+        callback,
+        "on_train_batch_begin",
+        "on_train_batch_end",
+        "on_batch_begin",
+        "on_batch_end",
+    )
+    by_epoch = (
+        type(callback) in _BY_EPOCH
+        and getattr(callback, _BY_EPOCH[type(callback)]) == "epoch"
+    )
+    return (
+        own
+        and not by_epoch
+        and not isinstance(callback, ProgbarLogger)
+        and not hasattr(callback, FIRST)
+    )
 
 
 def _has_own(callback: Any, *names: str) -> bool:
     """Whether a callback has a method of its own of one of these names."""
     return any(
-        getattr(type(callback), name, None) is not getattr(keras.callbacks.Callback, name) or name in vars(callback)
+        getattr(type(callback), name, None)
+        is not getattr(keras.callbacks.Callback, name)
+        or name in vars(callback)
         for name in names
     )
 
 
 def _refuse_orbax(callbacks: list[Any]) -> None:
     several = jax.process_count() > 1 and keras.distribution.distribution() is None
-    if several and any(isinstance(callback, keras.callbacks.OrbaxCheckpoint) for callback in callbacks):
+    if several and any(
+        isinstance(callback, keras.callbacks.OrbaxCheckpoint) for callback in callbacks
+    ):
         raise CheckpointError(
             "keras.callbacks.OrbaxCheckpoint cannot save what several processes share.",
             received=f"a fit in {jax.process_count()} processes.",
-            fix="kd.callbacks.BackupAndRestore(folder) to go on, keras.callbacks.ModelCheckpoint(path) for models.",
+            fix="kd.callbacks.BackupAndRestore(folder) to go on, "
+            "keras.callbacks.ModelCheckpoint(path) for models.",
         )
 
 
@@ -151,7 +194,11 @@ def _on_one_device(value: Any) -> Any:
 
 def _quiet(callbacks: list[Any]) -> list[Any]:
     """The callbacks of a process that is not the chief."""
-    left = [c for c in callbacks if not isinstance(c, keras.callbacks.CSVLogger | keras.callbacks.RemoteMonitor)]
+    left = [
+        c
+        for c in callbacks
+        if not isinstance(c, keras.callbacks.CSVLogger | keras.callbacks.RemoteMonitor)
+    ]
     left = [callback for callback in left if not isinstance(callback, ProgbarLogger)]
     for callback in left:
         if isinstance(callback, keras.callbacks.TensorBoard):
@@ -159,7 +206,9 @@ def _quiet(callbacks: list[Any]) -> list[Any]:
         elif isinstance(callback, keras.callbacks.ModelCheckpoint):
             folder = os.path.dirname(callback.filepath)
             if folder and "{" not in folder and "://" not in folder:
-                os.makedirs(folder, exist_ok=True)  # Keras's own test and making of it collide with the chief's.
+                os.makedirs(
+                    folder, exist_ok=True
+                )  # Keras's own test and making of it collide with the chief's.
         elif isinstance(callback, keras.callbacks.BackupAndRestore):
             callback._save_model = functools.partial(_read_weights, callback)
             callback.on_train_end = _nothing
@@ -204,20 +253,25 @@ def has_monitor(callback: Any) -> bool:
 
 
 def last_orbax_step(callback: Any) -> int | None:
-    """The last step that an `OrbaxCheckpoint` has saved, once it is complete; `None` without one."""
+    """The last step that an `OrbaxCheckpoint` has saved, once it is complete; `None`
+    without one.
+    """
     callback.checkpointer.wait()
     return max((info.step for info in callback.checkpointer.checkpoints), default=None)
 
 
 def forget_orbax_steps(callback: Any, last: int | None) -> None:
-    """Deletes the steps after `last`, which an `OrbaxCheckpoint` would refuse to save again."""
+    """Deletes the steps after `last`, which an `OrbaxCheckpoint` would refuse to save
+    again.
+    """
     for info in callback.checkpointer.checkpoints:
         if last is None or info.step > last:
             callback.checkpointer.delete(info.step)
 
 
 def global_seed() -> np.ndarray[Any, Any] | None:
-    """The state of the global seed generator of this thread; `None` before it was used."""
+    """The state of the global seed generator of this thread; `None` before it was used.
+    """
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else np.asarray(generator.state)
 

@@ -79,7 +79,8 @@ class _Taken(Exception):
 def program_of(lowered: Any) -> Program | Any:
     """What JAX would give to the compiler of a `jax.stages.Lowered`.
 
-    Where JAX has compiled the same before, it asks no compiler: the `jax.stages.Compiled`.
+    Where JAX has compiled the same before, it asks no compiler: the
+    `jax.stages.Compiled`.
     """
     thread, compile_it = threading.get_ident(), compiler.compile_or_get_cached
 
@@ -106,7 +107,11 @@ def compiled_for(devices: Sequence[Any], program: Program) -> Compiled:
     with mlir.make_ir_context():
         module = ir.Module.parse(program.module)
         made: Any = compiler.backend_compile_and_load(
-            devices[0].client, module, xla_client.DeviceList(tuple(devices)), options, []
+            devices[0].client,
+            module,
+            xla_client.DeviceList(tuple(devices)),
+            options,
+            [],
         )
     said = made.get_compiled_memory_stats()
     return Compiled(

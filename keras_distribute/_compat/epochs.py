@@ -1,10 +1,13 @@
-"""Keras's epoch iterator: where `fit` stands in its data, and how an epoch begins in the middle.
+"""Keras's epoch iterator: where `fit` stands in its data, and how an epoch begins in
+the middle.
 
-Keras can begin `fit` at an epoch (`Trainer._initial_epoch`), but not within one: its loop counts steps from 0, and data
-adapters have no positions. So the iterator that counts the steps (`EpochIterator._enumerate_iterator`) is replaced for
-a `fit` that somebody follows. To go on after `k` steps it passes over so many, without their data, moves the feed to
-its position, and then hands out step `k - 1` once more, for which the step function returns the state as it is: `fit`
-needs a step's logs even where none is left in the epoch. Goes when Keras can resume within an epoch.
+Keras can begin `fit` at an epoch (`Trainer._initial_epoch`), but not within one: its
+loop counts steps from 0, and data adapters have no positions. So the iterator that
+counts the steps (`EpochIterator._enumerate_iterator`) is replaced for a `fit` that
+somebody follows. To go on after `k` steps it passes over so many, without their data,
+moves the feed to its position, and then hands out step `k - 1` once more, for which the
+step function returns the state as it is: `fit` needs a step's logs even where none is
+left in the epoch. Goes when Keras can resume within an epoch.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -50,14 +53,19 @@ class Follower(Protocol):
         ...
 
     def step_ended(self, steps: int) -> None:
-        """Called when `steps` of the epoch are done, and `fit` asks for the next one."""
+        """Called when `steps` of the epoch are done, and `fit` asks for the next one.
+        """
         ...
 
     def test_step_ended(self) -> None:
-        """Called likewise within an `evaluate` or `predict` that was called in the `fit`."""
+        """Called likewise within an `evaluate` or `predict` that was called in the
+        `fit`.
+        """
         ...
 
-    def train_function(self, original: Callable[..., Any], state: Any, data: Any) -> Any:
+    def train_function(
+        self, original: Callable[..., Any], state: Any, data: Any
+    ) -> Any:
         """Runs a step of the trainer."""
         ...
 
@@ -67,11 +75,13 @@ class Follower(Protocol):
 
 
 class Pass(Iterator[Any]):
-    """One pass over the data of an epoch iterator; its feed is opened when the first batch is asked for.
+    """One pass over the data of an epoch iterator; its feed is opened when the first
+    batch is asked for.
 
     Args:
         epochs: The epoch iterator, which has to live as long as its steps.
-        open_feed: Opens a feed for an epoch iterator, and releases the one before it, if any.
+        open_feed: Opens a feed for an epoch iterator, and releases the one before it,
+            if any.
         refuse_empty: Raises the error for data without a batch.
         group: How many batches to give at once, where it is Keras that takes them.
     """
@@ -83,7 +93,9 @@ class Pass(Iterator[Any]):
         refuse_empty: Callable[[], None],
         group: int | None = None,
     ) -> None:
-        self._epochs = weakref.ref(epochs)  # It holds its last pass: what that has read is to end with it.
+        self._epochs = weakref.ref(
+            epochs
+        )  # It holds its last pass: what that has read is to end with it.
         self._open, self._refuse_empty = open_feed, refuse_empty
         self._any, self._group = False, group
         self.feed: Any = None
@@ -119,7 +131,9 @@ def follow(trainer: Any, follower: Follower) -> None:
     """Lets `follower` follow the `fit` that has begun, until it is left."""
     original = trainer.train_function
     _set(trainer, _FOLLOWER, (follower, original))
-    trainer.train_function = lambda state, data: follower.train_function(original, state, data)
+    trainer.train_function = lambda state, data: follower.train_function(
+        original, state, data
+    )
 
 
 def follower_of(trainer: Any) -> Follower | None:
@@ -137,7 +151,8 @@ def fit_ended(trainer: Any) -> None:
 
 
 def position(epochs: Any, *, within: bool) -> dict[str, Any]:
-    """Where an epoch iterator stands in its data, between two steps or behind the last one.
+    """Where an epoch iterator stands in its data, between two steps or behind the last
+    one.
 
     Args:
         epochs: The iterator.
@@ -159,12 +174,18 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
 
 
 def kind_of_data(epochs: Any) -> str:
-    """What the data of an epoch iterator are called: the same in one process and in several, if they are the same."""
-    return getattr(epochs.data_adapter, "stands_for", type(epochs.data_adapter).__name__)
+    """What the data of an epoch iterator are called: the same in one process and in
+    several, if they are the same.
+    """
+    return getattr(
+        epochs.data_adapter, "stands_for", type(epochs.data_adapter).__name__
+    )
 
 
 def _is_open(epochs: Any, last: Pass) -> bool:
-    """Whether the next epoch goes on in the same pass, as it does with `steps_per_epoch`."""
+    """Whether the next epoch goes on in the same pass, as it does with
+    `steps_per_epoch`.
+    """
     return epochs.steps_per_epoch is not None and epochs._current_iterator is last
 
 
@@ -204,14 +225,21 @@ class Sizes(Protocol):
         ...
 
 
-def grouped_steps(epochs: Any, steps: Generator[Any], sizes: Sizes) -> Generator[tuple[int, int, Iterator[Any]]]:
-    """The steps of an epoch, as many at once as `sizes` says and as the epoch is known to have left."""
+def grouped_steps(
+    epochs: Any, steps: Generator[Any], sizes: Sizes
+) -> Generator[tuple[int, int, Iterator[Any]]]:
+    """The steps of an epoch, as many at once as `sizes` says and as the epoch is known
+    to have left.
+    """
     done = 0
     while True:
-        # Behind the last step the iterator begins anew, so that is not asked for before the group has run.
+        # Behind the last step the iterator begins anew, so that is not asked for before
+        # the group has run.
         left = (epochs.steps_per_epoch or epochs._num_batches or 0) - done
         if epochs._num_batches:
-            left = min(left, epochs._num_batches - epochs._steps_seen % epochs._num_batches)
+            left = min(
+                left, epochs._num_batches - epochs._steps_seen % epochs._num_batches
+            )
         entries = list(itertools.islice(steps, max(1, min(sizes.size, left))))
         if not entries:
             sizes.interrupted()
@@ -252,7 +280,9 @@ def train_steps(
 
 
 def _move_between_passes(epochs: Any, place: Place) -> None:
-    """As if the epochs before had been run: with `steps_per_epoch` they may have left a pass half read."""
+    """As if the epochs before had been run: with `steps_per_epoch` they may have left a
+    pass half read.
+    """
     batches = epochs._get_iterator()
     batches.move_to(place.data["at"])
     epochs._num_batches = place.data["num_batches"]
@@ -264,4 +294,6 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    object.__setattr__(owner, name, value)  # Not Keras's `__setattr__`, which would track what is inside.
+    object.__setattr__(
+        owner, name, value
+    )  # Not Keras's `__setattr__`, which would track what is inside.

@@ -1,24 +1,31 @@
 """The private names of JAX that we use, each with the reason.
 
-- `xla_bridge.backends_are_initialized`: the number of CPU devices and the size of XLA's thread pool can only be chosen
-  before JAX creates its client, and JAX has no public question for that. Goes when it has one.
-- `parallel._psum`: where `lax.psum` of what is no tracer is multiplied by the number of replicas at once. Replicas with
-  different shapes may hold different numbers there, which nothing in the traced program tells. Goes when JAX traces it.
-- `distributed.global_state`: `client`, the key-value service of JAX's runtime, by which processes tell each other host
-  values, and `coordinator_address`, which the user may have given. JAX's public functions for host values run programs
-  on the devices, which a thread that reads ahead must not: another process may launch its programs in another order.
-  Goes when JAX has a public client.
-- `pxla.batched_device_put`: an array from the pieces of its devices in one call, as `make_array_from_callback` makes
-  it. `jax.device_put` with a sharding takes 100 µs longer for each array on 4 devices, which a step of 2 ms feels.
-  Goes when that is as fast.
-- `Compiled._call`, which a compiled program calls from its first call on: a function written in C++, unless the program
-  has host callbacks. `Compiled.__call__` itself is Python, where an exception from outside could come between the
-  program's return and its own. Goes when a `Compiled` can be called without Python.
-- `core.trace_ctx`: what JAX traces at the moment. Its context managers are Python: an exception from outside that comes
-  while one of them is being left would have all that follows traced, for ever.
-- `core.trace_state_clean`: whether anything is being traced, in less time than a read of a variable takes. Goes when
-  `jax.core` has it.
-- `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many devices it runs what it contains.
+- `xla_bridge.backends_are_initialized`: the number of CPU devices and the size of XLA's
+  thread pool can only be chosen before JAX creates its client, and JAX has no public
+  question for that. Goes when it has one.
+- `parallel._psum`: where `lax.psum` of what is no tracer is multiplied by the number of
+  replicas at once. Replicas with different shapes may hold different numbers there,
+  which nothing in the traced program tells. Goes when JAX traces it.
+- `distributed.global_state`: `client`, the key-value service of JAX's runtime, by which
+  processes tell each other host values, and `coordinator_address`, which the user may
+  have given. JAX's public functions for host values run programs on the devices, which
+  a thread that reads ahead must not: another process may launch its programs in another
+  order. Goes when JAX has a public client.
+- `pxla.batched_device_put`: an array from the pieces of its devices in one call, as
+  `make_array_from_callback` makes it. `jax.device_put` with a sharding takes 100 µs
+  longer for each array on 4 devices, which a step of 2 ms feels. Goes when that is as
+  fast.
+- `Compiled._call`, which a compiled program calls from its first call on: a function
+  written in C++, unless the program has host callbacks. `Compiled.__call__` itself is
+  Python, where an exception from outside could come between the program's return and
+  its own. Goes when a `Compiled` can be called without Python.
+- `core.trace_ctx`: what JAX traces at the moment. Its context managers are Python: an
+  exception from outside that comes while one of them is being left would have all that
+  follows traced, for ever.
+- `core.trace_state_clean`: whether anything is being traced, in less time than a read
+  of a variable takes. Goes when `jax.core` has it.
+- `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many
+  devices it runs what it contains.
 """
 
 from __future__ import annotations
@@ -41,32 +48,47 @@ from keras_distribute._compat.seams import check
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has already created a client, after which devices and thread pools are fixed."""
+    """Whether JAX has already created a client, after which devices and thread pools
+    are fixed.
+    """
     return xla_bridge.backends_are_initialized()
 
 
 def coordination_client() -> Any:
-    """The client of the key-value service that all processes share; `None` in a single process."""
+    """The client of the key-value service that all processes share; `None` in a single
+    process.
+    """
     return distributed.global_state.client
 
 
 def coordinator_address() -> str | None:
-    """The address at which all processes have found each other; `None` in a single process."""
+    """The address at which all processes have found each other; `None` in a single
+    process.
+    """
     return distributed.global_state.coordinator_address
 
 
 def array_of_pieces(
-    shape: Sequence[int], sharding: jax.sharding.Sharding, pieces: Sequence[np.ndarray[Any, Any]], devices: Any
+    shape: Sequence[int],
+    sharding: jax.sharding.Sharding,
+    pieces: Sequence[np.ndarray[Any, Any]],
+    devices: Any,
 ) -> jax.Array:
-    """The array of `shape` whose parts on `devices`, all of this process, are `pieces`, of a dtype that JAX has."""
-    return pxla.batched_device_put(_form(tuple(shape), pieces[0].dtype), sharding, pieces, devices)
+    """The array of `shape` whose parts on `devices`, all of this process, are `pieces`,
+    of a dtype that JAX has.
+    """
+    return pxla.batched_device_put(
+        _form(tuple(shape), pieces[0].dtype), sharding, pieces, devices
+    )
 
 
 check(jax.stages.Compiled, "_call")
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:
-    """What calls a compiled program from C++, after its first call; `None` where JAX has no such way."""
+    """What calls a compiled program from C++, after its first call; `None` where JAX
+    has no such way.
+    """
     call = getattr(compiled, "_call", None)
     return call if type(call) is type(jax.jit(_nothing)) else None
 
@@ -100,7 +122,9 @@ def _form(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def mapped_times(params: dict[str, Any]) -> int:
-    """How often a `shard_map` in a traced program runs what it contains, over all devices."""
+    """How often a `shard_map` in a traced program runs what it contains, over all
+    devices.
+    """
     sizes = dict(params["mesh"].shape)
     return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
 
@@ -119,13 +143,17 @@ _psum: Any = getattr(parallel, "_psum")  # noqa: B009 - private, and pyright say
 def _noting_psum(x: Any, axis_name: Any, **options: Any) -> Any:
     axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     if _noting.axis in axes:
-        _noting.values += [leaf for leaf in jax.tree.leaves(x) if not isinstance(leaf, jax.core.Tracer)]
+        _noting.values += [
+            leaf for leaf in jax.tree.leaves(x) if not isinstance(leaf, jax.core.Tracer)
+        ]
     return _psum(x, axis_name, **options)
 
 
 @contextlib.contextmanager
 def noting_folded_sums(axis: str) -> Generator[list[Any]]:
-    """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this thread, for a `with` block."""
+    """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this
+    thread, for a `with` block.
+    """
     global _users
     before = _noting.axis, getattr(_noting, "values", [])
     _noting.axis, _noting.values = axis, []

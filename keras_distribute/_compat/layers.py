@@ -1,9 +1,11 @@
 """Layers that know of replicas: batch normalization and random streams.
 
-- `BatchNormalization.__init__` refuses `synchronized=True` on JAX, `ops.moments` likewise; `call` is where statistics
-  are taken. Goes when Keras has per-replica statistics on JAX.
+- `BatchNormalization.__init__` refuses `synchronized=True` on JAX, `ops.moments`
+  likewise; `call` is where statistics are taken. Goes when Keras has per-replica
+  statistics on JAX.
 - `SeedGenerator.next` is where every random layer gets its seed.
-- `in_symbolic_scope` tells that a layer is only asked for shapes, with made-up sizes in place of unknown ones.
+- `in_symbolic_scope` tells that a layer is only asked for shapes, with made-up sizes in
+  place of unknown ones.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -34,9 +36,12 @@ def install(
     """Hooks for batch normalization's statistics and for seeds.
 
     Args:
-        around_call: `around_call(layer, original, inputs, training, mask)` in place of `BatchNormalization.call`.
-        synchronized_moments: `(x, axes, keepdims, local_moments)` in place of `ops.moments(synchronized=True)`.
-        global_sum: The sum over the replicas, for masked synchronized statistics; `None` where there is none.
+        around_call: `around_call(layer, original, inputs, training, mask)` in place of
+            `BatchNormalization.call`.
+        synchronized_moments: `(x, axes, keepdims, local_moments)` in place of
+            `ops.moments(synchronized=True)`.
+        global_sum: The sum over the replicas, for masked synchronized statistics;
+            `None` where there is none.
         replica_seed: This replica's seed from the common one.
     """
     init, call, moments = (
@@ -46,14 +51,18 @@ def install(
     )
     masked_moments, next_seed = BatchNormalization._moments, SeedGenerator.next
 
-    def new_init(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+    def new_init(
+        self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+    ) -> None:
         init(self, *args, synchronized=False, **kwargs)
         self.synchronized = synchronized
 
     def new_call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return around_call(self, call, inputs, training, mask)
 
-    def new_moments(x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Any:
+    def new_moments(
+        x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+    ) -> Any:
         if synchronized:
             return synchronized_moments(x, axes, keepdims, moments)
         return moments(x, axes, keepdims)

@@ -1,11 +1,14 @@
-"""libtpu on a machine without a TPU, where it can compile, but its profiler ends the process.
+"""libtpu on a machine without a TPU, where it can compile, but its profiler ends the
+process.
 
-JAX registers the profiler of libtpu whenever it loads libtpu, which it does at its start wherever libtpu is installed.
-`jax.profiler.start_trace` is then a segmentation fault on a machine without a TPU (libtpu 0.0.52, JAX 0.10.2). Loaded
-before JAX does, libtpu has no profiler, and everything else goes on as ever.
+JAX registers the profiler of libtpu whenever it loads libtpu, which it does at its
+start wherever libtpu is installed. `jax.profiler.start_trace` is then a segmentation
+fault on a machine without a TPU (libtpu 0.0.52, JAX 0.10.2). Loaded before JAX does,
+libtpu has no profiler, and everything else goes on as ever.
 
-Private are `xla_client.load_pjrt_plugin_dynamically` and `pjrt_plugin_loaded`, `get_tpu_library_path`,
-`num_available_tpu_chips_and_device_id` and `backends_are_initialized`. Goes when libtpu's profiler does nothing there.
+Private are `xla_client.load_pjrt_plugin_dynamically` and `pjrt_plugin_loaded`,
+`get_tpu_library_path`, `num_available_tpu_chips_and_device_id` and
+`backends_are_initialized`. Goes when libtpu's profiler does nothing there.
 """
 
 from __future__ import annotations
@@ -20,14 +23,19 @@ _loaded_by_us = False
 
 
 def load_without_profiler(for_compiling: bool = False) -> None:
-    """Loads libtpu without its profiler: where it is installed, JAX has not loaded it, and there is no TPU.
+    """Loads libtpu without its profiler: where it is installed, JAX has not loaded it,
+    and there is no TPU.
 
     Args:
-        for_compiling: Whether it is needed even where JAX is told not to load it (`JAX_PLATFORMS`).
+        for_compiling: Whether it is needed even where JAX is told not to load it
+            (`JAX_PLATFORMS`).
     """
     global _loaded_by_us
     platforms = jax.config.values["jax_platforms"]
-    wanted = for_compiling or (not xla_bridge.backends_are_initialized() and (not platforms or "tpu" in platforms))
+    wanted = for_compiling or (
+        not xla_bridge.backends_are_initialized()
+        and (not platforms or "tpu" in platforms)
+    )
     if not wanted or xla_client.pjrt_plugin_loaded("tpu"):
         return
     path = get_tpu_library_path()
@@ -37,6 +45,10 @@ def load_without_profiler(for_compiling: bool = False) -> None:
 
 
 def profiling_ends_the_process() -> bool:
-    """Whether `jax.profiler` would: JAX itself has loaded libtpu, and there is no TPU. Starts JAX."""
+    """Whether `jax.profiler` would: JAX itself has loaded libtpu, and there is no TPU.
+    Starts JAX.
+    """
     platform = jax.default_backend()
-    return platform == "cpu" and xla_client.pjrt_plugin_loaded("tpu") and not _loaded_by_us
+    return (
+        platform == "cpu" and xla_client.pjrt_plugin_loaded("tpu") and not _loaded_by_us
+    )

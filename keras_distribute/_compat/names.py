@@ -1,7 +1,8 @@
 """Private classes and modules of Keras that are called otherwise in other versions.
 
-Up to Keras 3.15 the trainers are `Trainer` and `JAXTrainer`, and the operations of a backend stand in it directly. Each
-goes when Keras 3.16 is the oldest version that is supported.
+Up to Keras 3.15 the trainers are `Trainer` and `JAXTrainer`, and the operations of a
+backend stand in it directly. Each goes when Keras 3.16 is the oldest version that is
+supported.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_distribute._compat.seams import check, find
 
-BaseTrainer: Any = find("keras.src.trainers.trainer:BaseTrainer", "keras.src.trainers.trainer:Trainer")
+BaseTrainer: Any = find(
+    "keras.src.trainers.trainer:BaseTrainer", "keras.src.trainers.trainer:Trainer"
+)
 """The trainer of all backends."""
 
-JAXTrainer: Any = find("keras.src.backend.jax.trainer:JAXTrainer", "keras.src.backend.jax.trainer:Trainer")
+JAXTrainer: Any = find(
+    "keras.src.backend.jax.trainer:JAXTrainer", "keras.src.backend.jax.trainer:Trainer"
+)
 """The trainer of JAX, from which `keras.Model` inherits."""
 
 jax_nn: Any = find("keras.src.backend.jax.ops.nn", "keras.src.backend.jax.nn")

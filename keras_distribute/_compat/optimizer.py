@@ -1,7 +1,9 @@
-"""Where an optimizer gets its gradients: `apply`, and the finiteness check of loss scaling; where it keeps its slots.
+"""Where an optimizer gets its gradients: `apply`, and the finiteness check of loss
+scaling; where it keeps its slots.
 
-Keras's JAX optimizers have no hook for aggregation. `apply` is the one place before clipping, weight decay and
-loss-scale checks. `_trainable_variables` and what is excluded from weight decay have no public names.
+Keras's JAX optimizers have no hook for aggregation. `apply` is the one place before
+clipping, weight decay and loss-scale checks. `_trainable_variables` and what is
+excluded from weight decay have no public names.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -31,8 +33,13 @@ Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
 AroundApply = Callable[[Any, list[Any], "list[Any] | None", Apply], None]
 
 
-def install(around_apply: AroundApply, all_of: Callable[[Any], Any], slot_created: Callable[[Any], None]) -> Undo:
-    """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and `all_of` around `check_finite`.
+def install(
+    around_apply: AroundApply,
+    all_of: Callable[[Any], Any],
+    slot_created: Callable[[Any], None],
+) -> Undo:
+    """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and
+    `all_of` around `check_finite`.
 
     `slot_created` is called with each slot of a weight.
     """
@@ -48,7 +55,9 @@ def install(around_apply: AroundApply, all_of: Callable[[Any], Any], slot_create
         return all_of(check_finite(self, grads))
 
     def applying(original: Apply) -> Apply:
-        def apply(self: Any, grads: list[Any], trainable_variables: list[Any] | None = None) -> None:
+        def apply(
+            self: Any, grads: list[Any], trainable_variables: list[Any] | None = None
+        ) -> None:
             around_apply(self, grads, trainable_variables, original)
 
         return apply
@@ -80,10 +89,16 @@ def built_variables(optimizer: Any) -> list[Any]:
 
 
 def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
-    """The number of micro-steps, their counter and the accumulators; `None` without accumulation."""
+    """The number of micro-steps, their counter and the accumulators; `None` without
+    accumulation.
+    """
     if not optimizer.gradient_accumulation_steps:
         return None
-    return optimizer.gradient_accumulation_steps, optimizer._iterations, optimizer._accumulated_gradients
+    return (
+        optimizer.gradient_accumulation_steps,
+        optimizer._iterations,
+        optimizer._accumulated_gradients,
+    )
 
 
 def inner_accumulates(optimizer: Any) -> bool:
@@ -92,11 +107,13 @@ def inner_accumulates(optimizer: Any) -> bool:
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
-    """The position of a model variable among those that the optimizer was built with."""
+    """The position of a model variable among those that the optimizer was built with.
+    """
     return optimizer._get_variable_index(variable)
 
 
-# Of Keras's optimizers, those that treat each element of a weight alone: none takes a norm of, or factors, a weight.
+# Of Keras's optimizers, those that treat each element of a weight alone: none takes a
+# norm of, or factors, a weight.
 _BY_ELEMENT = (
     optimizers.SGD,
     optimizers.RMSprop,
@@ -115,14 +132,17 @@ class SlotOrder:
     """Where an optimizer keeps the slots of each weight among its variables.
 
     Args:
-        runs: In order, how many slots of each weight come together; 0 for a variable that belongs to no weight.
+        runs: In order, how many slots of each weight come together; 0 for a variable
+            that belongs to no weight.
     """
 
     def __init__(self, runs: list[int]) -> None:
         self._runs = runs
 
     def places(self, num_weights: int) -> tuple[list[int], list[list[int]]]:
-        """The indices of variables that belong to no weight, and of the slots of each weight."""
+        """The indices of variables that belong to no weight, and of the slots of each
+        weight.
+        """
         ones: list[int] = []
         own: list[list[int]] = [[] for _ in range(num_weights)]
         index = 0
@@ -137,24 +157,48 @@ class SlotOrder:
 
 
 def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
-    """The order of the slots, for an optimizer that treats each element of `variables` alone; otherwise `None`."""
+    """The order of the slots, for an optimizer that treats each element of `variables`
+    alone; otherwise `None`.
+    """
     if type(optimizer) not in _BY_ELEMENT or not optimizer.built:
         return None
     targets = optimizer._trainable_variables
-    if len(targets) != len(variables) or any(a is not b for a, b in zip(targets, variables, strict=True)):
+    if len(targets) != len(variables) or any(
+        a is not b for a, b in zip(targets, variables, strict=True)
+    ):
         return None
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
         optimizer, "_exclude_from_weight_decay_pattern", None
     )
-    by_weight = optimizer.clipnorm is not None or optimizer.gradient_accumulation_steps or excluded
-    own_rules = any(v.constraint is not None or getattr(v, "overwrite_with_gradient", False) for v in variables)
-    if by_weight or own_rules or any(name in vars(optimizer) for name in ("update_step", "apply", "stateless_apply")):
+    by_weight = (
+        optimizer.clipnorm is not None
+        or optimizer.gradient_accumulation_steps
+        or excluded
+    )
+    own_rules = any(
+        v.constraint is not None or getattr(v, "overwrite_with_gradient", False)
+        for v in variables
+    )
+    if (
+        by_weight
+        or own_rules
+        or any(
+            name in vars(optimizer)
+            for name in ("update_step", "apply", "stateless_apply")
+        )
+    ):
         return None
-    return _order_of([tuple(v.shape) for v in _clone(optimizer, [((2,), "float32"), ((3,), "float32")]).variables])
+    return _order_of(
+        [
+            tuple(v.shape)
+            for v in _clone(optimizer, [((2,), "float32"), ((3,), "float32")]).variables
+        ]
+    )
 
 
 def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
-    """An optimizer like `optimizer`, for other weights, for `stateless_apply` only: it holds no values.
+    """An optimizer like `optimizer`, for other weights, for `stateless_apply` only: it
+    holds no values.
 
     Args:
         optimizer: The user's.
@@ -168,9 +212,16 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
 
 def _clone(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     rate = optimizer._learning_rate
-    config = optimizer.get_config() | {"learning_rate": 0.0 if isinstance(rate, Variable) else rate}
+    config = optimizer.get_config() | {
+        "learning_rate": 0.0 if isinstance(rate, Variable) else rate
+    }
     clone = type(optimizer)(**config)
-    clone.build([Variable(np.zeros(s), dtype=dtype, name=f"weight_{i}") for i, (s, dtype) in enumerate(weights)])
+    clone.build(
+        [
+            Variable(np.zeros(s), dtype=dtype, name=f"weight_{i}")
+            for i, (s, dtype) in enumerate(weights)
+        ]
+    )
     return clone
 
 

@@ -1,7 +1,9 @@
-"""Which of Keras's models treat each row of a batch by itself, but for batch normalization.
+"""Which of Keras's models treat each row of a batch by itself, but for batch
+normalization.
 
-Keras says this of no layer, so the packages of its built-in layers are listed; any other layer counts as one that may
-mix rows. `_operations` and `_flatten_layers` are the only complete lists of what a model calls.
+Keras says this of no layer, so the packages of its built-in layers are listed; any
+other layer counts as one that may mix rows. `_operations` and `_flatten_layers` are the
+only complete lists of what a model calls.
 """
 
 from __future__ import annotations
@@ -51,23 +53,53 @@ _STEP_METHODS = {
 
 
 def treats_rows_alone(trainer: Any) -> bool:
-    """Whether the forward pass of `trainer` is made of built-in layers that never mix rows."""
-    models = [layer for layer in [trainer, *_called(trainer)] if isinstance(layer, keras.Model)]
-    if any(type(model).call not in (Functional.call, Sequential.call) or "call" in vars(model) for model in models):
+    """Whether the forward pass of `trainer` is made of built-in layers that never mix
+    rows.
+    """
+    models = [
+        layer
+        for layer in [trainer, *_called(trainer)]
+        if isinstance(layer, keras.Model)
+    ]
+    if any(
+        type(model).call not in (Functional.call, Sequential.call)
+        or "call" in vars(model)
+        for model in models
+    ):
         return False
     others = [op for op in _called(trainer) if not isinstance(op, keras.Model)]
-    return all(f"{type(op).__module__}.".startswith(_ROW_WISE) and not _may_mix(op) for op in others)
+    return all(
+        f"{type(op).__module__}.".startswith(_ROW_WISE) and not _may_mix(op)
+        for op in others
+    )
 
 
 def _may_mix(layer: Any) -> bool:
-    """Whether an option of a built-in layer makes it mix rows, or may: state, functions and axes of the user's own."""
-    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
-    own = any(f is not None and not f.__module__.startswith("keras.src.activations") for f in functions)
-    axes = [axis for name in ("axis", "axes") for axis in _numbers(getattr(layer, name, None))]
+    """Whether an option of a built-in layer makes it mix rows, or may: state, functions
+    and axes of the user's own.
+    """
+    functions = (
+        getattr(layer, name, None) for name in ("activation", "recurrent_activation")
+    )
+    own = any(
+        f is not None and not f.__module__.startswith("keras.src.activations")
+        for f in functions
+    )
+    axes = [
+        axis
+        for name in ("axis", "axes")
+        for axis in _numbers(getattr(layer, name, None))
+    ]
     noise = getattr(layer, "noise_shape", None)
     fixed = noise is not None and noise[0] is not None
     replaced = "call" in vars(layer)
-    return getattr(layer, "stateful", False) or own or any(axis == 0 or axis < -1 for axis in axes) or fixed or replaced
+    return (
+        getattr(layer, "stateful", False)
+        or own
+        or any(axis == 0 or axis < -1 for axis in axes)
+        or fixed
+        or replaced
+    )
 
 
 def _numbers(value: Any) -> list[int]:
@@ -79,7 +111,8 @@ def _numbers(value: Any) -> list[int]:
 def has_own_step(trainer: Any) -> bool:
     """Whether the user replaced a method that Keras's training step consists of."""
     return any(
-        getattr(type(trainer), name) is not getattr(owner, name) or name in vars(trainer)
+        getattr(type(trainer), name) is not getattr(owner, name)
+        or name in vars(trainer)
         for owner, names in _STEP_METHODS.items()
         for name in names
     )
@@ -87,17 +120,25 @@ def has_own_step(trainer: Any) -> bool:
 
 def draws_at_random(trainer: Any) -> bool:
     """Whether a layer of the model has a random stream."""
-    return any(getattr(operation, "_seed_generators", None) for operation in _called(trainer))
+    return any(
+        getattr(operation, "_seed_generators", None) for operation in _called(trainer)
+    )
 
 
 def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:
-    """The forward pass of Keras's own training step: predictions, the new values of `others`, losses."""
+    """The forward pass of Keras's own training step: predictions, the new values of
+    `others`, losses.
+    """
     training = {"training": True} if trainer._call_has_training_arg else {}
     return trainer.stateless_call(trained, others, x, return_losses=True, **training)
 
 
-def stateless_loss(trainer: Any, losses: list[Any], variables: tuple[Any, ...], **batch: Any) -> Any:
-    """`stateless_compute_loss` with the losses that the forward pass collected, as Keras's own step calls it."""
+def stateless_loss(
+    trainer: Any, losses: list[Any], variables: tuple[Any, ...], **batch: Any
+) -> Any:
+    """`stateless_compute_loss` with the losses that the forward pass collected, as
+    Keras's own step calls it.
+    """
     if losses:
         trainer._losses_override.clear()
         trainer._losses_override = losses
@@ -108,15 +149,27 @@ def stateless_loss(trainer: Any, losses: list[Any], variables: tuple[Any, ...], 
             trainer._losses_override.clear()
 
 
-def update_metrics(trainer: Any, metrics_variables: Any, loss: Any, x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+def update_metrics(
+    trainer: Any,
+    metrics_variables: Any,
+    loss: Any,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    weight: Any,
+) -> Any:
     """The logs and the new values of the metrics' variables."""
-    return trainer._update_metrics_variables(metrics_variables, loss, x, y, y_pred, weight)
+    return trainer._update_metrics_variables(
+        metrics_variables, loss, x, y, y_pred, weight
+    )
 
 
 def _called(trainer: Any) -> list[Any]:
     """All layers and operations that the model may call, nested ones included."""
     found: dict[int, Any] = {}
-    todo = list(getattr(trainer, "_operations", [])) + list(trainer._flatten_layers(include_self=False))
+    todo = list(getattr(trainer, "_operations", [])) + list(
+        trainer._flatten_layers(include_self=False)
+    )
     while todo:
         operation = todo.pop()
         if id(operation) in found:

@@ -1,6 +1,8 @@
-"""Where Keras writes a model's files: `saving_lib.save_model`, `save_weights_only`, and the old HDF5 format's writer.
+"""Where Keras writes a model's files: `saving_lib.save_model`, `save_weights_only`, and
+the old HDF5 format's writer.
 
-All ways to save lead to one of them. A function that is handed in decides which process writes. Goes when Keras asks.
+All ways to save lead to one of them. A function that is handed in decides which process
+writes. Goes when Keras asks.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -15,7 +17,11 @@ from keras.src.saving import saving_lib
 from keras_distribute._compat.seams import Replacements
 
 Undo = Callable[[], None]
-_WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
+_WRITERS = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+)
 
 
 def install(write: Callable[[Any, Callable[[], Any]], Any]) -> Undo:

@@ -2,8 +2,8 @@
 
 A scope is taken off its stack by Python code, which an exception from outside can break
 off, as a second Ctrl-C does. Whatever is left would change all that follows: a variable
-that is read in a stateless scope that nobody closes has no value. So who calls the user's
-or Keras's code as a whole puts the stacks back to how they were.
+that is read in a stateless scope that nobody closes has no value. So who calls the
+user's or Keras's code as a whole puts the stacks back to how they were.
 
 - `global_state.GLOBAL_STATE_TRACKER`: where Keras keeps them. Goes when Keras's scopes
   are `contextvars`.
@@ -31,9 +31,15 @@ class Opened:
 
     def __init__(self) -> None:
         self._thread = vars(global_state.GLOBAL_STATE_TRACKER)
-        self._scopes = {name: self._thread[name] for name in _SCOPES if name in self._thread}
+        self._scopes = {
+            name: self._thread[name] for name in _SCOPES if name in self._thread
+        }
         self._new = [name for name in _SCOPES if name not in self._thread]
-        self._stacks = [(self._thread[name], list(self._thread[name])) for name in _STACKS if name in self._thread]
+        self._stacks = [
+            (self._thread[name], list(self._thread[name]))
+            for name in _STACKS
+            if name in self._thread
+        ]
         self._trace = jax_internals.current_trace()
 
     def restore(self) -> None:

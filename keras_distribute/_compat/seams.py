@@ -1,4 +1,5 @@
-"""Where a private name of Keras or JAX has moved: an error at the import, which names it.
+"""Where a private name of Keras or JAX has moved: an error at the import, which names
+it.
 
 Everything private is looked up when the package is imported: what modules of `_compat`
 import, what they replace (`Replacements`), what has one of several names (`find`), and
@@ -28,17 +29,20 @@ def moved(what: str) -> BackendError:
     """The error for a private name that is not where it was."""
     return BackendError(
         f"keras_distribute builds on parts of Keras and JAX that have moved: {what}.",
-        received=f"{versions.installed()}; the newest that were tested are {versions.newest_tested()}.",
+        received=f"{versions.installed()}; the newest that were tested are "
+        f"{versions.newest_tested()}.",
         fix=f"pip install {versions.requirements()}, or a newer keras-distribute.",
     )
 
 
 @contextlib.contextmanager
 def loaded() -> Generator[None]:
-    """Around the import of `_compat` and all that it does to Keras: what is missing there has moved.
+    """Around the import of `_compat` and all that it does to Keras: what is missing
+    there has moved.
 
     Raises:
-        BackendError: For an `ImportError`, or an `AttributeError`, that comes from a module of `_compat`.
+        BackendError: For an `ImportError`, or an `AttributeError`, that comes from a
+            module of `_compat`.
     """
     try:
         yield
@@ -57,7 +61,8 @@ def loaded() -> Generator[None]:
 
 
 def find(*places: str) -> Any:
-    """The module, or the name in a module, that is at the first of some places; newer versions' come first.
+    """The module, or the name in a module, that is at the first of some places; newer
+    versions' come first.
 
     Args:
         places: As in `"keras.src.trainers.trainer:BaseTrainer"`.
@@ -77,7 +82,8 @@ def check(owner: Any, *names: str) -> None:
     """Makes sure that objects of a class, or a module, have some private names.
 
     Raises:
-        BackendError: For the first that no class attribute is called, and that no method ever mentions.
+        BackendError: For the first that no class attribute is called, and that no
+            method ever mentions.
     """
     for name in names:
         if not hasattr(owner, name) and not _mentions(owner, name):
@@ -91,7 +97,8 @@ def _name_of(owner: Any) -> str:
 
 
 def _mentions(owner: Any, name: str) -> bool:
-    """Whether a method of a class sets or reads such an attribute, as `__init__` does."""
+    """Whether a method of a class sets or reads such an attribute, as `__init__` does.
+    """
     methods = [
         value.fget if isinstance(value, property) else value
         for each in getattr(owner, "__mro__", ())
@@ -112,7 +119,8 @@ class Replacements:
         """Puts `new` in the place of `owner.name`.
 
         Raises:
-            BackendError: Where the original is gone, or takes parameters that its replacement does not know.
+            BackendError: Where the original is gone, or takes parameters that its
+                replacement does not know.
         """
         original = getattr(owner, name, None)
         if original is None:
@@ -143,4 +151,6 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _takes_anything(function: Any) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()
+    )

@@ -1,7 +1,8 @@
-"""Keras's seeds: `rng_utils.get_random_seed` says whether the user has set one, which no public function does.
+"""Keras's seeds: `rng_utils.get_random_seed` says whether the user has set one, which
+no public function does.
 
-`keras.utils.set_random_seed` imports TensorFlow to seed it, wherever it is installed; here only what
-is in use is seeded.
+`keras.utils.set_random_seed` imports TensorFlow to seed it, wherever it is installed;
+here only what is in use is seeded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def global_seed() -> int | None:
 
 
 def set_all(seed: int) -> None:
-    """`keras.utils.set_random_seed`, for Python, NumPy, Keras, and TensorFlow where it is imported."""
+    """`keras.utils.set_random_seed`, for Python, NumPy, Keras, and TensorFlow where it
+    is imported.
+    """
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
     random.seed(seed)

@@ -1,7 +1,9 @@
-"""TensorFlow, where it is installed: kept off the accelerators, and asked how it shards a pipeline.
+"""TensorFlow, where it is installed: kept off the accelerators, and asked how it shards
+a pipeline.
 
-`_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name. `_as_serialized_graph` shows the seeds
-of a pipeline, which TensorFlow tells nobody. Nothing here imports TensorFlow unless the caller has.
+`_AutoShardDataset` is what `tf.distribute` itself uses; there is no public name.
+`_as_serialized_graph` shows the seeds of a pipeline, which TensorFlow tells nobody.
+Nothing here imports TensorFlow unless the caller has.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -20,11 +22,16 @@ from typing import Any, cast
 
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
-_FIRST_SEED = {"ShuffleDataset": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}  # Which inputs are the two seeds.
+_FIRST_SEED = {
+    "ShuffleDataset": 2,
+    "ShuffleAndRepeatDataset": 2,
+    "RandomDataset": 0,
+}  # Which inputs are the two seeds.
 
 
 def keep_off_accelerators() -> Callable[[], None]:
-    """TensorFlow sees no GPU and no TPU in this process, now or when it is imported; JAX needs their memory.
+    """TensorFlow sees no GPU and no TPU in this process, now or when it is imported;
+    JAX needs their memory.
 
     The environment variable `KERAS_DISTRIBUTE_TF_DEVICES=1` leaves TensorFlow alone.
 
@@ -50,23 +57,32 @@ def _hide_devices(tensorflow: Any) -> None:
     for kind in ("GPU", "TPU"):
         try:
             tensorflow.config.set_visible_devices([], kind)
-        except (RuntimeError, ValueError):  # Already started: nothing to hide if it has none.
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # Already started: nothing to hide if it has none.
             if tensorflow.config.list_logical_devices(kind):
                 warnings.warn(
-                    f"TensorFlow has taken the {kind}s that JAX needs, since it was used before keras_distribute was "
+                    f"TensorFlow has taken the {kind}s that JAX needs, since it was "
+                    "used before keras_distribute was "
                     "imported. Import keras_distribute first.",
                     stacklevel=2,
                 )
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow as everyone else does, and hides devices from it once it is loaded."""
+    """Finds TensorFlow as everyone else does, and hides devices from it once it is
+    loaded.
+    """
 
     def __init__(self) -> None:
         self._asking = threading.local()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _NAME or getattr(self._asking, "others", False):
             return None
@@ -94,7 +110,9 @@ def policy_of(dataset: Any) -> int:
 
 
 def static_batch_size(dataset: Any) -> int | None:
-    """The size of a full batch, as `tf.distribute` finds it; `None` where it is not known or varies."""
+    """The size of a full batch, as `tf.distribute` finds it; `None` where it is not
+    known or varies.
+    """
     from tensorflow.python.data.experimental.ops import distribute
 
     try:
@@ -104,7 +122,9 @@ def static_batch_size(dataset: Any) -> int | None:
     return size if size > 0 else None
 
 
-def auto_sharded(dataset: Any, policy: int, num_workers: int, worker: int, num_replicas: int) -> Any:
+def auto_sharded(
+    dataset: Any, policy: int, num_workers: int, worker: int, num_replicas: int
+) -> Any:
     """The part of `dataset` that a worker reads under FILE or HINT.
 
     Raises:
@@ -114,12 +134,20 @@ def auto_sharded(dataset: Any, policy: int, num_workers: int, worker: int, num_r
     from tensorflow.python.data.experimental.ops import distribute
 
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(policy)
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy(policy)
+    )
     try:
         dataset = dataset.with_options(options)
         if policy == tf.data.experimental.AutoShardPolicy.FILE.value:
-            # Too few files are an error of the first worker's first read; the others would find nothing to read.
-            next(iter(distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)), None)
+            # Too few files are an error of the first worker's first read; the others
+            # would find nothing to read.
+            next(
+                iter(
+                    distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)
+                ),
+                None,
+            )
         return distribute._AutoShardDataset(dataset, num_workers, worker, num_replicas)
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
         raise LookupError(_reason(error)) from error
@@ -132,32 +160,46 @@ def _reason(error: Any) -> str:
 
 
 def unseeded(dataset: Any) -> list[str]:
-    """The operations of a pipeline whose randomness no seed fixes: each process would draw its own."""
+    """The operations of a pipeline whose randomness no seed fixes: each process would
+    draw its own.
+    """
     import tensorflow as tf
     from tensorflow.core.framework.graph_pb2 import GraphDef
 
     ignored = tf.data.experimental.ExternalStatePolicy.IGNORE
-    graph = GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=ignored).numpy())
+    graph = GraphDef.FromString(
+        dataset._as_serialized_graph(external_state_policy=ignored).numpy()
+    )
     bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-    return [node.op for nodes in bodies for node in nodes if _is_unseeded(node, {each.name: each for each in nodes})]
+    return [
+        node.op
+        for nodes in bodies
+        for node in nodes
+        if _is_unseeded(node, {each.name: each for each in nodes})
+    ]
 
 
 def _is_unseeded(node: Any, nodes: dict[str, Any]) -> bool:
     """Whether both seeds are 0, which tells TensorFlow to draw them."""
     import tensorflow as tf
 
-    first = next((at for name, at in _FIRST_SEED.items() if node.op.startswith(name)), None)
+    first = next(
+        (at for name, at in _FIRST_SEED.items() if node.op.startswith(name)), None
+    )
     if first is None:
         return False
     seeds = [nodes.get(name.split(":")[0]) for name in node.input[first : first + 2]]
     return all(
-        seed is not None and seed.op == "Const" and int(tf.make_ndarray(seed.attr["value"].tensor)) == 0
+        seed is not None
+        and seed.op == "Const"
+        and int(tf.make_ndarray(seed.attr["value"].tensor)) == 0
         for seed in seeds
     )
 
 
 def save_iterator(iterator: Any, prefix: str) -> None:
-    """Writes the position of a `tf.data` iterator into files that start with `prefix`."""
+    """Writes the position of a `tf.data` iterator into files that start with `prefix`.
+    """
     import tensorflow as tf
 
     tf.train.Checkpoint(iterator=iterator).write(prefix)

@@ -2,11 +2,13 @@
 
 `jax.experimental.topologies` is public, but says nothing of what is missing:
 
-- libtpu refuses to be loaded while another process has it (`ALLOW_MULTIPLE_LIBTPU_LOAD`), even for compiling alone, and
-  logs what it does not find on a machine without a TPU;
-- a plugin that is not installed is a `RuntimeError` or a `NotImplementedError`, an unknown topology a
-  `JaxRuntimeError`;
-- JAX gives its CUDA plugin up on a machine without CUDA's libraries, unless `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set.
+- libtpu refuses to be loaded while another process has it
+  (`ALLOW_MULTIPLE_LIBTPU_LOAD`), even for compiling alone, and logs what it does not
+  find on a machine without a TPU;
+- a plugin that is not installed is a `RuntimeError` or a `NotImplementedError`, an
+  unknown topology a `JaxRuntimeError`;
+- JAX gives its CUDA plugin up on a machine without CUDA's libraries, unless
+  `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set.
 
 Goes when JAX has errors of its own for these.
 """
@@ -44,7 +46,9 @@ class UnknownTopologyError(Exception):
     """The compiler does not know a topology; says why."""
 
 
-def tpu_devices(name: str, chips_per_host: tuple[int, int, int], chip_config: str) -> list[Any]:
+def tpu_devices(
+    name: str, chips_per_host: tuple[int, int, int], chip_config: str
+) -> list[Any]:
     """The devices of a TPU slice.
 
     Args:
@@ -56,7 +60,12 @@ def tpu_devices(name: str, chips_per_host: tuple[int, int, int], chip_config: st
         raise NotInstalledError("there is no module libtpu")
     with _set(_SETTINGS):
         libtpu.load_without_profiler(for_compiling=True)
-        return _devices("tpu", name, chips_per_host_bounds=chips_per_host, chip_config_name=chip_config)
+        return _devices(
+            "tpu",
+            name,
+            chips_per_host_bounds=chips_per_host,
+            chip_config_name=chip_config,
+        )
 
 
 def gpu_devices(target_config: str, count: int) -> list[Any]:
@@ -66,7 +75,11 @@ def gpu_devices(target_config: str, count: int) -> list[Any]:
         target_config: A `GpuTargetConfigProto` as text.
         count: How many.
     """
-    versions = [version for version in (12, 13) if importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None]
+    versions = [
+        version
+        for version in (12, 13)
+        if importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None
+    ]
     if not versions:
         raise NotInstalledError("there is no module jax_cuda12_plugin")
     options = {"target_config": target_config, "topology": f"1x1x{count}"}
@@ -81,13 +94,20 @@ def gpu_devices(target_config: str, count: int) -> list[Any]:
 
 @contextlib.contextmanager
 def assembler() -> Generator[None]:
-    """Lets XLA find the `ptxas` of `nvidia-cuda-nvcc-cu12`, where it is installed, for a `with` block.
+    """Lets XLA find the `ptxas` of `nvidia-cuda-nvcc-cu12`, where it is installed, for
+    a `with` block.
 
-    XLA looks in the `PATH`, where the one of another CUDA may be, which does not know every GPU: that of CUDA 13 none
-    before compute capability 7.5.
+    XLA looks in the `PATH`, where the one of another CUDA may be, which does not know
+    every GPU: that of CUDA 13 none before compute capability 7.5.
     """
-    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cuda_nvcc")
-    folders = [f"{folder}/bin" for folder in (found.submodule_search_locations or ())] if found else []
+    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec(
+        "nvidia.cuda_nvcc"
+    )
+    folders = (
+        [f"{folder}/bin" for folder in (found.submodule_search_locations or ())]
+        if found
+        else []
+    )
     old = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([*folders, old])
     try:

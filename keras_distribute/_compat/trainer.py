@@ -1,7 +1,8 @@
 """Keras's JAX trainer and its epoch iterator, of which ours are subclasses.
 
-What is private: the modules of both classes, and of their base. Keras 3.16 renames them:
-`JAXTrainer` to `Trainer`, `Trainer` to `BaseTrainer`, `jax_state_sync` to `state_sync`.
+What is private: the modules of both classes, and of their base. Keras 3.16 renames
+them: `JAXTrainer` to `Trainer`, `Trainer` to `BaseTrainer`, `jax_state_sync` to
+`state_sync`.
 
 What is replaced while the package is installed:
 
@@ -34,7 +35,9 @@ Undo = Callable[[], None]
 
 JAXEpochIterator: Any = jax_trainer.JAXEpochIterator
 
-sync: Callable[[Any], None] = getattr(JAXTrainer, "state_sync", JAXTrainer.jax_state_sync)
+sync: Callable[[Any], None] = getattr(
+    JAXTrainer, "state_sync", JAXTrainer.jax_state_sync
+)
 """Puts the arrays of Keras's own state into the variables."""
 
 
@@ -92,10 +95,14 @@ def is_unbuilt(trainer: Any) -> bool:
 
 
 def state_variables(trainer: Any, kind: str) -> list[list[Any]]:
-    """The variables behind the groups of a step's state, in the order of Keras's state tuple."""
+    """The variables behind the groups of a step's state, in the order of Keras's state
+    tuple.
+    """
     groups = [trainer.trainable_variables, trainer.non_trainable_variables]
     if kind == "train":
-        groups.append(trainer.optimizer.variables if trainer.optimizer is not None else [])
+        groups.append(
+            trainer.optimizer.variables if trainer.optimizer is not None else []
+        )
     if kind in ("train", "test"):
         groups.append(trainer.metrics_variables)
     return [list(group) for group in groups]

@@ -1,11 +1,15 @@
 """How Keras creates and reads variables: the places where ours take over.
 
-- `keras.Variable.__new__`: Keras has no hook for the class of a new variable. Goes if it gets one.
+- `keras.Variable.__new__`: Keras has no hook for the class of a new variable. Goes if
+  it gets one.
 - `keras.Variable.__init__`: a variable that is read together is not trainable unless
   its creator says so, as in TensorFlow. Goes if Keras has that rule.
-- `StatelessScope`: the stack of scopes is private; our variables look through all of them, not only the innermost.
-- `name_scope_stack`: tells whether a layer creates the variable; Keras passes no creator.
-- `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their name.
+- `StatelessScope`: the stack of scopes is private; our variables look through all of
+  them, not only the innermost.
+- `name_scope_stack`: tells whether a layer creates the variable; Keras passes no
+  creator.
+- `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their
+  name.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -26,7 +30,13 @@ from keras.src.backend.common.variables import shape_equal
 
 from keras_distribute._compat.seams import Replacements, check
 
-__all__ = ["StatelessScope", "Variable", "get_stateless_scope", "in_stateless_scope", "shape_equal"]
+__all__ = [
+    "StatelessScope",
+    "Variable",
+    "get_stateless_scope",
+    "in_stateless_scope",
+    "shape_equal",
+]
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
@@ -41,7 +51,9 @@ _creating = _Creating()
 
 
 def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
-    """Lets `choose_class` pick the class of each `keras.Variable` from its named arguments (`None`: Keras's own)."""
+    """Lets `choose_class` pick the class of each `keras.Variable` from its named
+    arguments (`None`: Keras's own).
+    """
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         chosen = choose_class(_named(args, kwargs)) if cls is Variable else None
@@ -57,7 +69,9 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
 
     add_variable: Callable[..., Any] = Optimizer.add_variable_from_reference
 
-    def add_and_mark(self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any) -> Any:
+    def add_and_mark(
+        self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
+    ) -> Any:
         _creating.accumulator = name == "gradient_accumulator"
         try:
             return add_variable(self, reference_variable, name, *more, **kw)
@@ -88,7 +102,8 @@ def is_layer_state() -> bool:
 
 
 def stateless_value(variable: Variable) -> Any:
-    """The variable's value in the innermost stateless scope that has one, else `None`."""
+    """The variable's value in the innermost stateless scope that has one, else `None`.
+    """
     scope = get_stateless_scope()
     while scope is not None:
         value = scope.get_current_value(variable)
@@ -106,10 +121,21 @@ def add_stateless_update(variable: Variable, value: Any) -> None:
 
 
 def uninitialized_value(variable: Variable) -> Any:
-    """What Keras shows for a variable whose creation waits for the end of a stateless scope: its initial value."""
+    """What Keras shows for a variable whose creation waits for the end of a stateless
+    scope: its initial value.
+    """
     return variable._initializer(variable._shape, dtype=variable._dtype)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("initializer", "shape", "dtype", "trainable", "autocast", "aggregation", "synchronization", "name")
+    names = (
+        "initializer",
+        "shape",
+        "dtype",
+        "trainable",
+        "autocast",
+        "aggregation",
+        "synchronization",
+        "name",
+    )
     return dict(zip(names, args, strict=False)) | kwargs

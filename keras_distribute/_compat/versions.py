@@ -1,4 +1,6 @@
-"""Chooses the JAX backend for Keras, and refuses versions that cannot work. Runs before Keras is used."""
+"""Chooses the JAX backend for Keras, and refuses versions that cannot work. Runs before
+Keras is used.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ TESTED = {"keras": "3.16.0.dev2026102704", "jax": "0.12.0.1"}
 
 
 def choose_backend() -> None:
-    """Sets `KERAS_BACKEND=jax` when the user has chosen nothing; refuses another choice.
+    """Sets `KERAS_BACKEND=jax` when the user has chosen nothing; refuses another
+    choice.
 
     A `~/.keras/keras.json` is not a choice: Keras writes that file by itself.
 
@@ -30,15 +33,21 @@ def choose_backend() -> None:
         raise BackendError(
             "keras_distribute needs Keras on JAX.",
             received=f"the {chosen!r} backend"
-            + (" of an already imported Keras." if loaded is not None else " in KERAS_BACKEND."),
-            fix='set os.environ["KERAS_BACKEND"] = "jax" before the first `import keras`, '
+            + (
+                " of an already imported Keras."
+                if loaded is not None
+                else " in KERAS_BACKEND."
+            ),
+            fix='set os.environ["KERAS_BACKEND"] = "jax" before the first `import '
+            "keras`, "
             "or import keras_distribute first.",
         )
     os.environ["KERAS_BACKEND"] = "jax"
 
 
 def check_versions() -> None:
-    """Refuses a Keras or JAX that is too old, and warns of one that is newer than any that was tested.
+    """Refuses a Keras or JAX that is too old, and warns of one that is newer than any
+    that was tested.
 
     Raises:
         BackendError: With the command that installs a version that works.
@@ -55,7 +64,8 @@ def check_versions() -> None:
             untested.append(f"{package} {version}")
     if untested:
         warnings.warn(
-            f"keras_distribute was not tested with {' and '.join(untested)}; the newest that were tested are "
+            f"keras_distribute was not tested with {' and '.join(untested)}; the "
+            "newest that were tested are "
             f"{newest_tested()}. To have those: pip install {requirements()}",
             stacklevel=3,
         )
@@ -75,10 +85,14 @@ def requirements() -> str:
     """What to give to `pip install` for versions that were tested."""
     # A nightly is another package: `keras` has releases alone.
     limits = {
-        package: f"<{Version(version).base_version}" if Version(version).is_prerelease else f"<={version}"
+        package: f"<{Version(version).base_version}"
+        if Version(version).is_prerelease
+        else f"<={version}"
         for package, version in TESTED.items()
     }
-    return " ".join(f"'{package}>={MINIMUM[package]},{limit}'" for package, limit in limits.items())
+    return " ".join(
+        f"'{package}>={MINIMUM[package]},{limit}'" for package, limit in limits.items()
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -90,7 +104,9 @@ def _versions() -> dict[str, str]:
 
 
 def _is_beyond(version: Version, tested: Version) -> bool:
-    """Whether a version is of a later release than the tested one, or later than the nightly that was."""
+    """Whether a version is of a later release than the tested one, or later than the
+    nightly that was.
+    """
     if tested.is_prerelease:
         return version > tested
     return version.release[:2] > tested.release[:2]

@@ -14,42 +14,51 @@ from keras_distribute.preemption import TerminationConfig
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves a `fit` while it runs; run again, the same script goes on with the very next batch.
+    """Saves a `fit` while it runs; run again, the same script goes on with the very
+    next batch.
 
-    Saved are the model with its optimizer, metrics and seeds, the position in the data, the epoch and the step, the
-    history so far, the state of the other callbacks, and the random streams of NumPy, Python and Keras. On as many
-    replicas as before, the weights and the whole history are those of a run without interruption, bit for bit; on
-    another number of replicas, and in plain Keras, up to rounding. Saves are written in the background; a save that
-    is cut off leaves the one before it.
+    Saved are the model with its optimizer, metrics and seeds, the position in the data,
+    the epoch and the step, the history so far, the state of the other callbacks, and
+    the random streams of NumPy, Python and Keras. On as many replicas as before, the
+    weights and the whole history are those of a run without interruption, bit for bit;
+    on another number of replicas, and in plain Keras, up to rounding. Saves are written
+    in the background; a save that is cut off leaves the one before it.
 
-    Other callbacks keep their attributes that are numbers, strings, arrays, or lists, tuples and dictionaries of them;
-    or what their `get_state()` returns, if they have that and `set_state(state)`.
+    Other callbacks keep their attributes that are numbers, strings, arrays, or lists,
+    tuples and dictionaries of them; or what their `get_state()` returns, if they have
+    that and `set_state(state)`.
 
-    `SIGTERM` saves after the step that is under way, or as before the validation that is, and the program exits with
-    status 42: start it again, and no step is repeated.
+    `SIGTERM` saves after the step that is under way, or as before the validation that
+    is, and the program exits with status 42: start it again, and no step is repeated.
 
-    Differs from Keras's `BackupAndRestore`: resumes within an epoch, with all that is said above; asynchronous;
-    `max_to_keep` in place of `double_checkpoint`. Needs `pip install orbax-checkpoint`.
+    Differs from Keras's `BackupAndRestore`: resumes within an epoch, with all that is
+    said above; asynchronous; `max_to_keep` in place of `double_checkpoint`. Needs `pip
+    install orbax-checkpoint`.
 
     Args:
         backup_dir: The folder; of this `fit` alone.
-        save_freq: `"epoch"`, or a number of steps, or `False` to save only before preemption, or by `save_seconds`.
+        save_freq: `"epoch"`, or a number of steps, or `False` to save only before
+            preemption, or by `save_seconds`.
         save_seconds: Saves also when so many seconds have passed since the last save.
-        delete_checkpoint: Whether to delete the folder when the `fit` is complete. Otherwise running the script again
-            skips what was trained.
-        max_to_keep: How many saves to keep. If the latest is damaged, the one before it is used.
-        save_before_preemption: Whether to wait for `SIGTERM`, or what `termination_config` names. Then the state is
-            also copied to host memory before each validation.
-        termination_config: Another notice than `SIGTERM`, a grace period, or another way to exit.
-        data_position: Whether to save the position in the data. `False` for data without one, such as a generator:
-            saves are then made after epochs only, and each epoch begins with what the data gives.
+        delete_checkpoint: Whether to delete the folder when the `fit` is complete.
+            Otherwise running the script again skips what was trained.
+        max_to_keep: How many saves to keep. If the latest is damaged, the one before it
+            is used.
+        save_before_preemption: Whether to wait for `SIGTERM`, or what
+            `termination_config` names. Then the state is also copied to host memory
+            before each validation.
+        termination_config: Another notice than `SIGTERM`, a grace period, or another
+            way to exit.
+        data_position: Whether to save the position in the data. `False` for data
+            without one, such as a generator: saves are then made after epochs only, and
+            each epoch begins with what the data gives.
         objects: More to save, by name: see `kd.Checkpoint`.
 
     Raises:
-        CheckpointError: For arguments that make no sense together, and from `fit` if a save cannot be written or the
-            checkpoint is of something else.
-        InputError: From `fit`, after its first step, for data without positions; and if data, `batch_size` or
-            `steps_per_execution` are others than before.
+        CheckpointError: For arguments that make no sense together, and from `fit` if a
+            save cannot be written or the checkpoint is of something else.
+        InputError: From `fit`, after its first step, for data without positions; and if
+            data, `batch_size` or `steps_per_execution` are others than before.
 
     Example:
         >>> import tempfile, numpy as np, keras, keras_distribute as kd
@@ -104,11 +113,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._run: Run | None = None
 
     def _keras_distribute_joins(self, callbacks: Any) -> None:
-        """Called before training begins, with Keras's list of the callbacks, as the last of them."""
-        others = [callback for callback in callbacks.callbacks if isinstance(callback, BackupAndRestore)]
+        """Called before training begins, with Keras's list of the callbacks, as the
+        last of them.
+        """
+        others = [
+            callback
+            for callback in callbacks.callbacks
+            if isinstance(callback, BackupAndRestore)
+        ]
         if len(others) > 1:
             raise CheckpointError(
-                "A fit has one BackupAndRestore.", received=f"{len(others)} of them.", fix="pass one to fit."
+                "A fit has one BackupAndRestore.",
+                received=f"{len(others)} of them.",
+                fix="pass one to fit.",
             )
         self._run = Run(self.model, callbacks, self, self._options)
         self._run.prepare()
@@ -168,22 +185,34 @@ def _check(options: Options) -> None:
     given, fix = options.termination_config, "kd.experimental.TerminationConfig()"
     checks.instance("termination_config", given, kinds, what, fix, CheckpointError)
     if not options.directory:
-        raise CheckpointError("backup_dir is the path of a folder.", received="''.", fix='backup_dir="backup"')
+        raise CheckpointError(
+            "backup_dir is the path of a folder.",
+            received="''.",
+            fix='backup_dir="backup"',
+        )
     if freq is False and options.save_seconds is None and not options.watched:
         raise CheckpointError(
             "This BackupAndRestore would never save.",
             received="save_freq=False, save_seconds=None, save_before_preemption=False.",
             fix='save_freq="epoch"',
         )
-    if not options.data_position and (freq not in ("epoch", False) or options.save_seconds is not None):
+    if not options.data_position and (
+        freq not in ("epoch", False) or options.save_seconds is not None
+    ):
         raise CheckpointError(
-            "Without the position in the data, a fit can go on only at the beginning of an epoch.",
-            received=f"data_position=False, save_freq={freq!r}, save_seconds={options.save_seconds!r}.",
+            "Without the position in the data, a fit can go on only at the beginning "
+            "of an epoch.",
+            received=f"data_position=False, save_freq={freq!r}, "
+            f"save_seconds={options.save_seconds!r}.",
             fix='save_freq="epoch", save_seconds=None',
         )
-    if options.termination_config is not None and options.termination_config.save_fn is not None:
+    if (
+        options.termination_config is not None
+        and options.termination_config.save_fn is not None
+    ):
         raise CheckpointError(
             "BackupAndRestore saves by itself.",
             received="a TerminationConfig with save_fn.",
-            fix="TerminationConfig without save_fn; save_fn is for PreemptionCheckpointHandler.",
+            fix="TerminationConfig without save_fn; save_fn is for "
+            "PreemptionCheckpointHandler.",
         )

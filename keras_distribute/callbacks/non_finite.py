@@ -20,15 +20,18 @@ _ARGUMENTS = ("x", "y", "sample_weight")  # Of a batch that is a tuple.
 
 
 class RaiseOnNaN(keras.callbacks.Callback):
-    """Raises an error, in every process, when the loss of a step is not finite; the state of before is not saved over.
+    """Raises an error, in every process, when the loss of a step is not finite; the
+    state of before is not saved over.
 
-    The loss is that of all replicas, so all processes see it at the same step. The error names the step, and the
-    replicas and processes whose rows of the batch hold values that are not finite themselves. Where there are none, the
-    loss, the gradients or the learning rate are the reason, or a device that computes wrongly. Under the launcher,
-    `--max-restarts` then goes on from the last checkpoint.
+    The loss is that of all replicas, so all processes see it at the same step. The
+    error names the step, and the replicas and processes whose rows of the batch hold
+    values that are not finite themselves. Where there are none, the loss, the gradients
+    or the learning rate are the reason, or a device that computes wrongly. Under the
+    launcher, `--max-restarts` then goes on from the last checkpoint.
 
-    Differs from `keras.callbacks.TerminateOnNaN`, which ends the training without an error, and without a reason.
-    Like that one it waits for each step. With `steps_per_execution`, a group of steps is looked at as a whole.
+    Differs from `keras.callbacks.TerminateOnNaN`, which ends the training without an
+    error, and without a reason. Like that one it waits for each step. With
+    `steps_per_execution`, a group of steps is looked at as a whole.
 
     Raises:
         NonFiniteError: From `fit`.
@@ -56,7 +59,9 @@ class RaiseOnNaN(keras.callbacks.Callback):
         """Notes the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
         """Looks at the loss."""
         loss = (logs or {}).get("loss")
         if loss is None or np.isfinite(loss):
@@ -64,9 +69,16 @@ class RaiseOnNaN(keras.callbacks.Callback):
         own = [text for placed in compiled.kept_batches() for text in _found_in(placed)]
         compiled.keep_batches(False)
         num_processes = processes.process_count()
-        found = [text for said in agreement.exchange("a loss that is not finite", own, num_processes) for text in said]
+        found = [
+            text
+            for said in agreement.exchange(
+                "a loss that is not finite", own, num_processes
+            )
+            for text in said
+        ]
         raise NonFiniteError(
-            f"The loss is {float(loss)} since step {batch + 1} of epoch {self._epoch + 1}.",
+            f"The loss is {float(loss)} since step {batch + 1} of epoch "
+            f"{self._epoch + 1}.",
             received="values that are not finite in " + ", ".join(found) + "."
             if found
             else f"a batch whose values are all finite, in every one of {num_processes} process(es).",
@@ -81,7 +93,9 @@ class RaiseOnNaN(keras.callbacks.Callback):
 
 
 def _found_in(placed: Placed) -> list[str]:
-    """Which arrays hold values that are not finite, in words, for the replicas of this process."""
+    """Which arrays hold values that are not finite, in words, for the replicas of this
+    process.
+    """
     found: dict[str, None] = {}  # The logical devices of a replica have the same rows.
     leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=_is_sparse)[0]
     for (path, leaf), rows in zip(leaves, placed.rows, strict=True):
@@ -99,7 +113,8 @@ def _found_in(placed: Placed) -> list[str]:
 
 
 def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:
-    """A replica's rows, without those that repeat the batch's last one to fill it up."""
+    """A replica's rows, without those that repeat the batch's last one to fill it up.
+    """
     part = np.asarray(shard.data, np.float64)
     if not isinstance(rows, int) or rows == WHOLE:
         return part

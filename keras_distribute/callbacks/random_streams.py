@@ -1,4 +1,6 @@
-"""The random streams of the process that a `fit` draws from: NumPy's, Python's, and Keras's global one."""
+"""The random streams of the process that a `fit` draws from: NumPy's, Python's, and
+Keras's global one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from keras_distribute._compat import callbacks as compat
 
 
 def get_state() -> dict[str, Any]:
-    """Where the streams stand. NumPy's orders shuffled arrays, Python's the batches of a `PyDataset`."""
+    """Where the streams stand. NumPy's orders shuffled arrays, Python's the batches of
+    a `PyDataset`.
+    """
     version, numbers, gauss = random.getstate()
     return {
         "numpy": np.random.get_state(legacy=False),

@@ -1,4 +1,6 @@
-"""One `fit` as it is saved and resumed. Follows it from step to step; knows no options of the user but its own."""
+"""One `fit` as it is saved and resumed. Follows it from step to step; knows no options
+of the user but its own.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,10 @@ class Options:
 class Run:
     """A `fit` that is saved while it runs, and goes on where it was saved last.
 
-    A save is made in one of three places: between two steps of an epoch, after an epoch with all that belongs to it,
-    and, for a notice that comes during validation, as it was before the validation. The first needs the position in
-    the data within a pass, the others the one between two passes.
+    A save is made in one of three places: between two steps of an epoch, after an epoch
+    with all that belongs to it, and, for a notice that comes during validation, as it
+    was before the validation. The first needs the position in the data within a pass,
+    the others the one between two passes.
 
     Args:
         model: The model.
@@ -58,10 +61,18 @@ class Run:
     def __init__(self, model: Any, callbacks: Any, own: Any, options: Options) -> None:
         self._model, self._callbacks, self._options = model, callbacks, options
         self._everyone: list[Any] = callbacks.callbacks
-        self._others = [callback for callback in callbacks.callbacks if callback is not own]
+        self._others = [
+            callback for callback in callbacks.callbacks if callback is not own
+        ]
         checkpoint = Checkpoint(model=model, training=self, **options.objects)
-        self._manager = CheckpointManager(checkpoint, options.directory, options.max_to_keep)
-        self._watch = Watch(options.termination_config, self._num_processes) if options.watched else None
+        self._manager = CheckpointManager(
+            checkpoint, options.directory, options.max_to_keep
+        )
+        self._watch = (
+            Watch(options.termination_config, self._num_processes)
+            if options.watched
+            else None
+        )
         self._epochs: Any = None
         self._epoch = self._steps = self._since = 0
         self._where, self._logs = _STEP, dict[str, Any]()
@@ -76,7 +87,8 @@ class Run:
         self._saved_at = self._stepped_at = time.monotonic()
         self._count: int | None = None
 
-    # What a checkpoint asks. ------------------------------------------------------------------------------------------
+    # What a checkpoint asks.
+    # ------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
         """All that is no variable, now."""
@@ -99,7 +111,9 @@ class Run:
         """Called whenever the checkpoint that was read is assigned."""
         self._state = state
 
-    def _keras_distribute_state_of_all(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def _keras_distribute_state_of_all(
+        self, states: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """The state for this process, from those of another number of processes.
 
         Raises:
@@ -107,16 +121,20 @@ class Run:
         """
         if len({pickle.dumps(state["data"]) for state in states}) > 1:
             raise CheckpointError(
-                f"Each of {len(states)} processes had read other data, of its own, when the training was interrupted.",
+                f"Each of {len(states)} processes had read other data, of its own, "
+                "when the training was interrupted.",
                 received=f"{processes.process_count()} process(es) now.",
                 fix=f"go on in {len(states)} processes, or let all read the same data.",
             )
         return states[min(processes.process_index(), len(states) - 1)]
 
-    # What the callback asks. ------------------------------------------------------------------------------------------
+    # What the callback asks.
+    # ------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Reads the latest checkpoint, if there is one, before any callback knows that training begins."""
+        """Reads the latest checkpoint, if there is one, before any callback knows that
+        training begins.
+        """
         if keras.distribution.distribution() is not None:
             raise CheckpointError(
                 "BackupAndRestore cannot save a model under a Keras distribution.",
@@ -125,11 +143,15 @@ class Run:
             )
         if self._manager._agreed_steps():
             self._reading = self._manager._read(fallback=True)
-            training = self._reading.state_of("training", self._keras_distribute_state_of_all)
+            training = self._reading.state_of(
+                "training", self._keras_distribute_state_of_all
+            )
             states.before_training(self._others, training["callbacks"])
 
     def begin(self) -> None:
-        """Gives the other callbacks their state, and lets `fit` begin at the right epoch."""
+        """Gives the other callbacks their state, and lets `fit` begin at the right
+        epoch.
+        """
         compat_epochs.follow(self._model, self)
         if self._watch is not None:
             self._watch.start()
@@ -138,7 +160,11 @@ class Run:
         self._restore()
         epoch = self._state["epoch"]
         if self._state["where"] == _EPOCH:
-            epoch = self._callbacks.params["epochs"] if self._state["stop_training"] else epoch + 1
+            epoch = (
+                self._callbacks.params["epochs"]
+                if self._state["stop_training"]
+                else epoch + 1
+            )
         compat.begin_at(self._model, epoch)
 
     def epoch_begun(self, epoch: int) -> None:
@@ -154,8 +180,14 @@ class Run:
             self._save()
 
     def validation_begins(self) -> None:
-        """Keeps the state as it is in memory, in case that a notice comes before the validation is over."""
-        if self._watch is not None and self._epochs is not None and self._options.data_position:
+        """Keeps the state as it is in memory, in case that a notice comes before the
+        validation is over.
+        """
+        if (
+            self._watch is not None
+            and self._epochs is not None
+            and self._options.data_position
+        ):
             self._where = _VALIDATION
             self._held = self._manager.checkpoint._snapshot()
 
@@ -165,13 +197,16 @@ class Run:
 
     def train_ended(self) -> None:
         """The `fit` is complete, and needs no checkpoint any more."""
-        if self._watch is not None and self._watch.is_notified():  # In the callbacks just before this one.
+        if (
+            self._watch is not None and self._watch.is_notified()
+        ):  # In the callbacks just before this one.
             self._react(Reaction.EXIT)
         self._manager.close()
         if self._options.delete_checkpoint:
             self._manager._remove()
 
-    # What the epoch iterator asks. ------------------------------------------------------------------------------------
+    # What the epoch iterator asks.
+    # ------------------------------------------------------------------------------------
 
     def epoch_begins(self, epochs: Any) -> compat_epochs.Place | None:
         self._epochs, self._stepped_at = epochs, time.monotonic()
@@ -181,14 +216,25 @@ class Run:
         self._check_data(self._state["data"], steps)
         self._streams = random_streams.get_state()
         if steps:
-            # `fit` has reset the metrics since `begin`, and callbacks have begun an epoch that had begun before.
+            # `fit` has reset the metrics since `begin`, and callbacks have begun an
+            # epoch that had begun before.
             self._restore()
-            self._steps, self._logs, self._streams = steps, self._state["logs"], self._state["random"]
+            self._steps, self._logs, self._streams = (
+                steps,
+                self._state["logs"],
+                self._state["random"],
+            )
             self._replaying = True
-            self._callbacks.callbacks = [c for c in self._others if isinstance(c, keras.callbacks.ProgbarLogger)]
+            self._callbacks.callbacks = [
+                c for c in self._others if isinstance(c, keras.callbacks.ProgbarLogger)
+            ]
         self._reading = None
         data = self._state["data"]
-        return None if data is None else compat_epochs.Place(steps, self._state["where"] == _STEP, data)
+        return (
+            None
+            if data is None
+            else compat_epochs.Place(steps, self._state["where"] == _STEP, data)
+        )
 
     def moved(self) -> None:
         random_streams.set_state(self._streams)
@@ -213,7 +259,9 @@ class Run:
         if self._held is not None:
             self._reacted()
 
-    def train_function(self, original: Callable[..., Any], state: Any, data: Any) -> Any:
+    def train_function(
+        self, original: Callable[..., Any], state: Any, data: Any
+    ) -> Any:
         if self._replaying:
             self._replaying = False
             return self._logs, state
@@ -249,7 +297,9 @@ class Run:
         if seconds is None:
             return False
         due = now - self._saved_at >= seconds
-        return agreement.from_chief("whether a save is due", lambda: due, self._num_processes())
+        return agreement.from_chief(
+            "whether a save is due", lambda: due, self._num_processes()
+        )
 
     def _num_processes(self) -> int:
         """How many processes train the model; known when it is built."""
@@ -258,7 +308,9 @@ class Run:
         return self._count
 
     def _save(self) -> None:
-        """Starts to save what is now; or what was before the validation, if that is under way."""
+        """Starts to save what is now; or what was before the validation, if that is
+        under way.
+        """
         compat.finish(self._callbacks)
         self._since = 0
         place = (self._where, self._epoch, self._steps)
@@ -276,7 +328,9 @@ class Run:
     def _reacted(self) -> bool:
         """Saves, and perhaps exits, if a notice asks for it."""
         reaction = Reaction.NONE if self._watch is None else self._watch.reaction()
-        if reaction is Reaction.NONE or (reaction is Reaction.SAVE and not self._can_save()):
+        if reaction is Reaction.NONE or (
+            reaction is Reaction.SAVE and not self._can_save()
+        ):
             return False
         self._react(reaction)
         return True
@@ -291,7 +345,9 @@ class Run:
         self._watch.save_and_react(reaction, save)
 
     def _can_save(self) -> bool:
-        return self._epochs is not None and (self._options.data_position or self._where == _EPOCH)
+        return self._epochs is not None and (
+            self._options.data_position or self._where == _EPOCH
+        )
 
     def _check_position(self) -> None:
         """Raises early what the first save would raise."""
@@ -299,15 +355,20 @@ class Run:
             compat_epochs.position(self._epochs, within=True)
         except InputError as error:
             raise InputError(
-                "BackupAndRestore cannot save the position in this data, so it could not go on with the next batch.",
+                "BackupAndRestore cannot save the position in this data, so it could "
+                "not go on with the next batch.",
                 received=str(error).split("\n", 1)[0],
-                fix="arrays, tf.data, Grain or a PyDataset; or BackupAndRestore(data_position=False), which goes on at "
+                fix="arrays, tf.data, Grain or a PyDataset; or "
+                "BackupAndRestore(data_position=False), which goes on at "
                 "the beginning of an epoch, with whatever batches the data then gives.",
             ) from error
         self._checked = True
 
     def _check_data(self, data: dict[str, Any] | None, steps: int) -> None:
-        here, group = compat_epochs.kind_of_data(self._epochs), self._epochs.steps_per_execution
+        here, group = (
+            compat_epochs.kind_of_data(self._epochs),
+            self._epochs.steps_per_execution,
+        )
         if data is not None and data["adapter"] != here:
             raise InputError(
                 "The training was interrupted with another kind of data.",
@@ -316,7 +377,8 @@ class Run:
             )
         if steps % group:
             raise InputError(
-                f"The training was interrupted after {steps} steps of an epoch, which steps_per_execution does not "
+                f"The training was interrupted after {steps} steps of an epoch, which "
+                "steps_per_execution does not "
                 "divide.",
                 received=f"steps_per_execution={group}.",
                 fix="compile the model with the same steps_per_execution as before.",

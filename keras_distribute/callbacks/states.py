@@ -1,8 +1,10 @@
-"""The state of the other callbacks of a `fit`: what a checkpoint keeps of them, and gives back.
+"""The state of the other callbacks of a `fit`: what a checkpoint keeps of them, and
+gives back.
 
-A callback's state are its attributes that a checkpoint can keep: `None`, booleans, numbers, strings, bytes, arrays, and
-lists, tuples and dictionaries of them. What was given to its constructor is no state, unless it is a list or a
-dictionary. A callback with `get_state()` and `set_state(state)` says itself what its state is.
+A callback's state are its attributes that a checkpoint can keep: `None`, booleans,
+numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them. What was
+given to its constructor is no state, unless it is a list or a dictionary. A callback
+with `get_state()` and `set_state(state)` says itself what its state is.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def get_state(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Gives the callbacks their states; those that are missing in one of them stay as they are."""
+    """Gives the callbacks their states; those that are missing in one of them stay as
+    they are.
+    """
     present = named(callbacks)
     for name, state in states.items():
         if name in present:
@@ -48,7 +52,8 @@ def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
 
 
 def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Makes ready the files that callbacks had written, and warns of states that no callback will take.
+    """Makes ready the files that callbacks had written, and warns of states that no
+    callback will take.
 
     What was written after the save will be written again.
     """
@@ -56,7 +61,8 @@ def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
     missing = sorted(states.keys() - present.keys() - {"ProgbarLogger"})
     if missing:
         warnings.warn(
-            f"The training was interrupted with {', '.join(missing)} among its callbacks, which this fit lacks. "
+            f"The training was interrupted with {', '.join(missing)} among its "
+            "callbacks, which this fit lacks. "
             "It goes on without.",
             stacklevel=2,
         )
@@ -65,8 +71,14 @@ def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
         if isinstance(callback, keras.callbacks.CSVLogger) and "file_bytes" in state:
             callback.append = True
             if os.path.exists(callback.filename):
-                os.truncate(callback.filename, min(os.path.getsize(callback.filename), state["file_bytes"]))
-        elif isinstance(callback, keras.callbacks.OrbaxCheckpoint) and "last_step" in state:
+                os.truncate(
+                    callback.filename,
+                    min(os.path.getsize(callback.filename), state["file_bytes"]),
+                )
+        elif (
+            isinstance(callback, keras.callbacks.OrbaxCheckpoint)
+            and "last_step" in state
+        ):
             compat.forget_orbax_steps(callback, state["last_step"])
 
 
@@ -75,15 +87,22 @@ def _state_of(callback: Any) -> dict[str, Any]:
         return {"own": callback.get_state()}
     if isinstance(callback, keras.callbacks.CSVLogger):
         file = callback.csv_file
-        return {"keys": callback.keys, "file_bytes": 0 if file is None else os.path.getsize(callback.filename)}
+        return {
+            "keys": callback.keys,
+            "file_bytes": 0 if file is None else os.path.getsize(callback.filename),
+        }
     if isinstance(callback, keras.callbacks.ProgbarLogger):
         return {"target": callback.target}
     chosen = _constructor_names(callback)
-    values = {name: list(value) if isinstance(value, deque) else value for name, value in vars(callback).items()}
+    values = {
+        name: list(value) if isinstance(value, deque) else value
+        for name, value in vars(callback).items()
+    }
     attributes = {
         name: value
         for name, value in values.items()
-        if name not in _NO_STATE and (name not in chosen or isinstance(value, list | dict))
+        if name not in _NO_STATE
+        and (name not in chosen or isinstance(value, list | dict))
         if encoding.can_encode(value)
     }
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
@@ -101,16 +120,22 @@ def _give(callback: Any, state: dict[str, Any]) -> None:
     if state.get("monitors"):
         compat.choose_monitor(callback)  # Changes attributes that follow.
     if isinstance(callback, keras.callbacks.CSVLogger | keras.callbacks.ProgbarLogger):
-        vars(callback).update({name: value for name, value in state.items() if name != "file_bytes"})
+        vars(callback).update(
+            {name: value for name, value in state.items() if name != "file_bytes"}
+        )
     for name, value in state.get("attributes", {}).items():
         own = vars(callback).get(name)
-        if isinstance(own, dict) and isinstance(value, dict):  # In place: others may hold it, and it keeps its type.
+        if isinstance(own, dict) and isinstance(
+            value, dict
+        ):  # In place: others may hold it, and it keeps its type.
             own.clear()
             own.update(value)
         elif isinstance(own, list) and isinstance(value, list):
             own[:] = value
         else:
-            vars(callback)[name] = deque(value, own.maxlen) if isinstance(own, deque) else value
+            vars(callback)[name] = (
+                deque(value, own.maxlen) if isinstance(own, deque) else value
+            )
 
 
 def _constructor_names(callback: Any) -> set[str]:

@@ -32,25 +32,30 @@ _WIDTH = 40
 class StepTimeReport(keras.callbacks.Callback):
     """Measures some steps of a `fit`, and says where their time went.
 
-    While it measures, `fit` waits for each step: the parts then add up to the step, which may take a little longer than
-    a step that is not looked at. Afterwards training goes on as ever. For models under a strategy.
+    While it measures, `fit` waits for each step: the parts then add up to the step,
+    which may take a little longer than a step that is not looked at. Afterwards
+    training goes on as ever. For models under a strategy.
 
     Args:
         num_steps: How many steps to measure.
         skip: How many to leave out first; they compile.
-        trace_dir: A folder for a profile of the measured steps by JAX's profiler, for TensorBoard or Perfetto.
+        trace_dir: A folder for a profile of the measured steps by JAX's profiler, for
+            TensorBoard or Perfetto.
         verbose: Whether to print the report.
 
     Attributes:
-        milliseconds: Per step, by part: `"input"`, `"dispatch"`, `"devices"`, `"callbacks"`; `"step"` is their sum.
-            In the thread that reads ahead: `"reading"`, `"placing"`. With several replicas `"reduction"`: one sum of
-            arrays as large as all gradients, measured by itself; in a step it is a part of `"devices"`. Empty before
-            `num_steps` were measured.
+        milliseconds: Per step, by part: `"input"`, `"dispatch"`, `"devices"`,
+            `"callbacks"`; `"step"` is their sum. In the thread that reads ahead:
+            `"reading"`, `"placing"`. With several replicas `"reduction"`: one sum of
+            arrays as large as all gradients, measured by itself; in a step it is a part
+            of `"devices"`. Empty before `num_steps` were measured.
 
     Raises:
-        ValueStructureError: For numbers of steps that make no sense, and for a model without a strategy.
+        ValueStructureError: For numbers of steps that make no sense, and for a model
+            without a strategy.
         StructureTypeError: For arguments of other kinds.
-        DeviceError: For a profile where libtpu is installed without a TPU: it would end the process.
+        DeviceError: For a profile where libtpu is installed without a TPU: it would end
+            the process.
 
     Example:
         >>> import numpy as np, keras, keras_distribute as kd
@@ -66,7 +71,13 @@ class StepTimeReport(keras.callbacks.Callback):
 
     _keras_distribute_first = True
 
-    def __init__(self, num_steps: int = 50, skip: int = 5, trace_dir: str | None = None, verbose: int = 1) -> None:
+    def __init__(
+        self,
+        num_steps: int = 50,
+        skip: int = 5,
+        trace_dir: str | None = None,
+        verbose: int = 1,
+    ) -> None:
         super().__init__()
         what = "At least one step is measured, and one left out, which compiles."
         fix = "StepTimeReport(num_steps=50, skip=5)"
@@ -76,7 +87,12 @@ class StepTimeReport(keras.callbacks.Callback):
             checks.path("trace_dir", trace_dir)
         if not isinstance(verbose, bool):
             checks.count("verbose", verbose)
-        self._num_steps, self._skip, self._trace_dir, self._verbose = num_steps, skip, trace_dir, verbose
+        self._num_steps, self._skip, self._trace_dir, self._verbose = (
+            num_steps,
+            skip,
+            trace_dir,
+            verbose,
+        )
         self.milliseconds: dict[str, float] = {}
         self._done = self._left = 0
         self._times: timing.Times | None = None
@@ -84,13 +100,20 @@ class StepTimeReport(keras.callbacks.Callback):
         self._first = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._done, self._left, self._times, self.milliseconds = 0, self._num_steps, None, {}
+        self._done, self._left, self._times, self.milliseconds = (
+            0,
+            self._num_steps,
+            None,
+            {},
+        )
         self._reduction = _reduction_of(self.model)
         if self._trace_dir is not None and libtpu.profiling_ends_the_process():
             raise DeviceError(
-                "JAX's profiler would end this process: libtpu is installed on a machine without a TPU.",
+                "JAX's profiler would end this process: libtpu is installed on a "
+                "machine without a TPU.",
                 received=f"StepTimeReport(trace_dir={self._trace_dir!r}).",
-                fix="JAX_PLATFORMS=cpu in the environment, or kd.config.set_cpu_devices(1) first thing in the program.",
+                fix="JAX_PLATFORMS=cpu in the environment, or "
+                "kd.config.set_cpu_devices(1) first thing in the program.",
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -104,7 +127,9 @@ class StepTimeReport(keras.callbacks.Callback):
         steps = batch - self._first + 1
         self._done += steps
         if self._times is not None:  # Keras has waited for the logs.
-            self._devices += time.perf_counter() - self._times.ended.get("dispatch", time.perf_counter())
+            self._devices += time.perf_counter() - self._times.ended.get(
+                "dispatch", time.perf_counter()
+            )
             self._left -= steps
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -118,7 +143,11 @@ class StepTimeReport(keras.callbacks.Callback):
     def _begin(self) -> None:
         if self._trace_dir is not None:
             jax.profiler.start_trace(self._trace_dir)
-        self._times, self._devices, self._begun = timing.start(), 0.0, time.perf_counter()
+        self._times, self._devices, self._begun = (
+            timing.start(),
+            0.0,
+            time.perf_counter(),
+        )
 
     def _finish_if_enough(self) -> None:
         if self._left <= 0:
@@ -133,10 +162,16 @@ class StepTimeReport(keras.callbacks.Callback):
             jax.profiler.stop_trace()
         steps = self._num_steps - self._left
         self._left = 0
-        known = {"input": times.seconds["input"], "dispatch": times.seconds["dispatch"], "devices": self._devices}
+        known = {
+            "input": times.seconds["input"],
+            "dispatch": times.seconds["dispatch"],
+            "devices": self._devices,
+        }
         parts = {**known, "callbacks": elapsed - sum(known.values()), "step": elapsed}
         parts |= {part: times.seconds[part] for part in BEHIND}
-        self.milliseconds = {part: 1000 * seconds / steps for part, seconds in parts.items()} | self._reduction
+        self.milliseconds = {
+            part: 1000 * seconds / steps for part, seconds in parts.items()
+        } | self._reduction
         if self._verbose and is_chief():
             sys.stdout.write(f"{self.summary()}\n")
 
@@ -149,11 +184,19 @@ class StepTimeReport(keras.callbacks.Callback):
         for part, words in PARTS.items():
             share = self.milliseconds[part] / whole
             bar = "█" * round(_WIDTH * share)
-            lines.append(f"  {words:<32}{self.milliseconds[part]:9.2f} ms {share:5.0%}  {bar}")
+            lines.append(
+                f"  {words:<32}{self.milliseconds[part]:9.2f} ms {share:5.0%}  {bar}"
+            )
         lines.append("At the same time, in the thread that reads ahead:")
-        lines += [f"  {words:<32}{self.milliseconds[part]:9.2f} ms" for part, words in BEHIND.items()]
+        lines += [
+            f"  {words:<32}{self.milliseconds[part]:9.2f} ms"
+            for part, words in BEHIND.items()
+        ]
         if "reduction" in self.milliseconds:
-            lines.append(f"One reduction of all gradients, by itself: {self.milliseconds['reduction']:.2f} ms")
+            lines.append(
+                "One reduction of all gradients, by itself: "
+                f"{self.milliseconds['reduction']:.2f} ms"
+            )
         return "\n".join(lines)
 
     def plot(self, path: str) -> None:
@@ -171,7 +214,8 @@ class StepTimeReport(keras.callbacks.Callback):
             raise ValueStructureError(
                 "There is nothing to draw: no step was measured.",
                 received=f"plot({path!r}).",
-                fix="model.fit(..., callbacks=[report]) with more steps than num_steps and skip together.",
+                fix="model.fit(..., callbacks=[report]) with more steps than num_steps "
+                "and skip together.",
             )
         try:
             from matplotlib.figure import Figure
@@ -186,29 +230,41 @@ class StepTimeReport(keras.callbacks.Callback):
         left = 0.0
         for (part, words), color in zip(PARTS.items(), _COLORS, strict=True):
             value = self.milliseconds[part]
-            axes.barh([0], [value], left=left, color=color, label=f"{words}: {value:.2f} ms")
+            axes.barh(
+                [0], [value], left=left, color=color, label=f"{words}: {value:.2f} ms"
+            )
             left += value
         axes.set_yticks([])
         axes.set_xlabel(f"milliseconds of a step ({left:.2f})")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+        axes.legend(
+            loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False
+        )
         figure.savefig(path)
 
 
 def _reduction_of(model: Any) -> dict[str, float]:
-    """How long one sum over the replicas of an array as large as all gradients takes, in milliseconds."""
-    variables = [v for v in model.trainable_variables if isinstance(v, DistributedVariable)]
+    """How long one sum over the replicas of an array as large as all gradients takes,
+    in milliseconds.
+    """
+    variables = [
+        v for v in model.trainable_variables if isinstance(v, DistributedVariable)
+    ]
     if not variables:
         raise ValueStructureError(
             "StepTimeReport is for models under a strategy, with weights to train.",
             received=f"{type(model).__name__} {model.name!r}.",
-            fix="create the model inside `with strategy.scope():`; kd.OneDeviceStrategy is one, too.",
+            fix="create the model inside `with strategy.scope():`; "
+            "kd.OneDeviceStrategy is one, too.",
         )
     mesh: ReplicaMesh = variables[0].replica_mesh
     if mesh.num_replicas == 1:
         return {}
     size = sum(int(v.value.size) for v in variables)
     add = jax.jit(lambda parts: jnp.sum(parts, 0), out_shardings=mesh.replicated)
-    own = jax.jit(lambda: jnp.ones((mesh.num_replicas, size), jnp.float32), out_shardings=mesh.split)()
+    own = jax.jit(
+        lambda: jnp.ones((mesh.num_replicas, size), jnp.float32),
+        out_shardings=mesh.split,
+    )()
     add(own).block_until_ready()
     times: list[float] = []
     for _ in range(5):

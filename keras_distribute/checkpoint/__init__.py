@@ -1,4 +1,6 @@
-"""Checkpoints: the state of models, optimizers, metrics and anything else, on disk and back. Knows no training loop."""
+"""Checkpoints: the state of models, optimizers, metrics and anything else, on disk and
+back. Knows no training loop.
+"""
 
 from __future__ import annotations
 

@@ -50,26 +50,30 @@ class Reading:
 
 
 class Checkpoint:
-    """Saves the state of objects, and restores it in place: on any number of replicas, and in plain Keras.
+    """Saves the state of objects, and restores it in place: on any number of replicas,
+    and in plain Keras.
 
-    Source: `tf.train.Checkpoint`. A model brings its weights, seeds, metrics and optimizer along. Restored on as many
-    replicas as it was saved on, all is as it was, bit for bit: sync-on-read variables, such as the statistics of
-    batch normalization, gradient accumulators and metrics, get each replica's own component again. Anywhere else they
-    get the value that the components add up to.
+    Source: `tf.train.Checkpoint`. A model brings its weights, seeds, metrics and
+    optimizer along. Restored on as many replicas as it was saved on, all is as it was,
+    bit for bit: sync-on-read variables, such as the statistics of batch normalization,
+    gradient accumulators and metrics, get each replica's own component again. Anywhere
+    else they get the value that the components add up to.
 
-    Variables are found by names that do not depend on what else a process has built: layers that were given no name
-    are counted within their model.
+    Variables are found by names that do not depend on what else a process has built:
+    layers that were given no name are counted within their model.
 
-    Differs from TF: what is restored must fit entirely, and is checked before any variable changes, unless
-    `partial=True`; nothing waits for variables that are created later, so build models first; plain values are kept
-    in dictionaries; every array has a checksum. Needs `pip install orbax-checkpoint`.
+    Differs from TF: what is restored must fit entirely, and is checked before any
+    variable changes, unless `partial=True`; nothing waits for variables that are
+    created later, so build models first; plain values are kept in dictionaries; every
+    array has a checksum. Needs `pip install orbax-checkpoint`.
 
     Args:
         root: One object, if it needs no name: `Checkpoint(model)`.
-        **objects: By name: models and layers that are built, optimizers, metrics, `keras.random.SeedGenerator`s,
-            `keras.Variable`s, dictionaries, and any object with `get_state()` and `set_state(state)`. Dictionaries are
-            restored in place; they and such states may hold `None`, booleans, numbers, strings, bytes, arrays, and
-            lists, tuples and dictionaries of them.
+        **objects: By name: models and layers that are built, optimizers, metrics,
+            `keras.random.SeedGenerator`s, `keras.Variable`s, dictionaries, and any
+            object with `get_state()` and `set_state(state)`. Dictionaries are restored
+            in place; they and such states may hold `None`, booleans, numbers, strings,
+            bytes, arrays, and lists, tuples and dictionaries of them.
 
     Raises:
         StructureTypeError: For an object of another kind.
@@ -108,9 +112,18 @@ class Checkpoint:
 
     @property
     def num_processes(self) -> int:
-        """How many processes share the variables: all of them save and restore together, and the first one writes."""
+        """How many processes share the variables: all of them save and restore
+        together, and the first one writes.
+        """
         variables = tracking.track(self._objects).variables.values()
-        return max((v.replica_mesh.num_processes for v in variables if isinstance(v, DistributedVariable)), default=1)
+        return max(
+            (
+                v.replica_mesh.num_processes
+                for v in variables
+                if isinstance(v, DistributedVariable)
+            ),
+            default=1,
+        )
 
     @property
     def save_counter(self) -> int:
@@ -118,7 +131,8 @@ class Checkpoint:
         return self._counter
 
     def save(self, file_prefix: Path) -> str:
-        """Saves to a folder of a new name, `file_prefix-1`, `file_prefix-2` and so on. Source: TF's `save`.
+        """Saves to a folder of a new name, `file_prefix-1`, `file_prefix-2` and so on.
+        Source: TF's `save`.
 
         Call it across replicas, outside of `Strategy.run`; inside or outside a scope.
 
@@ -129,7 +143,8 @@ class Checkpoint:
             The folder's path.
 
         Raises:
-            CheckpointError: If the folder exists or cannot be written; nothing is left of it then.
+            CheckpointError: If the folder exists or cannot be written; nothing is left
+                of it then.
         """
         checks.path("file_prefix", file_prefix, error=CheckpointError)
         self._counter += 1
@@ -140,33 +155,46 @@ class Checkpoint:
             raise
 
     def write(self, file_prefix: Path) -> str:
-        """Saves to the folder `file_prefix` itself, which must not exist; otherwise as `save`."""
+        """Saves to the folder `file_prefix` itself, which must not exist; otherwise as
+        `save`.
+        """
         checks.path("file_prefix", file_prefix, error=CheckpointError)
         storage = load_storage()
         path = storage.absolute(file_prefix)
         snapshot = self._snapshot()
-        agreement.from_chief(f"writing {path}", lambda: storage.write(path, *snapshot), self.num_processes)
+        agreement.from_chief(
+            f"writing {path}",
+            lambda: storage.write(path, *snapshot),
+            self.num_processes,
+        )
         return path
 
-    def restore(self, save_path: Path | None, *, partial: bool = False) -> RestoreStatus:
+    def restore(
+        self, save_path: Path | None, *, partial: bool = False
+    ) -> RestoreStatus:
         """Gives the objects the state that they had when the checkpoint was saved.
 
-        The checkpoint is read and verified as a whole first: if anything is wrong, nothing changes. Call it across
-        replicas, inside or outside the scope of the variables' strategy.
+        The checkpoint is read and verified as a whole first: if anything is wrong,
+        nothing changes. Call it across replicas, inside or outside the scope of the
+        variables' strategy.
 
         Args:
-            save_path: The folder that `save` returned; one that is still being written is waited for. `None` restores
-                nothing, as in TF, so that `restore(manager.latest_checkpoint)` also starts a new run; it warns once.
-            partial: Restore what has the same name in both, and leave the rest. Shapes and types must fit.
+            save_path: The folder that `save` returned; one that is still being written
+                is waited for. `None` restores nothing, as in TF, so that
+                `restore(manager.latest_checkpoint)` also starts a new run; it warns
+                once.
+            partial: Restore what has the same name in both, and leave the rest. Shapes
+                and types must fit.
 
         Returns:
             What was restored, and with `partial` what was not.
 
         Raises:
-            CheckpointError: If there is no checkpoint, it could not be written, or it is of something else; names
-                every variable.
-            DamagedCheckpointError: If files are missing, cut off, or not what was saved; for the checkpoint of a
-                `CheckpointManager` in a folder with the number of another step.
+            CheckpointError: If there is no checkpoint, it could not be written, or it
+                is of something else; names every variable.
+            DamagedCheckpointError: If files are missing, cut off, or not what was
+                saved; for the checkpoint of a `CheckpointManager` in a folder with the
+                number of another step.
         """
         checks.flag("partial", partial)
         if save_path is None:
@@ -179,7 +207,9 @@ class Checkpoint:
         return reading.status
 
     def read(self, save_path: Path | None, *, partial: bool = False) -> RestoreStatus:
-        """As `restore`, but the numbering of `save` goes on as if nothing had been restored. Source: TF's `read`."""
+        """As `restore`, but the numbering of `save` goes on as if nothing had been
+        restored. Source: TF's `read`.
+        """
         checks.flag("partial", partial)
         if save_path is None:
             return _nothing()
@@ -189,26 +219,46 @@ class Checkpoint:
         return reading.status
 
     def _snapshot(
-        self, *, step: int | None = None, metrics: dict[str, float] | None = None, in_between: bool = False
+        self,
+        *,
+        step: int | None = None,
+        metrics: dict[str, float] | None = None,
+        in_between: bool = False,
     ) -> tuple[Manifest, Arrays]:
         """Copies of the state in host memory, which training on does not change."""
-        context.require_cross_replica("Saving a checkpoint", "save after strategy.run has returned.")
+        context.require_cross_replica(
+            "Saving a checkpoint", "save after strategy.run has returned."
+        )
         tracking.synchronize(self._objects)
         for value in self._objects.values():
-            optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
-            if isinstance(optimizer, keras.optimizers.Optimizer):  # As `fit` would: its state belongs to the model's.
+            optimizer = (
+                getattr(value, "optimizer", None)
+                if isinstance(value, keras.Model)
+                else None
+            )
+            if isinstance(
+                optimizer, keras.optimizers.Optimizer
+            ):  # As `fit` would: its state belongs to the model's.
                 tracking.build_optimizer(optimizer, value)
         tracked = tracking.track(self._objects)
         arrays, records = values.fetch(tracked.variables)
         objects = {
-            name: encoding.encode(self._state_of(name, value), name, arrays) for name, value in tracked.stateful.items()
+            name: encoding.encode(self._state_of(name, value), name, arrays)
+            for name, value in tracked.stateful.items()
         }
-        optimizers = {name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()}
+        optimizers = {
+            name: type(optimizer).__name__
+            for name, optimizer in tracked.optimizers.items()
+        }
         unbuilt, counter = tracked.unbuilt, self._counter
-        return Manifest(records, objects, optimizers, unbuilt, counter, step, metrics, in_between), arrays
+        return Manifest(
+            records, objects, optimizers, unbuilt, counter, step, metrics, in_between
+        ), arrays
 
     def _state_of(self, name: str, value: Any) -> Any:
-        """The state of an object; where that is another one in each process, all of them."""
+        """The state of an object; where that is another one in each process, all of
+        them.
+        """
         state = dict(value) if isinstance(value, dict) else value.get_state()
         states = agreement.exchange(f"the state of {name}", state, self.num_processes)
         alike = len({messages.to_bytes(other, signed=True) for other in states}) == 1
@@ -216,7 +266,9 @@ class Checkpoint:
 
     def _read(self, path: str, *, partial: bool) -> Reading:
         """Reads and verifies the checkpoint at `path`; nothing changes yet."""
-        context.require_cross_replica("Restoring a checkpoint", "restore before strategy.run is called.")
+        context.require_cross_replica(
+            "Restoring a checkpoint", "restore before strategy.run is called."
+        )
         storage = load_storage()
         under_way.before_reading(path, self.num_processes)
         manifest, records = storage.read_manifest(path)
@@ -235,22 +287,38 @@ class Checkpoint:
             unexpected=tuple(found.unexpected),
             unbuilt=tuple(found.unbuilt),
         )
-        return Reading(status, manifest, arrays, lambda: self._assign(found, tracked, manifest, arrays))
+        return Reading(
+            status,
+            manifest,
+            arrays,
+            lambda: self._assign(found, tracked, manifest, arrays),
+        )
 
     def _tracked_for(self, manifest: Manifest) -> Tracked:
-        """What the objects hold, once optimizers have the variables that the checkpoint has for them."""
+        """What the objects hold, once optimizers have the variables that the checkpoint
+        has for them.
+        """
         tracked = tracking.track(self._objects)
         unbuilt = False
         for prefix, optimizer in tracked.optimizers.items():
             own = prefix.removesuffix("/optimizer")
-            models = [tracked.models[own]] if own in tracked.models else list(tracked.models.values())
-            more = any(n.startswith(f"{prefix}/") for n in manifest.variables.keys() - tracked.variables.keys())
+            models = (
+                [tracked.models[own]]
+                if own in tracked.models
+                else list(tracked.models.values())
+            )
+            more = any(
+                n.startswith(f"{prefix}/")
+                for n in manifest.variables.keys() - tracked.variables.keys()
+            )
             if more and len(models) == 1 and not optimizer.built:
                 tracking.build_optimizer(optimizer, models[0])
                 unbuilt = True
         return tracking.track(self._objects) if unbuilt else tracked
 
-    def _assign(self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays) -> None:
+    def _assign(
+        self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays
+    ) -> None:
         tracking.synchronize(self._objects)
         # Objects first: these may refuse, and then no variable has changed.
         for name in found.objects:
@@ -265,23 +333,29 @@ class Checkpoint:
             if f"{name}/metrics/" in manifest.unbuilt:
                 model.reset_metrics()
         for name in found.variables:
-            values.assign(tracked.variables[name], arrays[name], manifest.variables[name])
+            values.assign(
+                tracked.variables[name], arrays[name], manifest.variables[name]
+            )
         for value in self._objects.values():
             if isinstance(value, keras.layers.Layer):
                 tracking.refresh(value)
 
 
-def state_of(name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None = None) -> Any:
+def state_of(
+    name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None = None
+) -> Any:
     """The state of an object that was saved, or what this process saved of it.
 
     Args:
         name: Of the object.
         manifest: Of the checkpoint.
         arrays: Likewise.
-        of_all: Makes the state of this process from those of another number of processes, where that is possible.
+        of_all: Makes the state of this process from those of another number of
+            processes, where that is possible.
 
     Raises:
-        CheckpointError: Where each process saved a state of its own, and now there is another number of processes.
+        CheckpointError: Where each process saved a state of its own, and now there is
+            another number of processes.
     """
     state = encoding.decode(manifest.objects[name], arrays)
     if not isinstance(state, dict) or state.keys() != {_EACH}:
@@ -291,9 +365,11 @@ def state_of(name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None
         return of_all(states)
     if len(states) != count:
         raise CheckpointError(
-            f"{name!r} was saved with a state of its own in each of {len(states)} processes.",
+            f"{name!r} was saved with a state of its own in each of {len(states)} "
+            "processes.",
             received=f"a restore in {count}.",
-            fix=f"{len(states)} processes, or restore(..., partial=True) of the other objects.",
+            fix=f"{len(states)} processes, or restore(..., partial=True) of the other "
+            "objects.",
         )
     return states[processes.process_index()]
 
@@ -304,7 +380,8 @@ def _nothing() -> RestoreStatus:
     if not _warned_of_nothing:
         _warned_of_nothing = True
         warnings.warn(
-            "Nothing was restored, since the path was None: everything keeps the values "
+            "Nothing was restored, since the path was None: everything keeps the "
+            "values "
             "that it has. At the first start of a run that is right: "
             "manager.latest_checkpoint is None until something was saved. "
             "manager.restore_or_initialize() does the same without this warning; "
@@ -324,6 +401,8 @@ def load_storage() -> ModuleType:
         from keras_distribute.checkpoint import storage
     except ImportError as error:
         raise BackendError(
-            "Checkpoints need Orbax.", received=f"{error}.", fix="pip install orbax-checkpoint"
+            "Checkpoints need Orbax.",
+            received=f"{error}.",
+            fix="pip install orbax-checkpoint",
         ) from error
     return storage

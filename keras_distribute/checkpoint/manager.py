@@ -26,27 +26,33 @@ _ORDERS = ("min", "max")
 
 
 class CheckpointManager:
-    """Keeps the checkpoints of a run in one folder, a subfolder for each step, and deletes old ones.
+    """Keeps the checkpoints of a run in one folder, a subfolder for each step, and
+    deletes old ones.
 
-    Source: `tf.train.CheckpointManager`. `save` copies the state to host memory and returns; the files are written in
-    the background and appear under the step's name when they are complete. The step counts from the moment when `save`
-    returns: `latest_checkpoint` names it, those that it replaces are left out, and whatever reads it, also another
-    `Checkpoint` or manager of this program, waits for it. Other programs see it when it is complete, after `wait`.
+    Source: `tf.train.CheckpointManager`. `save` copies the state to host memory and
+    returns; the files are written in the background and appear under the step's name
+    when they are complete. The step counts from the moment when `save` returns:
+    `latest_checkpoint` names it, those that it replaces are left out, and whatever
+    reads it, also another `Checkpoint` or manager of this program, waits for it. Other
+    programs see it when it is complete, after `wait`.
 
-    A save that fails, or is killed, leaves the earlier ones as they were, and they count again; its error is raised by
-    what reads that step, and by the next `save`, `restore`, `wait` or `close`.
+    A save that fails, or is killed, leaves the earlier ones as they were, and they
+    count again; its error is raised by what reads that step, and by the next `save`,
+    `restore`, `wait` or `close`.
 
-    Differs from TF: checkpoints are known by step, and there is no `checkpoint` file that could disagree with the
-    folder; asynchronous by default; `keep_best`; `restore`.
+    Differs from TF: checkpoints are known by step, and there is no `checkpoint` file
+    that could disagree with the folder; asynchronous by default; `keep_best`;
+    `restore`.
 
     Args:
         checkpoint: What to save.
         directory: The folder; it is made on the first save.
-        max_to_keep: How many of the latest steps to keep; `None` for all. What was saved last stays until the next
-            save, also with a lower step.
-        keep_best: A metric's name and `"min"` or `"max"`: the best step by it is kept as well. Each `save` then needs
-            that metric. A NaN is never the best.
-        save_interval_steps: Steps closer than this to the last saved one are passed over by `save`.
+        max_to_keep: How many of the latest steps to keep; `None` for all. What was
+            saved last stays until the next save, also with a lower step.
+        keep_best: A metric's name and `"min"` or `"max"`: the best step by it is kept
+            as well. Each `save` then needs that metric. A NaN is never the best.
+        save_interval_steps: Steps closer than this to the last saved one are passed
+            over by `save`.
         asynchronous: Whether `save` returns before the files are written.
 
     Raises:
@@ -90,7 +96,10 @@ class CheckpointManager:
         error = CheckpointError
         checks.path("directory", directory, error=error)
         checks.flag("asynchronous", asynchronous, error)
-        for name, number in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
+        for name, number in (
+            ("max_to_keep", max_to_keep),
+            ("save_interval_steps", save_interval_steps),
+        ):
             if number is not None:
                 what, fix = f"{name} is a positive number.", f"{name}=None"
                 checks.count(name, number, 1, what=what, fix=fix, error=error)
@@ -110,7 +119,9 @@ class CheckpointManager:
         self._under_way: under_way.Save | None = None
         self._metrics: dict[int, dict[str, float] | None] = {}
         self._damaged: set[int] = set()
-        self._always: dict[str, Callable[[], float]] = {}  # Numbers to keep with each save, asked for when it is made.
+        self._always: dict[
+            str, Callable[[], float]
+        ] = {}  # Numbers to keep with each save, asked for when it is made.
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -135,36 +146,50 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The folders of all steps, from the oldest to the latest. Source: TF's `checkpoints`."""
+        """The folders of all steps, from the oldest to the latest. Source: TF's
+        `checkpoints`.
+        """
         return [self._path(step) for step in self.all_steps()]
 
     @property
     def best_step(self) -> int | None:
-        """The step with the best metric by `keep_best`, the latest of equals; `None` without one."""
+        """The step with the best metric by `keep_best`, the latest of equals; `None`
+        without one.
+        """
         return self._best(self.all_steps())
 
     def all_steps(self) -> list[int]:
-        """The steps that were saved, ascending, with the one that is being written, and without those that it replaces.
+        """The steps that were saved, ascending, with the one that is being written, and
+        without those that it replaces.
 
-        Looks at the folder, so that another program may write it. A folder is a step if its name is the number as
-        Python writes it: `30`, not `030`.
+        Looks at the folder, so that another program may write it. A folder is a step if
+        its name is the number as Python writes it: `30`, not `030`.
         """
         complete = lambda: self._storage.steps_in(self._directory)  # noqa: E731
         return under_way.steps(self._directory, complete)
 
     def _together(self, what: str, function: Callable[[], _T]) -> _T:
-        """What `function` does or says in the first of the processes that share the variables, in all of them."""
-        return agreement.from_chief(f"{what} {self._directory}", function, self._checkpoint.num_processes)
+        """What `function` does or says in the first of the processes that share the
+        variables, in all of them.
+        """
+        return agreement.from_chief(
+            f"{what} {self._directory}", function, self._checkpoint.num_processes
+        )
 
     def _agreed_steps(self) -> list[int]:
         return self._together("the steps in", self.all_steps)
 
     def save(
-        self, step: int | None = None, metrics: dict[str, Any] | None = None, *, force: bool = False
+        self,
+        step: int | None = None,
+        metrics: dict[str, Any] | None = None,
+        *,
+        force: bool = False,
     ) -> str | None:
         """Saves the state as it is now. The next step may run as soon as this returns.
 
-        Waits for the save before it, if that is still being written. Call it across replicas.
+        Waits for the save before it, if that is still being written. Call it across
+        replicas.
 
         Args:
             step: The step's number, from 0; by default one more than the last.
@@ -172,11 +197,13 @@ class CheckpointManager:
             force: Save even if `save_interval_steps` have not passed.
 
         Returns:
-            The checkpoint's folder, which appears when it is complete; `None` if the step was passed over.
+            The checkpoint's folder, which appears when it is complete; `None` if the
+            step was passed over.
 
         Raises:
-            CheckpointError: If the step exists or is no whole number from 0, `keep_best`'s
-                metric is missing, or this save, or the one before it, could not be written.
+            CheckpointError: If the step exists or is no whole number from 0,
+                `keep_best`'s metric is missing, or this save, or the one before it,
+                could not be written.
         """
         if step is not None:
             step = _checked_step(step)
@@ -185,36 +212,61 @@ class CheckpointManager:
         self._told("a save before in", self._raise_if_failed)
         last = self._last()
         step = self._next_step() if step is None else step
-        if not force and self._interval is not None and last is not None and 0 <= step - last < self._interval:
+        if (
+            not force
+            and self._interval is not None
+            and last is not None
+            and 0 <= step - last < self._interval
+        ):
             return None
-        numbers = self._checked(self._always_kept() | (metrics or {}) if self._always else metrics)
-        self._write(step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers))
+        numbers = self._checked(
+            self._always_kept() | (metrics or {}) if self._always else metrics
+        )
+        self._write(
+            step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers)
+        )
         return self._path(step)
 
     def _save_in_between(self) -> None:
-        """Saves at a moment that has no number of its own: the next save with a number takes its place.
+        """Saves at a moment that has no number of its own: the next save with a number
+        takes its place.
 
-        A program that is preempted in epoch 4 saves what would be 4, and, started again, 4 when that is complete.
+        A program that is preempted in epoch 4 saves what would be 4, and, started
+        again, 4 when that is complete.
         """
         step, numbers = self._next_step(), self._always_kept()
-        self._write(step, lambda: self._checkpoint._snapshot(step=step, metrics=numbers, in_between=True))
+        self._write(
+            step,
+            lambda: self._checkpoint._snapshot(
+                step=step, metrics=numbers, in_between=True
+            ),
+        )
 
     def _raise_if_failed(self) -> None:
         if self._writer is not None and not self._writer.is_saving:
             self._wait()
 
     def _write(self, step: int, take: Callable[[], tuple[Manifest, Arrays]]) -> None:
-        """Starts to write what `take` returns; it is called when the save before is complete."""
+        """Starts to write what `take` returns; it is called when the save before is
+        complete.
+        """
         self._wait_for_all()
         steps = self._agreed_steps()
         for other in [other for other in steps if other >= step]:
-            replaced = self._together(f"what step {other} is in", lambda other=other: self._is_in_between(other))
+            replaced = self._together(
+                f"what step {other} is in",
+                lambda other=other: self._is_in_between(other),
+            )
             if (other == step and other in self._damaged) or replaced:
-                self._together(f"deleting step {other} of", lambda other=other: self._open().delete(other))
+                self._together(
+                    f"deleting step {other} of",
+                    lambda other=other: self._open().delete(other),
+                )
                 self._damaged.discard(other)
             elif other == step:
                 raise CheckpointError(
-                    f"There is a checkpoint of step {step} in {self._directory!r} already.",
+                    f"There is a checkpoint of step {step} in {self._directory!r} "
+                    "already.",
                     received=f"save({step}), after the steps {steps}.",
                     fix=f"manager.delete({step}) first, or save to another folder.",
                 )
@@ -224,32 +276,43 @@ class CheckpointManager:
             f"saving step {step} in",
             lambda: self._open().save(step, manifest, arrays),
         )
-        self._under_way = under_way.Save(self._path(step), step, manifest.metrics, going, self._writer)
+        self._under_way = under_way.Save(
+            self._path(step), step, manifest.metrics, going, self._writer
+        )
         under_way.begin(self._under_way)
         self._last_step = step
 
     def _last(self) -> int | None:
         """The last step that was saved, complete or not."""
-        return self._last_step if self._last_step is not None else max(self._agreed_steps(), default=None)
+        return (
+            self._last_step
+            if self._last_step is not None
+            else max(self._agreed_steps(), default=None)
+        )
 
     def _next_step(self) -> int:
         last = self._last()
         return 0 if last is None else last + 1
 
-    def restore(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> RestoreStatus:
-        """Restores a step, the latest by default; waits for a save that is being written.
+    def restore(
+        self, step: int | None = None, *, partial: bool = False, fallback: bool = False
+    ) -> RestoreStatus:
+        """Restores a step, the latest by default; waits for a save that is being
+        written.
 
         Args:
             step: One of `all_steps()`.
             partial: See `Checkpoint.restore`.
-            fallback: If the checkpoint is damaged, restore the one before it, and so on. Which were passed over is
-                warned about, and stands in the status; a later `save` of the same step replaces them.
+            fallback: If the checkpoint is damaged, restore the one before it, and so
+                on. Which were passed over is warned about, and stands in the status; a
+                later `save` of the same step replaces them.
 
         Returns:
             What was restored.
 
         Raises:
-            CheckpointError: If there is no checkpoint of the step, or it is of something else.
+            CheckpointError: If there is no checkpoint of the step, or it is of
+                something else.
             DamagedCheckpointError: If it is damaged; with `fallback`, if all are.
         """
         checks.flag("partial", partial)
@@ -260,19 +323,27 @@ class CheckpointManager:
         reading.assign()
         return reading.status
 
-    def _read(self, step: int | None = None, *, partial: bool = False, fallback: bool = False) -> Reading:
+    def _read(
+        self, step: int | None = None, *, partial: bool = False, fallback: bool = False
+    ) -> Reading:
         """Reads a step for `restore`."""
         self.wait()
         steps = self._agreed_steps()
         if not steps or (step is not None and step not in steps):
             raise CheckpointError(
-                f"There is no checkpoint{'' if step is None else f' of step {step}'} in {self._directory!r}.",
-                received=f"the steps {steps}." if steps else "a folder without complete checkpoints.",
-                fix="manager.restore_or_initialize(), which starts a new run without one."
+                f"There is no checkpoint{'' if step is None else f' of step {step}'} "
+                f"in {self._directory!r}.",
+                received=f"the steps {steps}."
+                if steps
+                else "a folder without complete checkpoints.",
+                fix="manager.restore_or_initialize(), which starts a new run without "
+                "one."
                 if not steps
                 else f"one of the steps above, or manager.restore() for step {steps[-1]}.",
             )
-        candidates = [other for other in reversed(steps) if step is None or other <= step]
+        candidates = [
+            other for other in reversed(steps) if step is None or other <= step
+        ]
         damaged: dict[str, str] = {}
         for candidate in candidates if fallback else candidates[:1]:
             path = self._path(candidate)
@@ -286,16 +357,24 @@ class CheckpointManager:
                 continue
             if damaged:
                 passed = "\n".join(damaged.values())
-                warnings.warn(f"Restored {path!r}, since later checkpoints are damaged:\n{passed}", stacklevel=3)
+                warnings.warn(
+                    f"Restored {path!r}, since later checkpoints are damaged:\n{passed}",
+                    stacklevel=3,
+                )
             self._last_step = candidate
-            return dataclasses.replace(reading, status=dataclasses.replace(reading.status, damaged=damaged))
+            return dataclasses.replace(
+                reading, status=dataclasses.replace(reading.status, damaged=damaged)
+            )
         raise DamagedCheckpointError(
-            f"All {len(damaged)} checkpoints in {self._directory!r} are damaged.\n" + "\n".join(damaged.values()),
+            f"All {len(damaged)} checkpoints in {self._directory!r} are damaged.\n"
+            + "\n".join(damaged.values()),
             fix="start anew in another folder.",
         )
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the latest checkpoint and returns its folder; `None` if there is none. Source: TF's."""
+        """Restores the latest checkpoint and returns its folder; `None` if there is
+        none. Source: TF's.
+        """
         self.wait()
         return self.restore().path if self._agreed_steps() else None
 
@@ -322,7 +401,9 @@ class CheckpointManager:
         under_way.forget(self._under_way)
 
     def _told(self, what: str, check: Callable[[], None]) -> None:
-        """Lets `check` raise the error of a save, after which the steps are what they were."""
+        """Lets `check` raise the error of a save, after which the steps are what they
+        were.
+        """
         try:
             self._together(what, check)
         except Exception:
@@ -331,7 +412,9 @@ class CheckpointManager:
             raise
 
     def _wait_for_all(self) -> None:
-        """Waits, as `wait`; also for what another manager writes here, which is told of its errors itself."""
+        """Waits, as `wait`; also for what another manager writes here, which is told of
+        its errors itself.
+        """
         self.wait()
         processes = self._checkpoint.num_processes
         under_way.forget(under_way.finish(self._directory, processes)[0])
@@ -341,9 +424,11 @@ class CheckpointManager:
             self._writer.wait()
 
     def close(self) -> None:
-        """Waits, as `wait`, and ends the background threads. Another `save` starts them again.
+        """Waits, as `wait`, and ends the background threads. Another `save` starts them
+        again.
 
-        Of several processes the one that writes waits for itself: the others may have failed.
+        Of several processes the one that writes waits for itself: the others may have
+        failed.
         """
         if self._writer is not None:
             try:
@@ -373,13 +458,17 @@ class CheckpointManager:
 
     def _open(self) -> Any:
         if self._writer is None:
-            manager = weakref.ref(self)  # Nobody may have closed it; its writer then waits for the save to complete.
+            manager = weakref.ref(
+                self
+            )  # Nobody may have closed it; its writer then waits for the save to complete.
 
             def kept(steps: list[int]) -> set[int]:
                 keeper = manager()
                 return set(steps) if keeper is None else keeper._kept(steps)
 
-            self._writer = self._storage.Writer(self._directory, kept, asynchronous=self._asynchronous)
+            self._writer = self._storage.Writer(
+                self._directory, kept, asynchronous=self._asynchronous
+            )
             dropped.when_dropped(self, self._writer.close)
         return self._writer
 
@@ -387,10 +476,15 @@ class CheckpointManager:
         return self._storage.step_path(self._directory, step)
 
     def _checked(self, metrics: dict[str, Any] | None) -> dict[str, float] | None:
-        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        numbers = (
+            None
+            if metrics is None
+            else {name: float(value) for name, value in metrics.items()}
+        )
         if self._keep_best is not None and self._keep_best[0] not in (numbers or {}):
             raise CheckpointError(
-                f"keep_best={self._keep_best!r} needs the metric {self._keep_best[0]!r} at each save.",
+                f"keep_best={self._keep_best!r} needs the metric "
+                f"{self._keep_best[0]!r} at each save.",
                 received=f"metrics={metrics!r}.",
                 fix=f"manager.save(step, metrics={{{self._keep_best[0]!r}: ...}})",
             )
@@ -407,7 +501,11 @@ class CheckpointManager:
 
     def _kept(self, steps: list[int]) -> set[int]:
         """The steps that stay, now that the last one has been written."""
-        kept = set(steps) if self._max_to_keep is None else set(sorted(steps)[-self._max_to_keep :])
+        kept = (
+            set(steps)
+            if self._max_to_keep is None
+            else set(sorted(steps)[-self._max_to_keep :])
+        )
         best = self._best(steps)
         return kept if best is None else kept | {best}
 
@@ -415,8 +513,14 @@ class CheckpointManager:
         if self._keep_best is None:
             return None
         name, mode = self._keep_best
-        scores = {step: (self._metrics_of(step) or {}).get(name, math.nan) for step in steps}
-        scores = {step: value if mode == "max" else -value for step, value in scores.items() if not math.isnan(value)}
+        scores = {
+            step: (self._metrics_of(step) or {}).get(name, math.nan) for step in steps
+        }
+        scores = {
+            step: value if mode == "max" else -value
+            for step, value in scores.items()
+            if not math.isnan(value)
+        }
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def _metrics_of(self, step: int) -> dict[str, float] | None:
@@ -425,7 +529,9 @@ class CheckpointManager:
             return save.metrics
         if step not in self._metrics:
             try:
-                self._metrics[step] = self._storage.read_manifest(self._path(step))[0].metrics
+                self._metrics[step] = self._storage.read_manifest(self._path(step))[
+                    0
+                ].metrics
             except CheckpointError:  # It cannot be the best of anything.
                 return None
         return self._metrics[step]

@@ -1,9 +1,11 @@
-"""What a checkpoint says about itself: the names, shapes, types and checksums of all that it holds. Knows no files.
+"""What a checkpoint says about itself: the names, shapes, types and checksums of all
+that it holds. Knows no files.
 
-The array store below has no checksums of the data: a flipped bit in a file would come back as another weight. So the
-manifest has one for each array, one for each file that says where they are, and one for itself. CRC-32 because it finds
-every burst of up to 32 flipped bits, and costs 50 ms for 200 MB (SHA-256: 110 ms); nobody is expected to forge a
-checkpoint.
+The array store below has no checksums of the data: a flipped bit in a file would come
+back as another weight. So the manifest has one for each array, one for each file that
+says where they are, and one for itself. CRC-32 because it finds every burst of up to 32
+flipped bits, and costs 50 ms for 200 MB (SHA-256: 110 ms); nobody is expected to forge
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class ArrayRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of one file; `None` for a file of arrays, which have their own."""
+    """Size and checksum of one file; `None` for a file of arrays, which have their own.
+    """
 
     size: int
     checksum: int | None
@@ -98,28 +101,43 @@ def as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array, or its bytes where the array store does not know its type."""
-    return array if array.dtype.name in _STORED_AS_THEY_ARE and array.dtype.isnative else as_bytes(array)
+    return (
+        array
+        if array.dtype.name in _STORED_AS_THEY_ARE and array.dtype.isnative
+        else as_bytes(array)
+    )
 
 
-def as_recorded(stored: np.ndarray[Any, Any], record: ArrayRecord) -> np.ndarray[Any, Any]:
-    """What `storable` was given. Raises `ValueError` or `TypeError` where that cannot be."""
+def as_recorded(
+    stored: np.ndarray[Any, Any], record: ArrayRecord
+) -> np.ndarray[Any, Any]:
+    """What `storable` was given. Raises `ValueError` or `TypeError` where that cannot
+    be.
+    """
     dtype = np.dtype(record.dtype)
     if stored.dtype != dtype and stored.dtype == np.uint8:
         stored = stored.view(dtype).reshape(record.shape)
     return stored
 
 
-def to_bytes(manifest: Manifest, arrays: dict[str, ArrayRecord], files: dict[str, FileRecord]) -> bytes:
+def to_bytes(
+    manifest: Manifest, arrays: dict[str, ArrayRecord], files: dict[str, FileRecord]
+) -> bytes:
     """A file of two lines of JSON: its own checksum, and all else."""
     records = {"arrays": arrays, "files": files}
     content = dataclasses.asdict(manifest) | {
-        kind: {name: dataclasses.asdict(record) for name, record in named.items()} for kind, named in records.items()
+        kind: {name: dataclasses.asdict(record) for name, record in named.items()}
+        for kind, named in records.items()
     }
     line = json.dumps({"format": FORMAT, **content}).encode()
-    return json.dumps({"sha256": hashlib.sha256(line).hexdigest()}).encode() + b"\n" + line
+    return (
+        json.dumps({"sha256": hashlib.sha256(line).hexdigest()}).encode() + b"\n" + line
+    )
 
 
-def from_bytes(file: bytes, where: str) -> tuple[Manifest, dict[str, ArrayRecord], dict[str, FileRecord]]:
+def from_bytes(
+    file: bytes, where: str
+) -> tuple[Manifest, dict[str, ArrayRecord], dict[str, FileRecord]]:
     """What `to_bytes` was given.
 
     Raises:
@@ -131,7 +149,8 @@ def from_bytes(file: bytes, where: str) -> tuple[Manifest, dict[str, ArrayRecord
     if not intact:
         raise DamagedCheckpointError(
             f"The file {where!r} is damaged: its checksum is wrong.",
-            fix="restore another checkpoint; CheckpointManager.restore(fallback=True) finds the last good one.",
+            fix="restore another checkpoint; CheckpointManager.restore(fallback=True) "
+            "finds the last good one.",
         )
     content = json.loads(line)
     if content["format"] != FORMAT:
@@ -144,14 +163,20 @@ def from_bytes(file: bytes, where: str) -> tuple[Manifest, dict[str, ArrayRecord
         name: ArrayRecord(tuple(record["shape"]), record["dtype"], record["checksum"])
         for name, record in content.pop("arrays").items()
     }
-    files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+    files = {
+        name: FileRecord(**record) for name, record in content.pop("files").items()
+    }
     del content["format"]
-    content["variables"] = {name: VariableRecord(**record) for name, record in content["variables"].items()}
+    content["variables"] = {
+        name: VariableRecord(**record) for name, record in content["variables"].items()
+    }
     return Manifest(**content), arrays, files
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """A name that `numpy.dtype` understands; JAX's small floats have none but their names."""
+    """A name that `numpy.dtype` understands; JAX's small floats have none but their
+    names.
+    """
     try:
         if np.dtype(dtype.name) == dtype:
             return dtype.name

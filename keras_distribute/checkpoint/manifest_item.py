@@ -1,4 +1,6 @@
-"""The manifest as an item of an Orbax checkpoint, and what is done when all items are there: all goes to the disk."""
+"""The manifest as an item of an Orbax checkpoint, and what is done when all items are
+there: all goes to the disk.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.encoding import Arrays
 
-# Orbax waits for items by name, and stops at the first error: the large one, which takes longest, comes first.
+# Orbax waits for items by name, and stops at the first error: the large one, which
+# takes longest, comes first.
 ARRAYS, MANIFEST, FILE = "arrays", "manifest", "manifest.json"
 _SMALL = 2**20
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes the manifest among Orbax's items, in the background, once the arrays are written.
+    """Writes the manifest among Orbax's items, in the background, once the arrays are
+    written.
 
     Args:
         before: Called in the background first.
@@ -34,22 +38,30 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         self._manifest: Manifest | None = None
         self._records: dict[str, ArrayRecord] = {}
 
-    async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> list[ocp.Future]:
+    async def async_save(
+        self, directory: epath.Path, *args: Any, **kwargs: Any
+    ) -> list[ocp.Future]:
         save: ManifestSave = kwargs["args"]
         self._manifest = save.manifest
 
         async def compute() -> None:
             self._before()
-            self._records = {name: ArrayRecord.of(array) for name, array in save.arrays.items()}
+            self._records = {
+                name: ArrayRecord.of(array) for name, array in save.arrays.items()
+            }
 
-        return [futures.CommitFutureAwaitingContractedSignals(compute(), name="checksums")]
+        return [
+            futures.CommitFutureAwaitingContractedSignals(compute(), name="checksums")
+        ]
 
     def finalize(self, directory: epath.Path) -> None:
         """Called by one process, when the items before this one are complete."""
         assert self._manifest is not None
         files = _file_records(directory.parent / ARRAYS)
         assert files, "the arrays come first"
-        (directory / FILE).write_bytes(manifests.to_bytes(self._manifest, self._records, files))
+        (directory / FILE).write_bytes(
+            manifests.to_bytes(self._manifest, self._records, files)
+        )
         for path in (directory / FILE, directory, *_all_in(directory.parent / ARRAYS)):
             sync(path)
         self._manifest = None
@@ -69,14 +81,18 @@ def _all_in(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def sync(path: epath.Path) -> None:
-    """Returns when a file, or what a folder lists, is on the disk, where the file system is one of this machine."""
+    """Returns when a file, or what a folder lists, is on the disk, where the file
+    system is one of this machine.
+    """
     if "://" in str(path):  # An object store: what it has confirmed is there.
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # Some network file systems cannot do that with folders.
+        if (
+            error.errno != errno.EINVAL
+        ):  # Some network file systems cannot do that with folders.
             raise
     finally:
         os.close(descriptor)
@@ -85,13 +101,17 @@ def sync(path: epath.Path) -> None:
 def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
     """The files in `folder`, with checksums for those that say what is where.
 
-    The large ones hold the arrays, which have checksums of their own: they need not be read again.
+    The large ones hold the arrays, which have checksums of their own: they need not be
+    read again.
     """
     paths = sorted(path for path in _all_in(folder) if not path.is_dir())
     sizes = [path.stat().length for path in paths]
     return {
         str(path.relative_to(folder)): FileRecord(
-            size, zlib.crc32(path.read_bytes()) if size <= _SMALL or path.parent.name != "d" else None
+            size,
+            zlib.crc32(path.read_bytes())
+            if size <= _SMALL or path.parent.name != "d"
+            else None,
         )
         for path, size in zip(paths, sizes, strict=True)
     }

@@ -1,8 +1,10 @@
 """Names for variables that are the same in every process that builds the same objects.
 
-Keras numbers what was given no name: the first `Dense` of a process is `dense`, the next `dense_1`. The numbers depend
-on what else the process has built, so here they are counted again, within the layer or model that has them. Names
-that the user chose stay. A variable's `path` would not do: it also keeps the name of the model that built it first.
+Keras numbers what was given no name: the first `Dense` of a process is `dense`, the
+next `dense_1`. The numbers depend on what else the process has built, so here they are
+counted again, within the layer or model that has them. Names that the user chose stay.
+A variable's `path` would not do: it also keeps the name of the model that built it
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _UNNAMED = re.compile(r"^(?:mirrored_|sync_on_read_)?variable(?:_\d+)?$")
 
 
 def layer_names(layer: Any) -> dict[str, Any]:
-    """The variables and seeds of a layer and of all layers in it: `dense/kernel`, `block_1/dropout/...`.
+    """The variables and seeds of a layer and of all layers in it: `dense/kernel`,
+    `block_1/dropout/...`.
 
     Where several would have one name, the later ones have `#2`, `#3`, ... after it.
     """
@@ -40,44 +43,73 @@ def layer_names(layer: Any) -> dict[str, Any]:
                 walk(child, f"{prefix}{name}/")
 
     walk(layer, "")
-    return dict(zip(_unique([name for name, _ in found]), [variable for _, variable in found], strict=True))
+    return dict(
+        zip(
+            _unique([name for name, _ in found]),
+            [variable for _, variable in found],
+            strict=True,
+        )
+    )
 
 
 def metric_names(metrics: list[Any]) -> dict[str, Any]:
     """The variables of metrics: `mean_absolute_error/total`."""
     variables = [variable for metric in metrics for variable in metric.variables]
-    owners = [inner for metric in metrics for inner in (metric, *getattr(metric, "metrics", []))]
-    renamed: dict[str, str] = dict(zip([owner.name for owner in owners], _chosen_or_counted(owners), strict=True))
+    owners = [
+        inner
+        for metric in metrics
+        for inner in (metric, *getattr(metric, "metrics", []))
+    ]
+    renamed: dict[str, str] = dict(
+        zip([owner.name for owner in owners], _chosen_or_counted(owners), strict=True)
+    )
     paths: list[list[str]] = [variable.path.split("/") for variable in variables]
-    names = _unique(["/".join([renamed.get(part, part) for part in path]) for path in paths])
+    names = _unique(
+        ["/".join([renamed.get(part, part) for part in path]) for path in paths]
+    )
     return dict(zip(names, variables, strict=True))
 
 
 def optimizer_names(optimizer: Any, labels: dict[int, str]) -> dict[str, Any]:
-    """The variables of an optimizer by name: `Adam/iteration`, `Adam/momentum/dense/kernel`.
+    """The variables of an optimizer by name: `Adam/iteration`,
+    `Adam/momentum/dense/kernel`.
 
     Args:
         optimizer: A Keras optimizer; one that wraps another has both in its names.
-        labels: Names of model variables by `id`; others are named by their position in the optimizer.
+        labels: Names of model variables by `id`; others are named by their position in
+            the optimizer.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
-    inner_ids = {id(variable) for variable in inner.variables} if inner is not None else set[int]()
-    own = [variable for variable in optimizer.variables if id(variable) not in inner_ids]
+    inner_ids = (
+        {id(variable) for variable in inner.variables}
+        if inner is not None
+        else set[int]()
+    )
+    own = [
+        variable for variable in optimizer.variables if id(variable) not in inner_ids
+    ]
     references = compat_optimizer.built_variables(optimizer) if optimizer.built else []
     slots: dict[str, str] = {}
     for index, reference in enumerate(references):
         # Source: `BaseOptimizer.add_variable_from_reference`.
-        slots.setdefault(reference.path.replace("/", "_"), labels.get(id(reference), str(index)))
+        slots.setdefault(
+            reference.path.replace("/", "_"), labels.get(id(reference), str(index))
+        )
     kind = type(optimizer).__name__
     names = _unique([f"{kind}/{_slot_name(variable.name, slots)}" for variable in own])
     named = dict(zip(names, own, strict=True))
     if inner is not None:
-        named |= {f"{kind}/{name}": variable for name, variable in optimizer_names(inner, labels).items()}
+        named |= {
+            f"{kind}/{name}": variable
+            for name, variable in optimizer_names(inner, labels).items()
+        }
     return named
 
 
 def _chosen_or_counted(instances: list[Any]) -> list[str]:
-    """The name of each, or the one that Keras would have given it, had it begun to count here."""
+    """The name of each, or the one that Keras would have given it, had it begun to
+    count here.
+    """
     counts: collections.Counter[str] = collections.Counter()
     names: list[str] = []
     for instance in instances:

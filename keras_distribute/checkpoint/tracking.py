@@ -1,4 +1,6 @@
-"""Which variables and which other state the objects of a checkpoint have, and under which names."""
+"""Which variables and which other state the objects of a checkpoint have, and under
+which names.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,17 @@ class Tracked:
 
 def is_stateful(value: Any) -> bool:
     """Whether an object hands out its state and takes it back by itself."""
-    return callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None))
+    return callable(getattr(value, "get_state", None)) and callable(
+        getattr(value, "set_state", None)
+    )
 
 
 def check_trackable(name: str, value: Any) -> None:
     """Refuses what a checkpoint cannot restore in place.
 
     Raises:
-        StructureTypeError: For a plain value, which has no place to be restored into, and for other objects.
+        StructureTypeError: For a plain value, which has no place to be restored into,
+            and for other objects.
     """
     own = is_stateful(value) and not isinstance(value, type)
     plain = (keras.random.SeedGenerator, keras.Variable, dict)
@@ -54,8 +59,10 @@ def check_trackable(name: str, value: Any) -> None:
     raise StructureTypeError(
         f"Checkpoint cannot keep {name!r}.",
         received=f"{name}={checks.shown(value)}, a {type(value).__name__}.",
-        fix=f"{name}_state = {{'value': ...}}; Checkpoint({name}={name}_state): a dictionary is restored in place. "
-        "Models, layers, optimizers, metrics, seed generators, variables, and objects with get_state() and "
+        fix=f"{name}_state = {{'value': ...}}; Checkpoint({name}={name}_state): a "
+        "dictionary is restored in place. "
+        "Models, layers, optimizers, metrics, seed generators, variables, and objects "
+        "with get_state() and "
         "set_state(state) can be passed as they are.",
     )
 
@@ -86,7 +93,8 @@ def track(objects: dict[str, Any]) -> Tracked:
                 raise CheckpointError(
                     f"{name!r} is not built: it has no variables yet.",
                     received=f"{name}={value!r}.",
-                    fix=f"{name}.build(input_shape), or call it once, before it is saved or restored.",
+                    fix=f"{name}.build(input_shape), or call it once, before it is "
+                    "saved or restored.",
                 )
             named = layer_names(value)
             labels |= {id(variable): label for label, variable in named.items()}
@@ -106,33 +114,50 @@ def track(objects: dict[str, Any]) -> Tracked:
             add(name, {"": value})
         elif not isinstance(value, keras.layers.Layer):
             tracked.stateful[name] = value
-    for name, value in objects.items():  # After optimizers and metrics that are passed by themselves, too.
+    for (
+        name,
+        value,
+    ) in (
+        objects.items()
+    ):  # After optimizers and metrics that are passed by themselves, too.
         if isinstance(value, keras.layers.Layer):
             add(f"{name}/metrics", metric_names(value.metrics))
             optimizer = getattr(value, "optimizer", None)
-            if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer not in tracked.optimizers.values():
+            if (
+                isinstance(optimizer, keras.optimizers.Optimizer)
+                and optimizer not in tracked.optimizers.values()
+            ):
                 add_optimizer(f"{name}/optimizer", optimizer)
     return tracked
 
 
 def synchronize(objects: dict[str, Any]) -> None:
-    """Puts the values of a `fit` that is running back into the variables of its model."""
+    """Puts the values of a `fit` that is running back into the variables of its model.
+    """
     for value in objects.values():
         if isinstance(value, keras.Model):
             value.jax_state_sync()
 
 
 def build_optimizer(optimizer: Any, model: Any) -> None:
-    """Creates an optimizer's variables as the first step of `fit` would, where the model lives."""
+    """Creates an optimizer's variables as the first step of `fit` would, where the
+    model lives.
+    """
     variables = model.trainable_variables
     first = variables[0] if variables else None
-    scope = first.distribute_strategy.scope() if isinstance(first, DistributedVariable) else contextlib.nullcontext()
+    scope = (
+        first.distribute_strategy.scope()
+        if isinstance(first, DistributedVariable)
+        else contextlib.nullcontext()
+    )
     with scope:
         compat_optimizer.build(optimizer, variables)
 
 
 def refresh(layer: Any) -> None:
-    """Lets layers compute again what they derive from their variables, as loading a weights file does."""
+    """Lets layers compute again what they derive from their variables, as loading a
+    weights file does.
+    """
     if isinstance(layer, keras.layers.Normalization):
         layer.finalize_state()
     for inner in compat.inner_layers(layer):

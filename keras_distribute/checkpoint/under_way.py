@@ -1,8 +1,10 @@
-"""Which checkpoints are being written in the background. Knows no Orbax, and reads no files.
+"""Which checkpoints are being written in the background. Knows no Orbax, and reads no
+files.
 
-One process writes, and all that save together know of it: what a folder holds is the same
-to all of them, from the moment when `save` returns. Whether a write has failed they learn
-together, too: when they read that checkpoint, or when its manager waits for it.
+One process writes, and all that save together know of it: what a folder holds is the
+same to all of them, from the moment when `save` returns. Whether a write has failed
+they learn together, too: when they read that checkpoint, or when its manager waits for
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Save:
     seen: bool = False
 
 
-_saves: dict[str, Save] = {}  # By folder: before a manager writes, it waits for any other.
+_saves: dict[
+    str, Save
+] = {}  # By folder: before a manager writes, it waits for any other.
 
 
 def begin(save: Save) -> None:
@@ -57,7 +61,8 @@ def begin(save: Save) -> None:
 
 
 def forget(save: Save | None) -> None:
-    """What the folder holds is the truth again: it is complete, or its error was told."""
+    """What the folder holds is the truth again: it is complete, or its error was told.
+    """
     if save is not None and _saves.get(_folder_of(save.path)) is save:
         del _saves[_folder_of(save.path)]
 

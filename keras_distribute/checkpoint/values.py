@@ -1,7 +1,9 @@
-"""The values of variables on the host, and back into variables: on the same replicas bit for bit, on others by value.
+"""The values of variables on the host, and back into variables: on the same replicas
+bit for bit, on others by value.
 
-A sync-on-read variable is saved as the components of its replicas. Restored on as many replicas, each gets its own
-again; anywhere else the variable gets the value that they add up to, by its aggregation: TensorFlow's rule.
+A sync-on-read variable is saved as the components of its replicas. Restored on as many
+replicas, each gets its own again; anywhere else the variable gets the value that they
+add up to, by its aggregation: TensorFlow's rule.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
         variables: By name.
 
     Returns:
-        Arrays of the variables' shapes, `(num_replicas, *shape)` for sync-on-read ones, and how to read them.
+        Arrays of the variables' shapes, `(num_replicas, *shape)` for sync-on-read ones,
+        and how to read them.
 
     Raises:
         CheckpointError: If a variable has no value now.
@@ -43,7 +46,9 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
         array = compat.stored_array(variable)
         if isinstance(variable, SyncOnReadVariable):
             arrays[name] = _components(name, array)
-            records[name] = VariableRecord(variable.path, len(arrays[name]), variable.aggregation)
+            records[name] = VariableRecord(
+                variable.path, len(arrays[name]), variable.aggregation
+            )
         else:
             arrays[name] = _copied(array)
             records[name] = VariableRecord(variable.path)
@@ -59,7 +64,13 @@ def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -
         record: Likewise.
     """
     if _same_replicas(variable, record):
-        variable.assign(PerReplica(stacked=variable.replica_mesh.put_split(_own_components(variable, array))))
+        variable.assign(
+            PerReplica(
+                stacked=variable.replica_mesh.put_split(
+                    _own_components(variable, array)
+                )
+            )
+        )
     else:
         variable.assign(_value(array, record))
 
@@ -69,34 +80,50 @@ def _own_components(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[An
     return array[own.start : own.stop]
 
 
-def check_assignable(variables: dict[str, Any], records: dict[str, VariableRecord]) -> None:
+def check_assignable(
+    variables: dict[str, Any], records: dict[str, VariableRecord]
+) -> None:
     """Raises where an assignment would, before the first one is made.
 
     Raises:
         VariableScopeError: In the scope of another strategy than a variable's.
-        CheckpointError: For components that have no aggregation, on another number of replicas.
+        CheckpointError: For components that have no aggregation, on another number of
+            replicas.
     """
     for name, variable in variables.items():
         record = records[name]
         here = context.get_strategy() if context.has_strategy() else None
-        if isinstance(variable, DistributedVariable) and here not in (None, variable.distribute_strategy):
+        if isinstance(variable, DistributedVariable) and here not in (
+            None,
+            variable.distribute_strategy,
+        ):
             raise VariableScopeError(
                 f"{name!r} lives on another strategy than the current one.",
-                received=f"a variable of {variable.distribute_strategy!r}, restored in the scope of {here!r}.",
+                received=f"a variable of {variable.distribute_strategy!r}, restored in "
+                f"the scope of {here!r}.",
                 fix="leave the other strategy's scope first.",
             )
-        if record.replicas is not None and record.aggregation == "none" and not _same_replicas(variable, record):
+        if (
+            record.replicas is not None
+            and record.aggregation == "none"
+            and not _same_replicas(variable, record)
+        ):
             raise CheckpointError(
-                f"The components of {name!r} have no aggregation, so they only fit {record.replicas} replicas.",
+                f"The components of {name!r} have no aggregation, so they only fit "
+                f"{record.replicas} replicas.",
                 received=f"{variable!r}.",
-                fix=f"restore on {record.replicas} replicas, or save a variable with an aggregation.",
+                fix=f"restore on {record.replicas} replicas, or save a variable with "
+                "an aggregation.",
             )
 
 
 def _same_replicas(variable: Any, record: VariableRecord) -> bool:
     if not isinstance(variable, SyncOnReadVariable):
         return False
-    return (record.replicas, record.aggregation) == (variable.replica_mesh.num_replicas, variable.aggregation)
+    return (record.replicas, record.aggregation) == (
+        variable.replica_mesh.num_replicas,
+        variable.aggregation,
+    )
 
 
 def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
@@ -109,7 +136,11 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
         return array[0]
     stacked = jnp.asarray(array)
     total = jnp.sum(stacked, 0, dtype=stacked.dtype)
-    return total if record.aggregation == "sum" else (total / record.replicas).astype(stacked.dtype)
+    return (
+        total
+        if record.aggregation == "sum"
+        else (total / record.replicas).astype(stacked.dtype)
+    )
 
 
 def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
@@ -122,7 +153,8 @@ def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
 
 
 def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
-    # On a CPU this is the variable's own memory, which the next step is given to write into.
+    # On a CPU this is the variable's own memory, which the next step is given to write
+    # into.
     shared = next(iter(array.devices())).platform == "cpu"
     return np.array(on_host(array)) if shared else on_host(array)
 
@@ -140,6 +172,8 @@ def _check_there(variables: dict[str, Any]) -> None:
     if gone:
         raise CheckpointError(
             f"{len(gone)} variable(s) have no value: {', '.join(gone)}.",
-            received="variables that were not initialized yet, or whose memory was given to a step that failed.",
-            fix="save outside of traced functions, and restore an earlier checkpoint after a failed step.",
+            received="variables that were not initialized yet, or whose memory was "
+            "given to a step that failed.",
+            fix="save outside of traced functions, and restore an earlier checkpoint "
+            "after a failed step.",
         )

@@ -1,1 +1,3 @@
-"""Which processes train together, and how they are started: cluster resolvers, process start-up, agreement."""
+"""Which processes train together, and how they are started: cluster resolvers, process
+start-up, agreement.
+"""

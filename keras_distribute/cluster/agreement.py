@@ -1,7 +1,8 @@
-"""How processes tell each other host values: in turns, through the key-value service of JAX's runtime.
+"""How processes tell each other host values: in turns, through the key-value service of
+JAX's runtime.
 
-Nothing here runs a program on a device, so it may be called while one runs, and from threads. A single process agrees
-with itself at once.
+Nothing here runs a program on a device, so it may be called while one runs, and from
+threads. A single process agrees with itself at once.
 
 What is said is data (`messages`), signed with the token of the job, if it has one: what
 is not signed is refused, and so is what was said by another process, in another turn,
@@ -72,7 +73,10 @@ class Channel:
         key = self._key(turn, own)
         sealed = _seal.sealed(key, message)
         client.key_value_set_bytes(key, sealed, allow_overwrite=True)
-        heard = [said if other == own else self._hear(turn, other) for other in range(self._num_processes)]
+        heard = [
+            said if other == own else self._hear(turn, other)
+            for other in range(self._num_processes)
+        ]
         if turn:  # All have spoken in this turn, so all have heard the one before.
             client.key_value_delete(self._key(turn - 1, own))
         return heard
@@ -91,7 +95,9 @@ class Channel:
         while True:
             if self._given_up:
                 raise Interrupted
-            ended = liveness.has_ended(process)  # What it said before can still be heard.
+            ended = liveness.has_ended(
+                process
+            )  # What it said before can still be heard.
             try:
                 patient = time.monotonic() - start < _PATIENT_SECONDS
                 sealed = _asked(client, key, patient)
@@ -103,36 +109,51 @@ class Channel:
                     raise _refusal(process, sealed)
                 time.sleep(_ASK_SECONDS)
             except jax.errors.JaxRuntimeError as error:
-                if not any(status in str(error) for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                if not any(
+                    status in str(error)
+                    for status in ("DEADLINE_EXCEEDED", "NOT_FOUND")
+                ):
                     raise ClusterError(
-                        f"Process {jax.process_index()} cannot hear the others any more: {_first_line(error)}",
-                        received=f"while waiting for process {process} at {self._topic}.",
-                        fix="look at the log of that process; a job is started again from its checkpoint.",
+                        f"Process {jax.process_index()} cannot hear the others any "
+                        f"more: {_first_line(error)}",
+                        received=f"while waiting for process {process} at "
+                        f"{self._topic}.",
+                        fix="look at the log of that process; a job is started again "
+                        "from its checkpoint.",
                     ) from error
                 if ended:
                     raise ClusterError(
                         f"Process {process} has ended.",
-                        received=f"process {jax.process_index()} waits for it at {self._topic}.",
-                        fix="look at the log of that process: every process has to run the same program to its end.",
+                        received=f"process {jax.process_index()} waits for it at "
+                        f"{self._topic}.",
+                        fix="look at the log of that process: every process has to run "
+                        "the same program to its end.",
                     ) from error
                 if time.monotonic() - start > _wait_seconds:
                     raise ClusterError(
-                        f"Process {process} has said nothing for {_wait_seconds:.0f} seconds.",
-                        received=f"process {jax.process_index()} waits for it at {self._topic}, turn {turn}.",
-                        fix="look at the log of that process: every process has to run the same program.",
+                        f"Process {process} has said nothing for {_wait_seconds:.0f} "
+                        "seconds.",
+                        received=f"process {jax.process_index()} waits for it at "
+                        f"{self._topic}, turn {turn}.",
+                        fix="look at the log of that process: every process has to run "
+                        "the same program.",
                     ) from error
         topic, said = _topic_and_said(message, process)
         if topic != self._topic:
             raise ClusterError(
                 "The processes do different things.",
-                received=f"process {process} is at {topic}, process {jax.process_index()} at {self._topic}.",
-                fix="run the same program on every process; only files and prints may depend on kd.is_chief().",
+                received=f"process {process} is at {topic}, process "
+                f"{jax.process_index()} at {self._topic}.",
+                fix="run the same program on every process; only files and prints may "
+                "depend on kd.is_chief().",
             )
         return said
 
 
 def set_wait(seconds: float | None) -> None:
-    """How long to wait for another process that lives (`liveness` looks after others): half an hour, or longer."""
+    """How long to wait for another process that lives (`liveness` looks after others):
+    half an hour, or longer.
+    """
     global _wait_seconds
     _wait_seconds = max(seconds or 0.0, _DEFAULT_SECONDS)
 
@@ -160,7 +181,8 @@ def exchange(topic: str, said: Any, num_processes: int) -> list[Any]:
 
 
 def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T:
-    """Calls a function in process 0; all others wait, and get what it returned, or raise what it raised.
+    """Calls a function in process 0; all others wait, and get what it returned, or
+    raise what it raised.
 
     Args:
         topic: What it does.
@@ -196,7 +218,8 @@ def _sayable(said: tuple[Any, None]) -> tuple[Any, Exception | None]:
 def _topic_and_said(message: bytes, process: int) -> tuple[Any, Any]:
     if signing.is_signed(message) and not _seal.signs:
         raise ClusterError(
-            f"Process {process} has a token of the job, and process {jax.process_index()} has none.",
+            f"Process {process} has a token of the job, and process "
+            f"{jax.process_index()} has none.",
             received=f"a signed message of process {process}.",
             fix=f"the same token in every process: {signing.HOW_TO_GIVE}",
         )
@@ -208,12 +231,15 @@ def _refusal(process: int, sealed: bytes) -> ClusterError:
     return ClusterError(
         f"What process {process} says was refused: {signing.why_refused(sealed)}.",
         received=f"{len(sealed)} bytes, in process {jax.process_index()}.",
-        fix=f"the same token in every process; where it is, somebody else wrote this.\n    {signing.HOW_TO_GIVE}",
+        fix="the same token in every process; where it is, somebody else wrote "
+        f"this.\n    {signing.HOW_TO_GIVE}",
     )
 
 
 def _asked(client: Any, key: str, patient: bool) -> bytes:
-    """What there is at a key, soon after it is. Each wait that comes to nothing stays in the memory of process 0."""
+    """What there is at a key, soon after it is. Each wait that comes to nothing stays
+    in the memory of process 0.
+    """
     if patient:
         return client.blocking_key_value_get_bytes(key, round(1000 * _PATIENT_SECONDS))
     time.sleep(_ASK_SECONDS)

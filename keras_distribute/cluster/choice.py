@@ -1,4 +1,6 @@
-"""Which resolver is meant where the user names none: what the environment says, or what runs already."""
+"""Which resolver is meant where the user names none: what the environment says, or what
+runs already.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,37 @@ import os
 import jax
 
 from keras_distribute.cluster import environment
-from keras_distribute.cluster.google_cloud import TPUClusterResolver, hosts_of_environment
-from keras_distribute.cluster.launched import KerasClusterResolver, OpenMPIClusterResolver
+from keras_distribute.cluster.google_cloud import (
+    TPUClusterResolver,
+    hosts_of_environment,
+)
+from keras_distribute.cluster.launched import (
+    KerasClusterResolver,
+    OpenMPIClusterResolver,
+)
 from keras_distribute.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from keras_distribute.cluster.running import JaxClusterResolver
 from keras_distribute.cluster.slurm import SlurmClusterResolver
 from keras_distribute.cluster.spec import ClusterSpec
-from keras_distribute.cluster.tf_config import SageMakerClusterResolver, TFConfigClusterResolver
+from keras_distribute.cluster.tf_config import (
+    SageMakerClusterResolver,
+    TFConfigClusterResolver,
+)
 
 
 def automatic_resolver() -> ClusterResolver:
     """The resolver for the environment of this process; the innermost launcher wins.
 
-    1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user): `KerasClusterResolver`.
+    1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user):
+       `KerasClusterResolver`.
     2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
     3. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
-    4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster): `SlurmClusterResolver`.
+    4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
+       `SlurmClusterResolver`.
     5. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
     6. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
-    7. JAX's runtime of several processes, where the program has started it: `JaxClusterResolver`.
+    7. JAX's runtime of several processes, where the program has started it:
+       `JaxClusterResolver`.
     8. Otherwise this process is on its own.
 
     Returns:

@@ -25,7 +25,9 @@ def number(name: str, given: str | None = None) -> int:
     """
     text = (os.environ[name] if given is None else given).strip()
     if not _NUMBER.fullmatch(text):
-        raise ClusterError(f"{name} is a number.", received=f"{checks.shown(text)}.", fix=f"{name}=0")
+        raise ClusterError(
+            f"{name} is a number.", received=f"{checks.shown(text)}.", fix=f"{name}=0"
+        )
     return int(text)
 
 

@@ -1,4 +1,6 @@
-"""Clusters in Google's cloud: instance groups of virtual machines, and TPUs. Google's own client asks for them."""
+"""Clusters in Google's cloud: instance groups of virtual machines, and TPUs. Google's
+own client asks for them.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import BackendError, ClusterError
 
 _LOCAL, _CPU = "local", "cpu"
-_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # Where Linux shows the chips of a TPU virtual machine.
+_CHIPS = (
+    "/dev/accel*",
+    "/dev/vfio/[0-9]*",
+)  # Where Linux shows the chips of a TPU virtual machine.
 _TPU_PORT = "8470"
 _COORDINATOR_PORT = "8476"  # JAX's own choice on TPUs.
 _METADATA_SECONDS = 10.0
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks Google Compute Engine for the addresses of the instances of a group, in ascending order.
+    """Asks Google Compute Engine for the addresses of the instances of a group, in
+    ascending order.
 
-    It cannot say which of them this process is: pass `task_id`. Needs `pip install google-api-python-client`.
-    Source: `tf.distribute.cluster_resolver.GCEClusterResolver`. Differs from TF: the group is named to the API as the
-    API documents it, so that the official client takes the request.
+    It cannot say which of them this process is: pass `task_id`. Needs `pip install
+    google-api-python-client`. Source:
+    `tf.distribute.cluster_resolver.GCEClusterResolver`. Differs from TF: the group is
+    named to the API as the API documents it, so that the official client takes the
+    request.
 
     Args:
         project: The name of the project.
@@ -47,7 +55,8 @@ class GCEClusterResolver(ClusterResolver):
         task_id: The number of this process, in the order of the addresses.
         rpc_layer: The protocol that `master` puts in front.
         credentials: Of `google.auth`; by default those of the environment.
-        service: A `googleapiclient` service that is built already: `discovery.build("compute", "v1")`.
+        service: A `googleapiclient` service that is built already:
+            `discovery.build("compute", "v1")`.
 
     Raises:
         BackendError: Without the client.
@@ -92,7 +101,10 @@ class GCEClusterResolver(ClusterResolver):
         """The running instances, asked for now."""
         groups, instances = self._service.instanceGroups(), self._service.instances()
         request = groups.listInstances(
-            **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}, orderBy="name"
+            **self._place,
+            instanceGroup=self._group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",
         )
         addresses: list[str] = []
         while request is not None:
@@ -100,25 +112,34 @@ class GCEClusterResolver(ClusterResolver):
             for item in response.get("items", []):
                 name = item["instance"].split("/")[-1]
                 details = instances.get(**self._place, instance=name).execute()
-                addresses.append(f"{details['networkInterfaces'][0]['networkIP']}:{self._port}")
-            request = groups.listInstances_next(previous_request=request, previous_response=response)
+                addresses.append(
+                    f"{details['networkInterfaces'][0]['networkIP']}:{self._port}"
+                )
+            request = groups.listInstances_next(
+                previous_request=request, previous_response=response
+            )
         return ClusterSpec({self._task_type: sorted(addresses)})
 
 
 class TPUClusterResolver(ClusterResolver):
     """The hosts of a TPU slice.
 
-    JAX runs one process on each host of a slice, and all of them run the same program; nothing connects to a TPU from
-    outside. So this resolver only says which hosts there are, and which of them this is.
-    Source: `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is started or initialized;
-    there is no `set_tpu_topology` and no `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine
-    are taken where its environment names them; `"cpu"` stands for CPU devices in the place of TPUs.
+    JAX runs one process on each host of a slice, and all of them run the same program;
+    nothing connects to a TPU from outside. So this resolver only says which hosts there
+    are, and which of them this is. Source:
+    `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is
+    started or initialized; there is no `set_tpu_topology` and no
+    `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine are
+    taken where its environment names them; `"cpu"` stands for CPU devices in the place
+    of TPUs.
 
     Args:
-        tpu: `"local"`, the chips of this machine; `""`, what the environment names, else the slice that this machine
-            belongs to; addresses, `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for which the
-            Cloud TPU API is asked (`pip install google-api-python-client`); or `"cpu"`, to run a program for TPUs on
-            CPU devices. By default what `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
+        tpu: `"local"`, the chips of this machine; `""`, what the environment names,
+            else the slice that this machine belongs to; addresses,
+            `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for which
+            the Cloud TPU API is asked (`pip install google-api-python-client`); or
+            `"cpu"`, to run a program for TPUs on CPU devices. By default what
+            `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
             `TPU_WORKER_HOSTNAMES` says.
         zone: Where it is; by default where this machine is.
         project: Whose it is; by default that of this machine.
@@ -126,7 +147,8 @@ class TPUClusterResolver(ClusterResolver):
         coordinator_name: A further job.
         coordinator_address: The address of its only task.
         credentials: Of `google.auth`; by default those of the environment.
-        service: A `googleapiclient` service that is built already: `discovery.build("tpu", "v1")`.
+        service: A `googleapiclient` service that is built already:
+            `discovery.build("tpu", "v1")`.
         discovery_url: Of the API; by default Google's, or `TPU_API_DISCOVERY_URL`.
 
     Raises:
@@ -172,12 +194,21 @@ class TPUClusterResolver(ClusterResolver):
             checks.instance(name, value, kinds, what, "check TPU_CONFIG.", ClusterError)
         if isinstance(tpu, list):
             if len(tpu) != 1:
-                raise ClusterError("A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU.")
+                raise ClusterError(
+                    "A slice is one TPU.", received=f"tpu={tpu}.", fix="name one TPU."
+                )
             tpu = tpu[0]
         checks.instance("tpu", tpu, str | None, "A TPU is named by a string.", fix)
-        environment = (os.environ.get(name) for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME"))
+        environment = (
+            os.environ.get(name)
+            for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME")
+        )
         hosts = hosts_of_environment()
-        found = tpu or next((name for name in environment if name), None) or config.get("tpu_node_name")
+        found = (
+            tpu
+            or next((name for name in environment if name), None)
+            or config.get("tpu_node_name")
+        )
         self._tpu: str = found or ("grpc://" + hosts if hosts else "")
         self._asks_machine = not self._tpu and tpu == ""
         if self._asks_machine:
@@ -185,8 +216,10 @@ class TPUClusterResolver(ClusterResolver):
         if not self._tpu:
             raise ClusterError(
                 "Nothing names a TPU.",
-                received="no tpu, and no TPU_NAME or TPU_WORKER_HOSTNAMES in the environment.",
-                fix='TPUClusterResolver("local") for the chips of this machine, or TPUClusterResolver("cpu") for CPU '
+                received="no tpu, and no TPU_NAME or TPU_WORKER_HOSTNAMES in the "
+                "environment.",
+                fix='TPUClusterResolver("local") for the chips of this machine, or '
+                'TPUClusterResolver("cpu") for CPU '
                 "devices in their place.",
             )
         self._task_type, self._task_id, self._rpc_layer = job_name, 0, "grpc"
@@ -194,15 +227,21 @@ class TPUClusterResolver(ClusterResolver):
         self._node = ""
         self._service: Any = None
         if self._tpu not in (_LOCAL, _CPU) and not self._tpu.startswith("grpc://"):
-            project = project or config.get("project") or _metadata("project/project-id")
-            zone = zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
+            project = (
+                project or config.get("project") or _metadata("project/project-id")
+            )
+            zone = (
+                zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
+            )
             self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
             url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
             own = _service("tpu", credentials, url) if service is None else service
             self._service = own
 
     @staticmethod
-    def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
+    def connect(
+        tpu: str | None = None, zone: str | None = None, project: str | None = None
+    ) -> TPUClusterResolver:
         """The resolver itself: there is nothing to connect to."""
         return TPUClusterResolver(tpu, zone, project)
 
@@ -233,27 +272,45 @@ class TPUClusterResolver(ClusterResolver):
 
     def _endpoints(self) -> list[str]:
         if not self._node:
-            parts = (endpoint.removeprefix("grpc://").split(":") for endpoint in self._tpu.split(","))
+            parts = (
+                endpoint.removeprefix("grpc://").split(":")
+                for endpoint in self._tpu.split(",")
+            )
             return [f"{host}:{(port or [_TPU_PORT])[0]}" for host, *port in parts]
-        node = self._service.projects().locations().nodes().get(name=self._node).execute()
+        node = (
+            self._service.projects().locations().nodes().get(name=self._node).execute()
+        )
         if node.get("state") != "READY":
             raise ClusterError(
-                f"The TPU {self._tpu!r} is not ready; its state is {node.get('state')!r}.",
+                f"The TPU {self._tpu!r} is not ready; its state is "
+                f"{node.get('state')!r}.",
                 received=f"{self._node}.",
-                fix="wait until it is; a TPU in the state PREEMPTED or TERMINATED has to be made anew.",
+                fix="wait until it is; a TPU in the state PREEMPTED or TERMINATED has "
+                "to be made anew.",
             )
         endpoints = node.get("networkEndpoints") or [node]
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         check_task(task_type, task_id, rpc_layer)
         if self._tpu in (_LOCAL, _CPU):
             return ""
-        task = (task_type, task_id) if None not in (task_type, task_id) else (self.get_job_name(), self._task_id or 0)
+        task = (
+            (task_type, task_id)
+            if None not in (task_type, task_id)
+            else (self.get_job_name(), self._task_id or 0)
+        )
         return master_url(self.cluster_spec().task_address(*task), "grpc")  # type: ignore[arg-type]
 
     def topology(self) -> Topology:
-        """The place of this host, whose number is in `TPU_WORKER_ID`, or known to the metadata server."""
+        """The place of this host, whose number is in `TPU_WORKER_ID`, or known to the
+        metadata server.
+        """
         if self._tpu in (_LOCAL, _CPU):
             hosts = _hosts_of_slice() if self._asks_machine and _has_tpu() else []
         else:
@@ -266,7 +323,9 @@ class TPUClusterResolver(ClusterResolver):
         if own is None:
             own = _metadata("instance/attributes/agent-worker-number")
         first, before = hosts[0].rsplit(":", 1)[0], 0
-        if slices > 1:  # Google's runtime numbers the slices, and all of them know the first one's address.
+        if (
+            slices > 1
+        ):  # Google's runtime numbers the slices, and all of them know the first one's address.
             needed = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
             missing = [name for name in needed if name not in os.environ]
             if missing:
@@ -281,11 +340,16 @@ class TPUClusterResolver(ClusterResolver):
         return Topology(place, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
     ) -> dict[str, int]:
         """The TPU cores of this host."""
         check_task(task_type, task_id)
-        return {"TPU": Counter(device.platform for device in jax.local_devices())["tpu"]}
+        return {
+            "TPU": Counter(device.platform for device in jax.local_devices())["tpu"]
+        }
 
     def get_master(self) -> str:
         """As `master()`."""
@@ -309,7 +373,9 @@ def _service(api: str, credentials: Any, url: str | None = None) -> Any:
             received=f"{error}.",
             fix="pip install google-api-python-client",
         ) from error
-    own = None if credentials == "default" else credentials  # `None`: those of the environment.
+    own = (
+        None if credentials == "default" else credentials
+    )  # `None`: those of the environment.
     options = {"discoveryServiceUrl": url} if url else {}
     return discovery.build(api, "v1", credentials=own, cache_discovery=False, **options)
 
@@ -317,7 +383,8 @@ def _service(api: str, credentials: Any, url: str | None = None) -> Any:
 def hosts_of_environment() -> str:
     """The hosts that `TPU_WORKER_HOSTNAMES` names, separated by commas; `""` for none.
 
-    libtpu puts a warning there on a machine without a TPU, which the programs that are started from there inherit.
+    libtpu puts a warning there on a machine without a TPU, which the programs that are
+    started from there inherit.
     """
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return "" if " " in hosts else hosts
@@ -328,11 +395,14 @@ def _has_tpu() -> bool:
 
 
 def _hosts_of_slice() -> list[str]:
-    """The hosts of the slice that this TPU virtual machine belongs to; none where no metadata server knows any.
+    """The hosts of the slice that this TPU virtual machine belongs to; none where no
+    metadata server knows any.
 
     The server's list has an address or `name:id:address` for each.
     """
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # Set where there is no such server, as in some notebooks.
+    if os.environ.get(
+        "TPU_SKIP_MDS_QUERY"
+    ):  # Set where there is no such server, as in some notebooks.
         return []
     try:
         entries = _metadata("instance/attributes/worker-network-endpoints").split(",")
@@ -343,7 +413,9 @@ def _hosts_of_slice() -> list[str]:
 
 def _metadata(path: str) -> str:
     """What the metadata server of a virtual machine in Google's cloud says about it."""
-    server = os.environ.get("GCE_METADATA_IP") or os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    server = os.environ.get("GCE_METADATA_IP") or os.environ.get(
+        "GCE_METADATA_HOST", "metadata.google.internal"
+    )
     url = f"http://{server}/computeMetadata/v1/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
@@ -353,5 +425,6 @@ def _metadata(path: str) -> str:
         raise ClusterError(
             f"The metadata server did not say {path!r}: {error}.",
             received=f"a request to {server}.",
-            fix="pass project and zone, and set TPU_WORKER_ID, outside of Google's cloud.",
+            fix="pass project and zone, and set TPU_WORKER_ID, outside of Google's "
+            "cloud.",
         ) from error

@@ -1,4 +1,6 @@
-"""The processes of a job on this host: started, heard, signalled and ended. Knows nothing of JAX or what they run."""
+"""The processes of a job on this host: started, heard, signalled and ended. Knows
+nothing of JAX or what they run.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,16 @@ class Worker:
 
     @property
     def exit_code(self) -> int | None:
-        """`None` while it runs; 128 and the number of the signal for one that was killed, as shells have it."""
+        """`None` while it runs; 128 and the number of the signal for one that was
+        killed, as shells have it.
+        """
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
 
 class Job:
-    """Processes that run the same command, each with the environment of its place in a cluster.
+    """Processes that run the same command, each with the environment of its place in a
+    cluster.
 
     Args:
         command: What each runs.
@@ -52,8 +57,10 @@ class Job:
         first: The number of the first of them.
         num_processes: How many there are on all hosts; as many as here by default.
         coordinator: The address of process 0; a free port of this host by default.
-        environment: Further variables, for each, or a function from the place on this host to them.
-        on_line: Called with the number of a process and each line that it writes, in a thread of its own.
+        environment: Further variables, for each, or a function from the place on this
+            host to them.
+        on_line: Called with the number of a process and each line that it writes, in a
+            thread of its own.
         token: Of the job, where other hosts start some of its processes. Where all are
             started here, they get a new one, that only they know.
     """
@@ -66,7 +73,9 @@ class Job:
         first: int = 0,
         num_processes: int | None = None,
         coordinator: str | None = None,
-        environment: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        environment: Mapping[str, str]
+        | Callable[[int], Mapping[str, str]]
+        | None = None,
         on_line: Callable[[int, str], None] | None = None,
         token: str | None = None,
     ) -> None:
@@ -77,7 +86,9 @@ class Job:
             token = signing.new_token()
         self._token = {} if token is None else {signing.TOKEN: token}
         self._coordinator = coordinator or f"127.0.0.1:{free_port()}"
-        self._environment = environment if callable(environment) else lambda place: environment or {}
+        self._environment = (
+            environment if callable(environment) else lambda place: environment or {}
+        )
         self._ended: list[Worker] = []
         self._on_line = on_line or (lambda index, line: None)
         self._threads: list[threading.Thread] = []
@@ -99,7 +110,12 @@ class Job:
             )
             worker = Worker(index, process, deque(maxlen=_KEPT_LINES))
             self.workers.append(worker)
-            thread = threading.Thread(target=self._hear, args=(worker,), name=f"output of process {index}", daemon=True)
+            thread = threading.Thread(
+                target=self._hear,
+                args=(worker,),
+                name=f"output of process {index}",
+                daemon=True,
+            )
             thread.start()
             self._threads.append(thread)
 
@@ -117,28 +133,38 @@ class Job:
     def _hear(self, worker: Worker) -> None:
         assert worker.process.stdout is not None
         failure: Exception | None = None
-        for line in worker.process.stdout:  # To the end, whatever happens to it here: the process waits for that.
+        for line in (
+            worker.process.stdout
+        ):  # To the end, whatever happens to it here: the process waits for that.
             worker.lines.append(line)
             if failure is None:
                 try:
                     self._on_line(worker.index, line)
                 except Exception as error:
                     failure = error
-                    worker.lines.append(f"[The output from here on could not be shown: {error!r}]\n")
+                    worker.lines.append(
+                        f"[The output from here on could not be shown: {error!r}]\n"
+                    )
 
     def first_failure(self, following: int | None = None) -> Worker | None:
         """The process that ended first with an error, of those that have.
 
         Args:
-            following: The exit code of those that ended because of another one; one of them only if there is no other.
+            following: The exit code of those that ended because of another one; one of
+                them only if there is no other.
         """
         self.running()
         failed = [worker for worker in self._ended if worker.exit_code]
-        return next((worker for worker in failed if worker.exit_code != following), failed[0] if failed else None)
+        return next(
+            (worker for worker in failed if worker.exit_code != following),
+            failed[0] if failed else None,
+        )
 
     def running(self) -> list[Worker]:
         """Those that have not ended."""
-        self._ended += [w for w in self.workers if w.exit_code is not None and w not in self._ended]
+        self._ended += [
+            w for w in self.workers if w.exit_code is not None and w not in self._ended
+        ]
         return [worker for worker in self.workers if worker not in self._ended]
 
     def wait(
@@ -159,7 +185,11 @@ class Job:
             Whether that came before the time was up.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        while self.running() and not (until_failure and self.first_failure()) and not until():
+        while (
+            self.running()
+            and not (until_failure and self.first_failure())
+            and not until()
+        ):
             if end is not None and time.monotonic() > end:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -173,7 +203,9 @@ class Job:
                     os.killpg(worker.process.pid, number)
 
     def stop(self, grace: float = 5.0) -> None:
-        """Ends all: asks them to, and kills those that have not ended after `grace` seconds, and their children."""
+        """Ends all: asks them to, and kills those that have not ended after `grace`
+        seconds, and their children.
+        """
         if grace and self.running():
             self.send(signal.SIGTERM)
             self.send(signal.SIGCONT)  # A frozen process would not hear it.
@@ -194,5 +226,7 @@ def free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """In the new process: ends with the one that started it, even if that one is killed."""
+    """In the new process: ends with the one that started it, even if that one is
+    killed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

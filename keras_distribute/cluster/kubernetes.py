@@ -20,16 +20,20 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes for the addresses of the pods with certain labels, in the order of their names.
+    """Asks Kubernetes for the addresses of the pods with certain labels, in the order
+    of their names.
 
-    It cannot say which of them this process is: set `task_type` and `task_id`, or take them from the index of an
-    indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`. Needs `pip install kubernetes`.
-    Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`. Differs from TF: the addresses are those of the
-    pods, not of their hosts, which are the same only for pods on the host's network; and inside a cluster each call
-    logs in as the first one did.
+    It cannot say which of them this process is: set `task_type` and `task_id`, or take
+    them from the index of an indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`.
+    Needs `pip install kubernetes`. Source:
+    `tf.distribute.cluster_resolver.KubernetesClusterResolver`. Differs from TF: the
+    addresses are those of the pods, not of their hosts, which are the same only for
+    pods on the host's network; and inside a cluster each call logs in as the first one
+    did.
 
     Args:
-        job_to_label_mapping: By job the label selectors of its pods; `{"worker": ["job-name=tensorflow"]}` at first.
+        job_to_label_mapping: By job the label selectors of its pods; `{"worker":
+            ["job-name=tensorflow"]}` at first.
         tf_server_port: The port of each process.
         rpc_layer: The protocol that `master` puts in front.
         override_client: A `kubernetes.client.CoreV1Api` that is logged in already.
@@ -76,16 +80,21 @@ class KubernetesClusterResolver(ClusterResolver):
         Raises:
             ClusterError: Where one of them is not running.
         """
-        return ClusterSpec({job: self._addresses(selectors) for job, selectors in self._labels.items()})
+        return ClusterSpec(
+            {job: self._addresses(selectors) for job, selectors in self._labels.items()}
+        )
 
     def _addresses(self, selectors: list[str]) -> list[str]:
         addresses: list[str] = []
         for selector in selectors:
-            pods = self._client.list_pod_for_all_namespaces(label_selector=selector).items
+            pods = self._client.list_pod_for_all_namespaces(
+                label_selector=selector
+            ).items
             for pod in sorted(pods, key=lambda pod: pod.metadata.name):
                 if pod.status.phase != "Running":
                     raise ClusterError(
-                        f"The pod {pod.metadata.name!r} is not running; its phase is {pod.status.phase!r}.",
+                        f"The pod {pod.metadata.name!r} is not running; its phase is "
+                        f"{pod.status.phase!r}.",
                         received=f"the pods with {selector!r}.",
                         fix="wait until all pods of the job run.",
                     )
@@ -95,10 +104,15 @@ class KubernetesClusterResolver(ClusterResolver):
 
 def _logged_in(location: KubernetesExecutableLocation) -> Any:
     try:
-        config, client = (importlib.import_module(f"kubernetes.{name}") for name in ("config", "client"))
+        config, client = (
+            importlib.import_module(f"kubernetes.{name}")
+            for name in ("config", "client")
+        )
     except ImportError as error:
         raise BackendError(
-            "The pods are asked for by Kubernetes' own client.", received=f"{error}.", fix="pip install kubernetes"
+            "The pods are asked for by Kubernetes' own client.",
+            received=f"{error}.",
+            fix="pip install kubernetes",
         ) from error
     try:
         if location is KubernetesExecutableLocation.WITHIN_CLUSTER:

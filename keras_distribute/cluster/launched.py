@@ -1,4 +1,6 @@
-"""Clusters whose environment gives numbers, not addresses: `KERAS_DISTRIBUTION_*`, our own launcher's, and Open MPI."""
+"""Clusters whose environment gives numbers, not addresses: `KERAS_DISTRIBUTION_*`, our
+own launcher's, and Open MPI.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _PORTS = 4096  # The last ports, from which a job's number chooses one; as JAX d
 class NumberedResolver(ClusterResolver):
     """All processes are workers, and at least the first one's address is known."""
 
-    def __init__(self, process_id: int, addresses: list[str], num_processes: int) -> None:
+    def __init__(
+        self, process_id: int, addresses: list[str], num_processes: int
+    ) -> None:
         self._task_type, self._task_id = "worker", process_id
         self._addresses, self._num_processes = addresses, num_processes
 
@@ -28,8 +32,15 @@ class NumberedResolver(ClusterResolver):
         """The workers whose addresses are known."""
         return ClusterSpec({"worker": dict(enumerate(self._addresses))})
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task; of one that has none known, as of all by default, that of the first."""
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; of one that has none known, as of all by default, that
+        of the first.
+        """
         check_task(task_type, task_id, rpc_layer)
         known = task_id is not None and 0 <= task_id < len(self._addresses)
         return super().master(task_type, task_id if known else 0, rpc_layer)
@@ -40,10 +51,12 @@ class NumberedResolver(ClusterResolver):
 
 
 class KerasClusterResolver(NumberedResolver):
-    """Reads the cluster from `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and `_PROCESS_ID`.
+    """Reads the cluster from `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and
+    `_PROCESS_ID`.
 
-    The first holds the addresses of all processes, separated by commas, or that of the first process alone.
-    `python -m keras_distribute.launch` sets them. Source: `keras.distribution.initialize`.
+    The first holds the addresses of all processes, separated by commas, or that of the
+    first process alone. `python -m keras_distribute.launch` sets them. Source:
+    `keras.distribution.initialize`.
 
     Raises:
         ClusterError: Where a variable is missing, or the numbers contradict each other.
@@ -59,14 +72,21 @@ class KerasClusterResolver(NumberedResolver):
     """
 
     def __init__(self) -> None:
-        addresses = [a.strip() for a in os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",") if a.strip()]
+        addresses = [
+            a.strip()
+            for a in os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",")
+            if a.strip()
+        ]
         if not addresses:
             raise _missing(f"{_KERAS}JOB_ADDRESSES")
         count = os.environ.get(f"{_KERAS}NUM_PROCESSES")
-        num_processes = len(addresses) if count is None else _number(f"{_KERAS}NUM_PROCESSES")
+        num_processes = (
+            len(addresses) if count is None else _number(f"{_KERAS}NUM_PROCESSES")
+        )
         if len(addresses) not in (1, num_processes):
             raise ClusterError(
-                f"{len(addresses)} addresses are none for each of {num_processes} processes.",
+                f"{len(addresses)} addresses are none for each of {num_processes} "
+                "processes.",
                 received=f"{_KERAS}JOB_ADDRESSES={','.join(addresses)}.",
                 fix="the address of every process, or that of the first one alone.",
             )
@@ -76,14 +96,16 @@ class KerasClusterResolver(NumberedResolver):
 class OpenMPIClusterResolver(NumberedResolver):
     """Reads the cluster from the environment of Open MPI's `mpirun`.
 
-    The first process is looked for on the host that `mpirun` was started on, at a port chosen by the number of the
-    job: JAX's convention. Where process 0 runs on another host, or Open MPI does not say, name its address.
+    The first process is looked for on the host that `mpirun` was started on, at a port
+    chosen by the number of the job: JAX's convention. Where process 0 runs on another
+    host, or Open MPI does not say, name its address.
 
     Args:
         coordinator: The address of process 0, `host:port`.
 
     Raises:
-        ClusterError: Outside of `mpirun`, and where the address of the first process is not known.
+        ClusterError: Outside of `mpirun`, and where the address of the first process is
+            not known.
 
     Example:
         >>> import os, keras_distribute as kd
@@ -97,13 +119,17 @@ class OpenMPIClusterResolver(NumberedResolver):
         what, fix = "The coordinator is an address.", '"10.0.0.1:1234"'
         checks.instance("coordinator", coordinator, str | None, what, fix)
         num_processes = _number(f"{_MPI}SIZE")
-        address = coordinator or (_launcher_address() if num_processes > 1 else "localhost:0")
+        address = coordinator or (
+            _launcher_address() if num_processes > 1 else "localhost:0"
+        )
         super().__init__(_number(f"{_MPI}RANK"), [address], num_processes)
 
 
 def _launcher_address() -> str:
     uri = os.environ.get("OMPI_MCA_orte_hnp_uri", "")  # noqa: SIM112 - Open MPI's spelling.
-    match = re.match(r"([0-9]{1,18})\.\d+;.*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
+    match = re.match(
+        r"([0-9]{1,18})\.\d+;.*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri
+    )
     if match is not None:
         job, host, host6 = match.groups()
         port = 65536 - _PORTS + int(job) // _PORTS % _PORTS

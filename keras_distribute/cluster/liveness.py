@@ -1,15 +1,20 @@
-"""Whether the other processes live, and where they stand: signs of life through JAX's key-value service.
+"""Whether the other processes live, and where they stand: signs of life through JAX's
+key-value service.
 
-JAX ends a process when another one has died, but does not say which. Here each process tells the others about once a
-second where it is. The first one to know why the job cannot go on - an exception of its own, or another process that
-has been silent for too long, or has ended too early - says so in one place, the verdict; all others hear it at once,
-repeat it, and end. So every process names the same culprit, and not one that has ended because of it. Where nobody
-gets on, all places are shown once, and nothing else happens: a step may be slow.
+JAX ends a process when another one has died, but does not say which. Here each process
+tells the others about once a second where it is. The first one to know why the job
+cannot go on - an exception of its own, or another process that has been silent for too
+long, or has ended too early - says so in one place, the verdict; all others hear it at
+once, repeat it, and end. So every process names the same culprit, and not one that has
+ended because of it. Where nobody gets on, all places are shown once, and nothing else
+happens: a step may be slow.
 
-A process whose program is over waits until those of all others are. It tells how many programs of all processes it has
-taken part in: whoever has begun one more would wait for it for ever.
+A process whose program is over waits until those of all others are. It tells how many
+programs of all processes it has taken part in: whoever has begun one more would wait
+for it for ever.
 
-Process 0 serves the keys and values, and JAX ends all others at the moment that it ends: it leaves last.
+Process 0 serves the keys and values, and JAX ends all others at the moment that it
+ends: it leaves last.
 
 Whoever reaches the service can write there. Signs of life and the verdict are signed
 with the token of the job, if it has one, and whatever has another form is ignored.
@@ -63,14 +68,18 @@ def at(place: str, num_processes: int) -> None:
 
 
 def together(num_processes: int) -> None:
-    """Notes that this process begins a program of so many processes, a step or another one."""
+    """Notes that this process begins a program of so many processes, a step or another
+    one.
+    """
     global _together
     if _watch is not None and num_processes == _watch.num_processes:
         _together += 1
 
 
 def has_ended(process: int) -> bool:
-    """Whether a process that this one waits for has told that its program is over; notes that it was waited for."""
+    """Whether a process that this one waits for has told that its program is over;
+    notes that it was waited for.
+    """
     global _awaited
     if _watch is None or not _watch.has_ended(process):
         return False
@@ -78,7 +87,9 @@ def has_ended(process: int) -> bool:
     return True
 
 
-def watch(process: int, num_processes: int, timeout: float, seal: Seal | None = None) -> None:
+def watch(
+    process: int, num_processes: int, timeout: float, seal: Seal | None = None
+) -> None:
     """Begins to tell and to listen.
 
     Args:
@@ -103,13 +114,16 @@ def sign(seal: Seal) -> None:
 
 
 def claim_the_end() -> None:
-    """Makes the calling thread the one that ends this process; returns only where no other one does already."""
+    """Makes the calling thread the one that ends this process; returns only where no
+    other one does already.
+    """
     if _watch is not None:
         _watch.claim()
 
 
 def reason(own: str, wait: float) -> str | None:
-    """Why the job ends, in the words that all processes hear: those of the first one to know.
+    """Why the job ends, in the words that all processes hear: those of the first one to
+    know.
 
     Args:
         own: What this process says of itself, where nobody else has said anything.
@@ -120,7 +134,10 @@ def reason(own: str, wait: float) -> str | None:
     """
     if _watch is None:
         return None
-    found, end = None if _awaited is None else _watch.left_by([_awaited]), time.monotonic() + wait
+    found, end = (
+        None if _awaited is None else _watch.left_by([_awaited]),
+        time.monotonic() + wait,
+    )
     while time.monotonic() < end and found is None and _watch.verdict() is None:
         found = _watch.silent(3 * _watch.interval)
         time.sleep(_watch.interval / 4)
@@ -129,7 +146,9 @@ def reason(own: str, wait: float) -> str | None:
 
 
 def leave() -> None:
-    """Says that this process ends because of an error; in process 0, waits until all others end."""
+    """Says that this process ends because of an error; in process 0, waits until all
+    others end.
+    """
     if _watch is not None:
         _watch.leave()
 
@@ -158,11 +177,20 @@ class _Watch:
         end: Callable[[int], Any] = os._exit,
         seal: Seal | None = None,
     ) -> None:
-        self.process, self.num_processes, self._timeout, self._end = process, num_processes, timeout, end
+        self.process, self.num_processes, self._timeout, self._end = (
+            process,
+            num_processes,
+            timeout,
+            end,
+        )
         self.interval = min(_MOST_SECONDS, timeout / 8)
         self._stopped, self._leaves = threading.Event(), False
-        self._tells = threading.Lock()  # So that nothing older is told after that this process leaves.
-        self._ends = threading.Lock()  # Held, for ever, by the thread that ends this process.
+        self._tells = (
+            threading.Lock()
+        )  # So that nothing older is told after that this process leaves.
+        self._ends = (
+            threading.Lock()
+        )  # Held, for ever, by the thread that ends this process.
         self._turn = 0
         self._seal = seal or Seal(None)
         self._warned = False
@@ -173,7 +201,10 @@ class _Watch:
         self._moved, self._shown = (now, -1), False
         self._verdict: Verdict | None = None
         loops = (self._tell_and_hear, self._judge, self._listen)
-        self._threads = [threading.Thread(target=loop, name=f"keras_distribute {loop.__name__}") for loop in loops]
+        self._threads = [
+            threading.Thread(target=loop, name=f"keras_distribute {loop.__name__}")
+            for loop in loops
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -183,7 +214,9 @@ class _Watch:
     def stop(self) -> None:
         """At the end of the program, when silence means nothing."""
         self._stopped.set()
-        for thread in self._threads:  # One in a call of JAX's runtime would abort an interpreter that is gone.
+        for thread in (
+            self._threads
+        ):  # One in a call of JAX's runtime would abort an interpreter that is gone.
             thread.join(_JOIN_SECONDS)
 
     def sign(self, seal: Seal) -> None:
@@ -206,7 +239,10 @@ class _Watch:
 
     def _tell(self) -> None:
         client = jax_internals.coordination_client()
-        with self._tells, contextlib.suppress(Exception):  # Whoever does not answer is noticed by its silence.
+        with (
+            self._tells,
+            contextlib.suppress(Exception),
+        ):  # Whoever does not answer is noticed by its silence.
             self._turn += 1
             told = f"{self._turn}|{_steps}|{_together}|{_ENDED if self._leaves else _place}"
             key = f"{_FOLDER}/{self.process}"
@@ -241,28 +277,42 @@ class _Watch:
                 self._heard[process] = (told, now)
 
     def pass_over(self, seconds: float) -> None:
-        """Time in which this process itself stood still does not count: it could have heard nobody."""
+        """Time in which this process itself stood still does not count: it could have
+        heard nobody.
+        """
         if seconds > 0:
             self._answered += seconds
-            self._heard = {process: (told, when + seconds) for process, (told, when) in self._heard.items()}
+            self._heard = {
+                process: (told, when + seconds)
+                for process, (told, when) in self._heard.items()
+            }
 
     def silent(self, seconds: float) -> Verdict | None:
-        """Which process has been silent for so long, the longest of all; and what to say of it."""
+        """Which process has been silent for so long, the longest of all; and what to
+        say of it.
+        """
         now = time.monotonic()
         if now - self._answered > seconds:
             return (
                 0,
-                f"process 0, by which all find each other, has not answered for {now - self._answered:.0f} seconds",
+                "process 0, by which all find each other, has not answered for "
+                f"{now - self._answered:.0f} seconds",
             )
         others = [  # Up to the last answer: since then nobody could be heard.
             (when, process, told)
             for process, (told, when) in self._heard.items()
-            if process != self.process and self._answered - when > seconds and not _is_over(told)
+            if process != self.process
+            and self._answered - when > seconds
+            and not _is_over(told)
         ]
         if not others:
             return None
         when, process, told = min(others)
-        return process, f"process {process} gave its last sign of life {now - when:.0f} seconds ago, {_where(told)}"
+        return (
+            process,
+            f"process {process} gave its last sign of life {now - when:.0f} seconds "
+            f"ago, {_where(told)}",
+        )
 
     def has_ended(self, process: int) -> bool:
         """Whether a process has told that its program is over."""
@@ -273,12 +323,22 @@ class _Watch:
         if not processes:
             return None
         steps = self._heard[processes[0]][0].split("|")[1]
-        return processes[0], f"process {processes[0]} has ended after step {steps} of its program, others have not"
+        return (
+            processes[0],
+            f"process {processes[0]} has ended after step {steps} of its program, "
+            "others have not",
+        )
 
     def left_behind(self) -> Verdict | None:
         """Who has ended and is missing in a program that this process has begun."""
-        over = [process for process in self._heard if process != self.process and self.has_ended(process)]
-        return self.left_by([p for p in over if int(self._heard[p][0].split("|")[2]) < _together])
+        over = [
+            process
+            for process in self._heard
+            if process != self.process and self.has_ended(process)
+        ]
+        return self.left_by(
+            [p for p in over if int(self._heard[p][0].split("|")[2]) < _together]
+        )
 
     def verdict(self) -> Verdict | None:
         """The reason for the end of the job, where one has been given."""
@@ -292,7 +352,9 @@ class _Watch:
         return self._verdict
 
     def pass_verdict(self, verdict: Verdict) -> Verdict:
-        """Says why the job ends, unless somebody has said so before; returns what holds."""
+        """Says why the job ends, unless somebody has said so before; returns what
+        holds.
+        """
 
         def write() -> None:
             client = jax_internals.coordination_client()
@@ -311,7 +373,9 @@ class _Watch:
         return self.verdict() or verdict
 
     def _briefly(self, ask: Callable[[], None]) -> None:
-        """Asks process 0, and goes on without an answer where it is frozen, or an error is the answer."""
+        """Asks process 0, and goes on without an answer where it is frozen, or an error
+        is the answer.
+        """
 
         def asking() -> None:
             with contextlib.suppress(Exception):
@@ -335,7 +399,9 @@ class _Watch:
             self.show_if_slow()
 
     def _listen(self) -> None:
-        """Waits for the verdict; and for process 0 to end, of which JAX would tell without a name."""
+        """Waits for the verdict; and for process 0 to end, of which JAX would tell
+        without a name.
+        """
         client = jax_internals.coordination_client()
         while not self._stopped.is_set():
             try:
@@ -356,7 +422,9 @@ class _Watch:
                 self._stopped.wait(self.interval)
                 continue
             self._verdict = verdict
-            self._stopped.wait(self.interval)  # For the error that this process may be about to raise.
+            self._stopped.wait(
+                self.interval
+            )  # For the error that this process may be about to raise.
             if not self._stopped.is_set():
                 self._end_because(*verdict)
             return
@@ -393,7 +461,9 @@ class _Watch:
         self._briefly(self._tell)
 
     def leave(self) -> None:
-        """Says that this process ends; process 0 waits until the others have said so, too, but for the culprit."""
+        """Says that this process ends; process 0 waits until the others have said so,
+        too, but for the culprit.
+        """
         self.say_that_it_ends()
         culprit = self._verdict[0] if self._verdict else self.process
         if self.process == 0 and culprit and self.has_ended(culprit):
@@ -401,30 +471,45 @@ class _Watch:
         present = set(self._heard) - {self.process, culprit}
         end = time.monotonic() + 4 * self.interval
         while self.process == 0 and present and time.monotonic() < end:
-            time.sleep(self.interval / 4)  # The last time for those that have said so, and are about to end.
+            time.sleep(
+                self.interval / 4
+            )  # The last time for those that have said so, and are about to end.
             present = {other for other in present if not self.has_ended(other)}
             self._ask()
 
     def wait_for_all(self) -> None:
-        """Returns when the programs of all others are over, too; where a verdict comes first, this process ends.
+        """Returns when the programs of all others are over, too; where a verdict comes
+        first, this process ends.
 
         All waits for a verdict end then, too.
         """
         others = set(self._heard) - {self.process}
-        while not all(map(self.has_ended, others)) and jax_internals.coordination_client() is not None:
+        while (
+            not all(map(self.has_ended, others))
+            and jax_internals.coordination_client() is not None
+        ):
             time.sleep(_ASK_SECONDS)
             self._briefly(self._ask)
-        self._end_because(*self.pass_verdict((_OVER, "")))  # Others may have ended because of an earlier one.
+        self._end_because(
+            *self.pass_verdict((_OVER, ""))
+        )  # Others may have ended because of an earlier one.
 
     def show_if_slow(self) -> None:
-        """Shows where all stand, once, when this process has not begun a step for long."""
+        """Shows where all stand, once, when this process has not begun a step for long.
+        """
         moved, steps = self._moved
         if steps != _steps:
             self._moved, self._shown = (time.monotonic(), _steps), False
         elif _steps and not self._shown and time.monotonic() - moved > SLOW_SECONDS:
             self._shown = True
-            places = "; ".join(f"process {p} {_where(told)}" for p, (told, _) in sorted(self._heard.items()))
-            self._write(f"no step for {SLOW_SECONDS:.0f} seconds in process {self.process}. {places}.")
+            places = "; ".join(
+                f"process {p} {_where(told)}"
+                for p, (told, _) in sorted(self._heard.items())
+            )
+            self._write(
+                f"no step for {SLOW_SECONDS:.0f} seconds in process {self.process}. "
+                f"{places}."
+            )
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"keras_distribute: {text}\n")

@@ -1,4 +1,5 @@
-"""Starts JAX's runtime of several processes, once, and says which of them this one is."""
+"""Starts JAX's runtime of several processes, once, and says which of them this one is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import ClusterError
 
 SILENCE_SECONDS = 30.0
-_STARTS = 10  # How many times as long a process may take to start: it may still be fetched.
+_STARTS = (
+    10  # How many times as long a process may take to start: it may still be fetched.
+)
 _LOOK_SECONDS = 4.0
 _STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # What JAX's runtime puts in front.
 _T = TypeVar("_T")
@@ -37,13 +40,15 @@ _takes_part = False
 
 
 def start(topology: Topology, how: str, timeout_seconds: float | None = None) -> None:
-    """Starts the runtime, unless it runs already, and takes part; returns when all processes have.
+    """Starts the runtime, unless it runs already, and takes part; returns when all
+    processes have.
 
     Args:
         topology: Of this process.
         how: Where that is from, for the line that the chief prints.
-        timeout_seconds: How long another process may give no sign of life; 30 seconds where it is `None`. For one that
-            lives, but does not come to where this one waits for it, half an hour, or longer if this is.
+        timeout_seconds: How long another process may give no sign of life; 30 seconds
+            where it is `None`. For one that lives, but does not come to where this one
+            waits for it, half an hour, or longer if this is.
 
     Raises:
         ClusterError: Where JAX has started already as something else; for a token of
@@ -60,7 +65,8 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
         if running != (topology.process_id, topology.num_processes):
             raise ClusterError(
                 f"JAX runs already as process {running[0]} of {running[1]}.",
-                received=f"process {topology.process_id} of {topology.num_processes}, by {how}.",
+                received=f"process {topology.process_id} of {topology.num_processes}, "
+                f"by {how}.",
                 fix="start each process with the environment of one cluster.",
             )
     else:
@@ -74,8 +80,10 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
     if jax_internals.backends_are_initialized():
         raise ClusterError(
             "JAX has started already, as a process of its own.",
-            received=f"process {topology.process_id} of {topology.num_processes}, by {how}.",
-            fix="create the strategy first thing in the program, before any array, model or variable.",
+            received=f"process {topology.process_id} of {topology.num_processes}, by "
+            f"{how}.",
+            fix="create the strategy first thing in the program, before any array, "
+            "model or variable.",
         )
     assert topology.coordinator is not None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -88,13 +96,16 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             cluster_detection_method="deactivate",
             coordinator_bind_address=_own_address(topology.coordinator),
             initialization_timeout=round(_STARTS * silence),
-            heartbeat_timeout_seconds=round(2 * silence) + 5,  # Later than `liveness`, which says who has died.
+            heartbeat_timeout_seconds=round(2 * silence)
+            + 5,  # Later than `liveness`, which says who has died.
         )
     except (RuntimeError, ValueError) as error:
         raise ClusterError(
-            f"Process {topology.process_id} of {topology.num_processes} could not join the others: {error}",
+            f"Process {topology.process_id} of {topology.num_processes} could not join "
+            f"the others: {error}",
             received=f"the address {topology.coordinator} of process 0, by {how}.",
-            fix="check that process 0 runs, and that its address can be reached from this host.",
+            fix="check that process 0 runs, and that its address can be reached from "
+            "this host.",
         ) from error
     if threading.current_thread() is threading.main_thread() and terminated is not None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
@@ -119,30 +130,39 @@ def _own_address(coordinator: str) -> str | None:
     return f"{host}:{port}"
 
 
-def _take_part(topology: Topology, how: str, silence: float, seal: signing.Seal) -> None:
+def _take_part(
+    topology: Topology, how: str, silence: float, seal: signing.Seal
+) -> None:
     count = topology.num_processes
     liveness.watch(topology.process_id, count, silence, seal)
-    atexit.register(liveness.wait_for_the_end)  # Before JAX's runtime waits for the others, for five minutes.
+    atexit.register(
+        liveness.wait_for_the_end
+    )  # Before JAX's runtime waits for the others, for five minutes.
     _fail_at_once()
     agreement.begin(seal, count)
     _agree_on_seeds()
-    counts = agreement.exchange("the start", jax.local_device_count(), topology.num_processes)
+    counts = agreement.exchange(
+        "the start", jax.local_device_count(), topology.num_processes
+    )
     if len(set(counts)) > 1:
         raise ClusterError(
             "The processes have different numbers of devices.",
             received=f"{', '.join(map(str, counts))} devices.",
-            fix="give every process as many: --cpu-devices, CUDA_VISIBLE_DEVICES, or hosts of one kind.",
+            fix="give every process as many: --cpu-devices, CUDA_VISIBLE_DEVICES, or "
+            "hosts of one kind.",
         )
     if is_chief():
         sys.stderr.write(
-            f"keras_distribute: {topology.num_processes} processes x {counts[0]} {jax.default_backend()} device(s) = "
+            f"keras_distribute: {topology.num_processes} processes x {counts[0]} "
+            f"{jax.default_backend()} device(s) = "
             f"{sum(counts)} replicas, by {how}; coordinator {topology.coordinator}"
             f"{'' if seal.signs else ', without a token of the job'}\n"
         )
 
 
 def is_chief() -> bool:
-    """Whether this process writes files and prints: the first of several, or the only one.
+    """Whether this process writes files and prints: the first of several, or the only
+    one.
 
     Example:
         >>> import keras_distribute as kd
@@ -153,7 +173,9 @@ def is_chief() -> bool:
 
 
 def process_index() -> int:
-    """The number of this process among those that train together; 0 in a program of one."""
+    """The number of this process among those that train together; 0 in a program of
+    one.
+    """
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
@@ -185,10 +207,11 @@ def print_on_chief(*values: Any, **options: Any) -> None:
 
 
 def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """Calls a function in the chief alone, such as one that downloads data; the others wait for it.
+    """Calls a function in the chief alone, such as one that downloads data; the others
+    wait for it.
 
-    Every process has to call it. The function must not compute on the strategy's devices, nor read its variables, in
-    which the others take part.
+    Every process has to call it. The function must not compute on the strategy's
+    devices, nor read its variables, in which the others take part.
 
     Args:
         function: Its result is data: numbers, strings, bytes, paths, arrays, and lists,
@@ -198,7 +221,8 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         **kwargs: Likewise.
 
     Returns:
-        What the function returned, in every process; its exception is raised in every process, too.
+        What the function returned, in every process; its exception is raised in every
+        process, too.
 
     Raises:
         ClusterError: Where another process does something else, or has died.
@@ -212,7 +236,9 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
     what = "The chief calls a function."
     checks.function("function", function, what, "kd.run_on_chief(download, url)")
     name = getattr(function, "__qualname__", type(function).__name__)
-    return agreement.from_chief(f"run_on_chief({name})", lambda: function(*args, **kwargs), process_count())
+    return agreement.from_chief(
+        f"run_on_chief({name})", lambda: function(*args, **kwargs), process_count()
+    )
 
 
 def barrier(name: str) -> None:
@@ -233,22 +259,31 @@ def barrier(name: str) -> None:
 
 
 def _fail_at_once() -> None:
-    """Ends this process after an exception that nobody has caught, without waiting for the others.
+    """Ends this process after an exception that nobody has caught, without waiting for
+    the others.
 
-    JAX's runtime would wait for them at the end of the program, while they wait for this process in a collective.
+    JAX's runtime would wait for them at the end of the program, while they wait for
+    this process in a collective.
     """
     before = sys.excepthook
 
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def report(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         before(kind, error, traceback)
         liveness.claim_the_end()
-        sys.stderr.write(f"keras_distribute: process {process_index()} of {process_count()} ends with this error.\n")
+        sys.stderr.write(
+            f"keras_distribute: process {process_index()} of {process_count()} ends "
+            "with this error.\n"
+        )
         sys.stderr.flush()
         may_follow = _may_follow(error)
         said = f"process {process_index()} has raised {_in_short(error)}, {liveness.here()}"
         reason = liveness.reason(said, _LOOK_SECONDS if may_follow else 0.0)
         if may_follow and reason is not None:
-            sys.stderr.write(f"keras_distribute: it may follow from another one: {reason}.\n")
+            sys.stderr.write(
+                f"keras_distribute: it may follow from another one: {reason}.\n"
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         liveness.leave()
@@ -260,18 +295,24 @@ def _fail_at_once() -> None:
 
 def _may_follow(error: BaseException) -> bool:
     """Whether it is an error that a collective raises when another process has died."""
-    by_status = isinstance(error, ValueError | RuntimeError) and _STATUS.match(str(error)) is not None
+    by_status = (
+        isinstance(error, ValueError | RuntimeError)
+        and _STATUS.match(str(error)) is not None
+    )
     return by_status or isinstance(error, jax.errors.JaxRuntimeError | ClusterError)
 
 
 def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}".removesuffix(": ")
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}".removesuffix(
+        ": "
+    )
 
 
 def _agree_on_seeds() -> None:
     """Makes Keras, NumPy and Python draw the same numbers in every process.
 
-    Seeds that the user has set, the same in every process, stay as they are. Otherwise all take the chief's.
+    Seeds that the user has set, the same in every process, stay as they are. Otherwise
+    all take the chief's.
     """
     own = compat.global_seed()
     digest = _digest_of_streams()

@@ -1,7 +1,8 @@
-"""Where the launchers of several hosts meet before each start of a job, to know who is left. Knows nothing of JAX.
+"""Where the launchers of several hosts meet before each start of a job, to know who is
+left. Knows nothing of JAX.
 
-The launcher of the first host listens; each other one says how many processes it will start, and hears which numbers
-they have. Who does not come in time is left out.
+The launcher of the first host listens; each other one says how many processes it will
+start, and hears which numbers they have. Who does not come in time is left out.
 
 Each says and hears short lines. The first host greets with a number for one use, and
 the other one answers with its own. What both say is signed for these numbers with the
@@ -125,7 +126,8 @@ def meet(
 def without_token() -> ClusterError:
     """The error for launchers that could not tell each other from strangers."""
     return ClusterError(
-        "The launchers of several hosts meet with a token of the job, which keeps everybody else out.",
+        "The launchers of several hosts meet with a token of the job, which keeps "
+        "everybody else out.",
         received=f"neither --token-file nor {signing.TOKEN} in the environment.",
         fix="write one, once, and give the same to the launcher of every host:\n"
         f"    {signing.HOW_TO_MAKE}\n"
@@ -222,7 +224,9 @@ class _Reception:
                 return
             connection.setblocking(False)
             nonce = signing.new_nonce()
-            guest = _Guest(connection, str(peer[0]), time.monotonic(), nonce, bytearray())
+            guest = _Guest(
+                connection, str(peer[0]), time.monotonic(), nonce, bytearray()
+            )
             self._guests.append(guest)
             self._selector.register(connection, selectors.EVENT_READ, guest)
             self._send(guest, f"keras_distribute meets {nonce}".encode())
@@ -359,7 +363,9 @@ def _ask(
     given_up: Callable[[], bool],
 ) -> dict[str, Any]:
     """What the first host answers; nothing where it goes away before that."""
-    greeting = _GREETING.fullmatch(_line(connection, _MOST_BYTES, _LINE_SECONDS, given_up))
+    greeting = _GREETING.fullmatch(
+        _line(connection, _MOST_BYTES, _LINE_SECONDS, given_up)
+    )
     if greeting is None:
         raise _NoHost("something else listens than a launcher")
     nonce, own = greeting[1].decode(), signing.new_nonce()
@@ -380,7 +386,9 @@ def _ask(
     return {}
 
 
-def _line(connection: socket.socket, most: int, seconds: float, given_up: Callable[[], bool]) -> bytes:
+def _line(
+    connection: socket.socket, most: int, seconds: float, given_up: Callable[[], bool]
+) -> bytes:
     """The next line; empty where none comes in time, or one that is too long."""
     end, heard = time.monotonic() + seconds, bytearray()
     while time.monotonic() < end and not given_up():
@@ -430,7 +438,8 @@ def _servers(address: tuple[str, int]) -> list[socket.socket]:
         raise ClusterError(
             f"The launcher of host {_FIRST} cannot listen at {name}:{port}: {error}.",
             received=f"--coordinator {name}:{port - 1}.",
-            fix="an address of this host by which the others find it, and two free ports: --coordinator 10.0.0.1:1234",
+            fix="an address of this host by which the others find it, and two free "
+            "ports: --coordinator 10.0.0.1:1234",
         ) from error
     return servers
 
@@ -466,5 +475,6 @@ def _missing(text: str, seconds: float) -> ClusterError:
     return ClusterError(
         f"{text}.",
         received=f"a wait of {seconds:.0f} seconds.",
-        fix="look at the launchers of the other hosts; --node-timeout waits longer, --min-nnodes needs fewer.",
+        fix="look at the launchers of the other hosts; --node-timeout waits longer, "
+        "--min-nnodes needs fewer.",
     )

@@ -1,4 +1,6 @@
-"""`ClusterResolver`, the base of all, and the two that read nothing: the simple one and the union."""
+"""`ClusterResolver`, the base of all, and the two that read nothing: the simple one and
+the union.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,12 @@ def check_port(name: str, port: Any) -> None:
 
 
 class ClusterResolver:
-    """Says which processes train together, and which of them this one is: the base of all resolvers.
+    """Says which processes train together, and which of them this one is: the base of
+    all resolvers.
 
-    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id` and `rpc_layer`; one whose
-    environment gives numbers rather than addresses overrides `topology`.
-    Source: `tf.distribute.cluster_resolver.ClusterResolver`.
+    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id`
+    and `rpc_layer`; one whose environment gives numbers rather than addresses overrides
+    `topology`. Source: `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
     _task_type: str | None = None
@@ -58,7 +61,12 @@ class ClusterResolver:
         """The tasks of the cluster, asked for anew at each call."""
         raise NotImplementedError
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of a task, by default this one, with the protocol in front.
 
         Kept for code of TensorFlow's: nothing here connects to it.
@@ -73,43 +81,62 @@ class ClusterResolver:
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+        return master_url(
+            self.cluster_spec().task_address(task_type, task_id),
+            rpc_layer or self.rpc_layer,
+        )
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
     ) -> dict[str, int]:
         """How many accelerators a process has, by kind: `{"GPU": 8}`.
 
         Args:
-            task_type: Of another task of a cluster that has started; by default this one.
+            task_type: Of another task of a cluster that has started; by default this
+                one.
             task_id: Likewise.
             config_proto: Accepted for compatibility.
         """
         check_task(task_type, task_id)
-        if None in (task_type, task_id) or (task_type, task_id) == (self.task_type, self.task_id):
+        if None in (task_type, task_id) or (task_type, task_id) == (
+            self.task_type,
+            self.task_id,
+        ):
             process = jax.process_index()
         else:
             process = topology_of(self.cluster_spec(), task_type, task_id).process_id
-        devices = [d for d in jax.devices() if d.process_index == process and d.platform != "cpu"]
+        devices = [
+            d
+            for d in jax.devices()
+            if d.process_index == process and d.platform != "cpu"
+        ]
         return dict(Counter(device.platform.upper() for device in devices))
 
     def topology(self) -> Topology:
         """The place of this process among those that train together.
 
         Raises:
-            ClusterError: Where the cluster makes no sense, or this process has no place in it.
+            ClusterError: Where the cluster makes no sense, or this process has no place
+                in it.
         """
         cluster = self.cluster_spec()
         return topology_of(cluster, self.task_type, self.task_id)
 
     @property
     def environment(self) -> str:
-        """Accepted for compatibility; `""` everywhere but where a caller says otherwise."""
+        """Accepted for compatibility; `""` everywhere but where a caller says
+        otherwise.
+        """
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """`"chief"`, `"worker"`, `"evaluator"` or `"ps"`: what this process is; `None` where unknown."""
+        """`"chief"`, `"worker"`, `"evaluator"` or `"ps"`: what this process is; `None`
+        where unknown.
+        """
         return self._task_type
 
     @task_type.setter
@@ -153,7 +180,8 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: The protocol that `master` puts in front.
 
     Raises:
-        StructureTypeError: For a cluster that is no `ClusterSpec`, and a master that is no text.
+        StructureTypeError: For a cluster that is no `ClusterSpec`, and a master that is
+            no text.
 
     Example:
         >>> import keras_distribute as kd
@@ -173,11 +201,15 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if not isinstance(cluster_spec, ClusterSpec) and type(cluster_spec).__name__ != "ClusterSpec":
+        if (
+            not isinstance(cluster_spec, ClusterSpec)
+            and type(cluster_spec).__name__ != "ClusterSpec"
+        ):
             raise StructureTypeError(
                 "The cluster is a ClusterSpec.",
                 received=f"{checks.shown(cluster_spec)}.",
-                fix='kd.cluster_resolver.ClusterSpec({"worker": ["host0:2222", "host1:2222"]})',
+                fix='kd.cluster_resolver.ClusterSpec({"worker": ["host0:2222", '
+                '"host1:2222"]})',
             )
         what, fix = "The master is an address.", 'master=""'
         checks.instance("master", master, str, what, fix)
@@ -188,14 +220,23 @@ class SimpleClusterResolver(ClusterResolver):
         for kind, number in (num_accelerators or {}).items():
             checks.instance("num_accelerators", kind, str, what, fix)
             checks.count("num_accelerators", number, what=what, fix=fix)
-        self._cluster_spec, self._master, self._environment = ClusterSpec(cluster_spec), master, environment
+        self._cluster_spec, self._master, self._environment = (
+            ClusterSpec(cluster_spec),
+            master,
+            environment,
+        )
         self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
         self._num_accelerators = num_accelerators
 
     def cluster_spec(self) -> ClusterSpec:
         return self._cluster_spec
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         check_task(task_type, task_id, rpc_layer)
         address = self._master
         if task_type is not None and task_id is not None:
@@ -203,7 +244,10 @@ class SimpleClusterResolver(ClusterResolver):
         return master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
     ) -> dict[str, int]:
         check_task(task_type, task_id)
         return self._num_accelerators or {}
@@ -216,8 +260,10 @@ class SimpleClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """Several resolvers as one: their tasks together, all else from the first.
 
-    Lists of the same job are joined in order; where one names its tasks by number, all do, and no number may come
-    twice. Source: `tf.distribute.cluster_resolver.UnionResolver`. Differs from TF: a `task_id` of 0 overrides, too.
+    Lists of the same job are joined in order; where one names its tasks by number, all
+    do, and no number may come twice. Source:
+    `tf.distribute.cluster_resolver.UnionResolver`. Differs from TF: a `task_id` of 0
+    overrides, too.
 
     Args:
         *args: The resolvers.
@@ -246,7 +292,11 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
     ) -> None:
         if not args:
-            raise ClusterError("A union is one of resolvers.", received="UnionResolver().", fix="UnionResolver(a, b)")
+            raise ClusterError(
+                "A union is one of resolvers.",
+                received="UnionResolver().",
+                fix="UnionResolver(a, b)",
+            )
         what, fix = "A union is one of resolvers.", "UnionResolver(a, b)"
         for resolver in args:
             checks.instance("args", resolver, ClusterResolver, what, fix)
@@ -273,21 +323,34 @@ class UnionResolver(ClusterResolver):
                 twice = sorted(merged[job].keys() & numbered.keys())
                 if twice:
                     raise DuplicateTaskError(
-                        f"Two resolvers name the same tasks of the job {job!r}: {twice}.",
+                        f"Two resolvers name the same tasks of the job {job!r}: "
+                        f"{twice}.",
                         received=f"{specs}.",
-                        fix="give each task one number, or pass lists, which are joined.",
+                        fix="give each task one number, or pass lists, which are "
+                        "joined.",
                     )
                 merged[job].update(numbered)
         return ClusterSpec(merged)
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         check_task(task_type, task_id, rpc_layer)
         if task_type is not None and task_id is not None:
-            return master_url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+            return master_url(
+                self.cluster_spec().task_address(task_type, task_id),
+                rpc_layer or self._rpc_layer,
+            )
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
     ) -> dict[str, int]:
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
@@ -297,7 +360,9 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+        return (
+            self._resolvers[0].task_type if self._task_type is None else self._task_type
+        )
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:

@@ -1,4 +1,6 @@
-"""The cluster of a program that has started JAX's runtime of several processes by itself."""
+"""The cluster of a program that has started JAX's runtime of several processes by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from keras_distribute.errors import ClusterError
 
 
 class JaxClusterResolver(NumberedResolver):
-    """The processes that `jax.distributed.initialize` or `keras.distribution.initialize` has brought together.
+    """The processes that `jax.distributed.initialize` or
+    `keras.distribution.initialize` has brought together.
 
     Raises:
         ClusterError: Where neither has been called.
@@ -30,6 +33,7 @@ class JaxClusterResolver(NumberedResolver):
             raise ClusterError(
                 "JAX's runtime of several processes does not run.",
                 received="a process on its own.",
-                fix="jax.distributed.initialize() first; or no resolver, where the environment describes the cluster.",
+                fix="jax.distributed.initialize() first; or no resolver, where the "
+                "environment describes the cluster.",
             )
         super().__init__(jax.process_index(), [address], jax.process_count())

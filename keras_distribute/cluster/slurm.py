@@ -21,7 +21,8 @@ _MOST = 2**20  # Of hosts and tasks; nobody has more.
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order: `n[1-2],m[08-10]` is n1, n2, m08, m09, m10.
+    """The hosts of a Slurm node list, in its order: `n[1-2],m[08-10]` is n1, n2, m08,
+    m09, m10.
 
     Raises:
         ClusterError: For a list that is none.
@@ -33,7 +34,11 @@ def expand_hostlist(hostlist: str) -> list[str]:
         if match is None or not match.group().strip(","):
             raise _malformed("node list", hostlist)
         prefix, numbers = match.groups()
-        hosts += [prefix] if numbers is None else [prefix + number for number in _numbers(numbers, hostlist)]
+        hosts += (
+            [prefix]
+            if numbers is None
+            else [prefix + number for number in _numbers(numbers, hostlist)]
+        )
         place = match.end()
     return hosts
 
@@ -69,26 +74,28 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 class SlurmClusterResolver(ClusterResolver):
     """Reads the cluster from the environment of a Slurm job step (`srun`).
 
-    Tasks are numbered as Slurm numbers them: node after node in the order of its node list.
-    Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Differs from TF: nodes are not sorted by their names,
-    where `n10` comes before `n9` and Slurm's task 0 would be looked for on another node; nodes without GPUs work;
-    where `CUDA_VISIBLE_DEVICES` names GPUs, tasks share those, not the first ones of the node; and each task gets its
-    place in the constructor.
+    Tasks are numbered as Slurm numbers them: node after node in the order of its node
+    list. Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Differs from
+    TF: nodes are not sorted by their names, where `n10` comes before `n9` and Slurm's
+    task 0 would be looked for on another node; nodes without GPUs work; where
+    `CUDA_VISIBLE_DEVICES` names GPUs, tasks share those, not the first ones of the
+    node; and each task gets its place in the constructor.
 
     Args:
-        jobs: The number of tasks of each job; by default all are workers. Jobs take the tasks in the order of their
-            names.
-        port_base: The port of the first task of a node; the others have the ports that follow.
+        jobs: The number of tasks of each job; by default all are workers. Jobs take the
+            tasks in the order of their names.
+        port_base: The port of the first task of a node; the others have the ports that
+            follow.
         gpus_per_node: By default what `CUDA_VISIBLE_DEVICES` or `nvidia-smi` names.
         gpus_per_task: By default an even share of them.
         tasks_per_node: A number, or a dict by host; by default what Slurm says.
-        auto_set_gpu: Whether to set `CUDA_VISIBLE_DEVICES` to the GPUs of this task, if there are any, when
-            `cluster_spec` is called.
+        auto_set_gpu: Whether to set `CUDA_VISIBLE_DEVICES` to the GPUs of this task, if
+            there are any, when `cluster_spec` is called.
         rpc_layer: The protocol that `master` puts in front.
 
     Raises:
-        ClusterError: Outside of a job step; where more GPUs are asked for than there are; and where the jobs do not
-            have as many tasks as the step.
+        ClusterError: Outside of a job step; where more GPUs are asked for than there
+            are; and where the jobs do not have as many tasks as the step.
 
     Example:
         >>> import os, keras_distribute as kd
@@ -122,23 +129,40 @@ class SlurmClusterResolver(ClusterResolver):
         self._rank = _number("PROCID")
         own = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else dict(jobs)
         self._jobs = own
-        self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
+        self._port_base, self._auto_set_gpu, self._rpc_layer = (
+            port_base,
+            auto_set_gpu,
+            rpc_layer,
+        )
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
         most = max(self._tasks_of_host.values())
-        visible = gpus() if gpus_per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ else []
+        visible = (
+            gpus()
+            if gpus_per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ
+            else []
+        )
         gpus_per_node = len(visible) if gpus_per_node is None else gpus_per_node
-        self._gpus = visible if len(visible) >= gpus_per_node else [str(i) for i in range(gpus_per_node)]
-        self._gpus_per_task = gpus_per_node // most if gpus_per_task is None else gpus_per_task
+        self._gpus = (
+            visible
+            if len(visible) >= gpus_per_node
+            else [str(i) for i in range(gpus_per_node)]
+        )
+        self._gpus_per_task = (
+            gpus_per_node // most if gpus_per_task is None else gpus_per_task
+        )
         if most * self._gpus_per_task > gpus_per_node:
             raise ClusterError(
                 "A node has fewer GPUs than its tasks ask for.",
-                received=f"{most} tasks of {self._gpus_per_task} GPUs on nodes of {gpus_per_node}.",
-                fix="fewer gpus_per_task, or fewer tasks on a node: srun --ntasks-per-node.",
+                received=f"{most} tasks of {self._gpus_per_task} GPUs on nodes of "
+                f"{gpus_per_node}.",
+                fix="fewer gpus_per_task, or fewer tasks on a node: srun "
+                "--ntasks-per-node.",
             )
         tasks = sum(self._tasks_of_host.values())
         if sum(self._jobs.values()) != tasks:
             raise ClusterError(
-                f"The jobs have {sum(self._jobs.values())} tasks, and the job step has {tasks}.",
+                f"The jobs have {sum(self._jobs.values())} tasks, and the job step has "
+                f"{tasks}.",
                 received=f"jobs={self._jobs} on {self._tasks_of_host}.",
                 fix=f"jobs whose tasks add up to {tasks}, or None.",
             )
@@ -164,11 +188,17 @@ class SlurmClusterResolver(ClusterResolver):
             first += tasks
 
     def cluster_spec(self) -> ClusterSpec:
-        places = [(host, place) for host, tasks in self._tasks_of_host.items() for place in range(tasks)]
+        places = [
+            (host, place)
+            for host, tasks in self._tasks_of_host.items()
+            for place in range(tasks)
+        ]
         addresses = [f"{host}:{self._port_base + place}" for host, place in places]
         if self._auto_set_gpu and self._gpus_per_task:
             first = places[self._rank][1] * self._gpus_per_task
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + self._gpus_per_task])
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+                self._gpus[first : first + self._gpus_per_task]
+            )
         cluster: dict[str, list[str]] = {}
         for job, tasks in sorted(self._jobs.items()):
             cluster[job], addresses = addresses[:tasks], addresses[tasks:]
@@ -179,7 +209,10 @@ class SlurmClusterResolver(ClusterResolver):
         return self.task_type, self.task_id
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
     ) -> dict[str, int]:
         check_task(task_type, task_id)
         return {"GPU": self._gpus_per_task}
@@ -226,13 +259,15 @@ def _variable(name: str) -> str:
         raise ClusterError(
             f"SLURM_{name} is not in the environment.",
             received="no job step of Slurm.",
-            fix="start the program with srun, also inside an allocation of salloc or sbatch.",
+            fix="start the program with srun, also inside an allocation of salloc or "
+            "sbatch.",
         )
     return value
 
 
 def gpus() -> list[str]:
-    """The NVIDIA GPUs of this node, by the variable that hides some of them, or by the driver.
+    """The NVIDIA GPUs of this node, by the variable that hides some of them, or by the
+    driver.
 
     Raises:
         ClusterError: Where the driver fails.
@@ -241,7 +276,13 @@ def gpus() -> list[str]:
     if visible is not None:
         return [device for device in visible.split(",") if device]
     try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=60)
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
     except FileNotFoundError:
         return []
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -250,11 +291,17 @@ def gpus() -> list[str]:
             received="gpus_per_node=None.",
             fix="SlurmClusterResolver(gpus_per_node=8)",
         ) from error
-    return [str(i) for i in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+    return [
+        str(i)
+        for i in range(
+            sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        )
+    ]
 
 
 def share_of_gpus(own: Sequence[str], place: int, num_places: int) -> dict[str, str]:
-    """The variables that give a process its share of the GPUs of this host; none where there is nothing to share.
+    """The variables that give a process its share of the GPUs of this host; none where
+    there is nothing to share.
 
     Args:
         own: The GPUs.
@@ -269,5 +316,7 @@ def share_of_gpus(own: Sequence[str], place: int, num_places: int) -> dict[str, 
 
 def _malformed(what: str, text: str) -> ClusterError:
     return ClusterError(
-        f"This is no {what} of Slurm.", received=f"{text!r}.", fix="n[1-2],m5,o[3-4,6,7-9] and 3(x2),2,1 are such."
+        f"This is no {what} of Slurm.",
+        received=f"{text!r}.",
+        fix="n[1-2],m5,o[3-4,6,7-9] and 3(x2),2,1 are such.",
     )

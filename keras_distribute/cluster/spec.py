@@ -1,4 +1,6 @@
-"""`ClusterSpec`: the addresses of the tasks of a cluster. Knows nothing of JAX, Keras or the environment."""
+"""`ClusterSpec`: the addresses of the tasks of a cluster. Knows nothing of JAX, Keras
+or the environment.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ _MOST_TASKS = 2**20
 class ClusterSpec:
     """The tasks of a cluster, by job and number, with their addresses.
 
-    Source: `tf.train.ClusterSpec`. Differs from TF: there is no `as_cluster_def`, since there is no TensorFlow to read
-    one; TensorFlow's own `ClusterSpec` and `ClusterDef` are taken as an argument.
+    Source: `tf.train.ClusterSpec`. Differs from TF: there is no `as_cluster_def`, since
+    there is no TensorFlow to read one; TensorFlow's own `ClusterSpec` and `ClusterDef`
+    are taken as an argument.
 
     Args:
-        cluster: A dict from job names to lists of addresses, or to dicts from task numbers to addresses where not all
-            are known; or another `ClusterSpec`.
+        cluster: A dict from job names to lists of addresses, or to dicts from task
+            numbers to addresses where not all are known; or another `ClusterSpec`.
 
     Raises:
         StructureTypeError: For anything else.
@@ -71,7 +74,11 @@ class ClusterSpec:
 
     def __repr__(self) -> str:
         jobs = self.as_dict()
-        return "ClusterSpec({" + ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs)) + "})"
+        return (
+            "ClusterSpec({"
+            + ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs))
+            + "})"
+        )
 
     @property
     def jobs(self) -> list[str]:
@@ -79,7 +86,9 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """By job a list of addresses; where numbers are missing, a dict from those that are known."""
+        """By job a list of addresses; where numbers are missing, a dict from those that
+        are known.
+        """
         return {
             job: self.job_tasks(job) if _dense(tasks) else dict(sorted(tasks.items()))
             for job, tasks in self._jobs.items()
@@ -146,7 +155,8 @@ def _index(index: Any, job: Any, tasks: Any) -> int:
 
 def _not_addresses(job: Any, tasks: Any) -> StructureTypeError:
     return StructureTypeError(
-        f"The tasks of the job {checks.shown(job)} are a list of addresses, or a dict from numbers to addresses.",
+        f"The tasks of the job {checks.shown(job)} are a list of addresses, or a dict "
+        "from numbers to addresses.",
         received=f"{checks.shown(tasks)}.",
         fix='{"worker": ["host0:2222", "host1:2222"]}',
     )

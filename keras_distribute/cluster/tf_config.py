@@ -1,4 +1,6 @@
-"""Clusters that an environment variable holds as JSON: TensorFlow's `TF_CONFIG`, and SageMaker's."""
+"""Clusters that an environment variable holds as JSON: TensorFlow's `TF_CONFIG`, and
+SageMaker's.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ from keras_distribute.errors import ClusterError
 
 
 class _ConfigResolver(ClusterResolver):
-    """A resolver of a dict with `cluster`, `task`, `rpc_layer` and `session_master`, read anew at each call."""
+    """A resolver of a dict with `cluster`, `task`, `rpc_layer` and `session_master`,
+    read anew at each call.
+    """
 
     def __init__(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None, environment: str | None
+        self,
+        task_type: str | None,
+        task_id: int | None,
+        rpc_layer: str | None,
+        environment: str | None,
     ) -> None:
         check_task(task_type, None if task_id is None else _index(task_id), rpc_layer)
         what = "environment is a string."
@@ -42,14 +50,23 @@ class _ConfigResolver(ClusterResolver):
         checks.instance(name, value, kind | None, what, fix, ClusterError)
         return value
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task; `""` in a cluster of one, and `session_master` where the configuration has one."""
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; `""` in a cluster of one, and `session_master` where
+        the configuration has one.
+        """
         check_task(task_type, task_id, rpc_layer)
         session_master = self._part("session_master", str, None)
         if session_master is not None:
             return session_master
         cluster = self.cluster_spec()
-        if not cluster or (len(cluster.jobs) == 1 and len(cluster.job_tasks(cluster.jobs[0])) == 1):
+        if not cluster or (
+            len(cluster.jobs) == 1 and len(cluster.job_tasks(cluster.jobs[0])) == 1
+        ):
             return ""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -128,7 +145,8 @@ class TFConfigClusterResolver(_ConfigResolver):
 
 
 class SageMakerClusterResolver(_ConfigResolver):
-    """Reads the cluster from the environment variables of Amazon SageMaker, `SM_HOSTS` and `SM_CURRENT_HOST`.
+    """Reads the cluster from the environment variables of Amazon SageMaker, `SM_HOSTS`
+    and `SM_CURRENT_HOST`.
 
     Every host is a worker, in the order of their names.
     Source: TensorFlow's `SageMakerClusterResolver`.
@@ -164,7 +182,9 @@ class SageMakerClusterResolver(_ConfigResolver):
         self._port = port
 
     def _config(self) -> dict[str, Any]:
-        missing = [name for name in ("SM_HOSTS", "SM_CURRENT_HOST") if name not in os.environ]
+        missing = [
+            name for name in ("SM_HOSTS", "SM_CURRENT_HOST") if name not in os.environ
+        ]
         if missing:
             raise ClusterError(
                 "This is no SageMaker environment.",
@@ -180,7 +200,10 @@ class SageMakerClusterResolver(_ConfigResolver):
         if current not in hosts:
             return {}
         workers = [f"{host}:{self._port}" for host in hosts]
-        return {"cluster": {"worker": workers}, "task": {"type": "worker", "index": hosts.index(current)}}
+        return {
+            "cluster": {"worker": workers},
+            "task": {"type": "worker", "index": hosts.index(current)},
+        }
 
 
 def _index(value: Any) -> int:

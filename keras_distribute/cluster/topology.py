@@ -1,4 +1,6 @@
-"""Which process of how many this one is: TensorFlow's rules for task types. Knows nothing of JAX or the environment."""
+"""Which process of how many this one is: TensorFlow's rules for task types. Knows
+nothing of JAX or the environment.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Topology:
     Args:
         process_id: Its number; 0 is the chief.
         num_processes: How many they are.
-        coordinator: The address on the chief's host where they find each other; `None` for a single process.
+        coordinator: The address on the chief's host where they find each other; `None`
+            for a single process.
     """
 
     process_id: int = 0
@@ -43,8 +46,10 @@ class Topology:
             )
         if self.num_processes > 1 and not self.coordinator:
             raise ClusterError(
-                "Several processes need the address of the first one to find each other.",
-                received=f"process {self.process_id} of {self.num_processes}, without an address.",
+                "Several processes need the address of the first one to find each "
+                "other.",
+                received=f"process {self.process_id} of {self.num_processes}, without "
+                "an address.",
                 fix="name the address of process 0, host:port.",
             )
         if self.num_processes > 1 and not is_address(self.coordinator or ""):
@@ -61,8 +66,11 @@ def is_address(text: str) -> bool:
     return match is not None and int(match.group(1)) < 2**16
 
 
-def topology_of(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> Topology:
-    """The place of a task: the chief first, then the workers. An evaluator is on its own, as in TensorFlow.
+def topology_of(
+    cluster: ClusterSpec, task_type: str | None, task_id: int | None
+) -> Topology:
+    """The place of a task: the chief first, then the workers. An evaluator is on its
+    own, as in TensorFlow.
 
     Args:
         cluster: All tasks.
@@ -70,7 +78,8 @@ def topology_of(cluster: ClusterSpec, task_type: str | None, task_id: int | None
         task_id: Likewise.
 
     Raises:
-        ClusterError: For a cluster or a task that TensorFlow's strategy would refuse, and for missing addresses.
+        ClusterError: For a cluster or a task that TensorFlow's strategy would refuse,
+            and for missing addresses.
     """
     check_cluster(cluster, task_type, task_id)
     if task_type == "evaluator" or not cluster:
@@ -95,16 +104,26 @@ def topology_of(cluster: ClusterSpec, task_type: str | None, task_id: int | None
         return Topology()
     if task_type is None or task_id is None:
         raise ClusterError(
-            f"The cluster has {len(addresses)} processes, and nothing says which of them this is.",
+            f"The cluster has {len(addresses)} processes, and nothing says which of "
+            "them this is.",
             received=f"the task {task_type}:{task_id} of {cluster!r}.",
-            fix='"task": {"type": "worker", "index": 0} in TF_CONFIG, or resolver.task_type and resolver.task_id.',
+            fix='"task": {"type": "worker", "index": 0} in TF_CONFIG, or '
+            "resolver.task_type and resolver.task_id.",
         )
-    before = cluster.num_tasks("chief") if task_type == "worker" and "chief" in cluster.jobs else 0
+    before = (
+        cluster.num_tasks("chief")
+        if task_type == "worker" and "chief" in cluster.jobs
+        else 0
+    )
     return Topology(before + task_id, len(addresses), addresses[0])
 
 
-def check_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    """Raises `ClusterError` for a cluster that TensorFlow's strategies refuse, and a task that it has not."""
+def check_cluster(
+    cluster: ClusterSpec, task_type: str | None, task_id: int | None
+) -> None:
+    """Raises `ClusterError` for a cluster that TensorFlow's strategies refuse, and a
+    task that it has not.
+    """
     unknown = [job for job in cluster.jobs if job not in TASK_TYPES]
     if unknown or task_type not in (*TASK_TYPES, None):
         raise ClusterError(
@@ -114,8 +133,16 @@ def check_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | No
         )
     for single in ("chief", "evaluator"):
         if single in cluster.jobs and cluster.num_tasks(single) > 1:
-            raise ClusterError(f"A cluster has at most one {single}.", received=f"{cluster!r}.", fix=f"one {single}.")
-    if task_type is None or not cluster or (task_type == "evaluator" and task_type not in cluster.jobs):
+            raise ClusterError(
+                f"A cluster has at most one {single}.",
+                received=f"{cluster!r}.",
+                fix=f"one {single}.",
+            )
+    if (
+        task_type is None
+        or not cluster
+        or (task_type == "evaluator" and task_type not in cluster.jobs)
+    ):
         return
     known = task_type in cluster.jobs and checks.is_integer(task_id)
     if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):

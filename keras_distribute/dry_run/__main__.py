@@ -1,4 +1,6 @@
-"""A dry run from the command line: `python -m keras_distribute.dry_run --model module:function --batch 256`."""
+"""A dry run from the command line: `python -m keras_distribute.dry_run --model
+module:function --batch 256`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,43 @@ from keras_distribute.errors import DistributeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 where the step fits, or nobody knows; 1 where it does not."""
+    """The command line; returns the exit code: 0 where the step fits, or nobody knows;
+    1 where it does not.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m keras_distribute.dry_run",
-        description="Compiles the training step of a Keras model for hardware that need not be there, and says what it "
+        description="Compiles the training step of a Keras model for hardware that "
+        "need not be there, and says what it "
         "would take. The exit code is 1 where it does not fit.",
     )
-    parser.add_argument("--model", required=True, help="module:function, which makes and compiles the model")
-    parser.add_argument("--batch", required=True, help="rows of the global batch, or module:function, which makes one")
-    parser.add_argument("--topology", default="v5e:4x4", help='such as "v5e:4x4", "h100:8" or "cpu:8"')
-    parser.add_argument("--largest-batch", action="store_true", help="search the largest batch that fits")
-    parser.add_argument("--memory-limit", type=int, help="bytes of each device, in place of what is known of it")
-    parser.add_argument("--shard-optimizer-state", action="store_true", help="divide the optimizer's slots")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="module:function, which makes and compiles the model",
+    )
+    parser.add_argument(
+        "--batch",
+        required=True,
+        help="rows of the global batch, or module:function, which makes one",
+    )
+    parser.add_argument(
+        "--topology", default="v5e:4x4", help='such as "v5e:4x4", "h100:8" or "cpu:8"'
+    )
+    parser.add_argument(
+        "--largest-batch",
+        action="store_true",
+        help="search the largest batch that fits",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=int,
+        help="bytes of each device, in place of what is known of it",
+    )
+    parser.add_argument(
+        "--shard-optimizer-state",
+        action="store_true",
+        help="divide the optimizer's slots",
+    )
     parser.add_argument("--json", help="write everything to this file")
     parser.add_argument("--plot", help="draw it to this file")
     given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
@@ -48,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> Any:
-    """The function that `module:function` names; the folder of the call is searched, too."""
+    """The function that `module:function` names; the folder of the call is searched,
+    too.
+    """
     module, _, function = name.partition(":")
     if not module or not function:
         parser.error(f"{name!r} is not of the form module:function")

@@ -1,4 +1,5 @@
-"""A roofline estimate of a step's time, from public peak rates. It is no measurement, and real steps take longer.
+"""A roofline estimate of a step's time, from public peak rates. It is no measurement,
+and real steps take longer.
 
     compute        operations of matrix products and convolutions / peak operations a second
     memory         bytes moved / bytes a second of the device's memory
@@ -6,9 +7,11 @@
     at least       max(compute, memory, communication): everything overlaps perfectly
     in turn        max(compute, memory) + communication: the collectives overlap with nothing
 
-Sources: the roofline model (Williams et al. 2009, https://doi.org/10.1145/1498765.1498785); the times of collectives on
-a torus, the halved bandwidth of an axis that is no ring, and a microsecond a hop, from "How to Scale Your Model"
-(https://jax-ml.github.io/scaling-book/sharding/, https://jax-ml.github.io/scaling-book/tpus/); rates: `hardware.py`.
+Sources: the roofline model (Williams et al. 2009,
+https://doi.org/10.1145/1498765.1498785); the times of collectives on a torus, the
+halved bandwidth of an axis that is no ring, and a microsecond a hop, from "How to Scale
+Your Model" (https://jax-ml.github.io/scaling-book/sharding/,
+https://jax-ml.github.io/scaling-book/tpus/); rates: `hardware.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from keras_distribute.dry_run.hardware import Hardware
 from keras_distribute.dry_run.targets import Target
 
 FORMULA = (
-    "at least = max(FLOPs / peak, bytes / memory bandwidth, collectives); in turn = max(FLOPs / peak, "
-    "bytes / memory bandwidth) + collectives; a collective = bytes * (n - 1) / n / link bandwidth (twice for an "
+    "at least = max(FLOPs / peak, bytes / memory bandwidth, collectives); in turn = "
+    "max(FLOPs / peak, "
+    "bytes / memory bandwidth) + collectives; a collective = bytes * (n - 1) / n / "
+    "link bandwidth (twice for an "
     "all-reduce) + 1 us a hop"
 )
 _HOP = 1e-6
@@ -59,7 +64,11 @@ class Estimate:
     @property
     def bound_by(self) -> str:
         """What takes longest: `"compute"`, `"memory"` or `"communication"`."""
-        parts = {"compute": self.compute, "memory": self.memory, "communication": self.communication}
+        parts = {
+            "compute": self.compute,
+            "memory": self.memory,
+            "communication": self.communication,
+        }
         return max(parts, key=lambda name: parts[name])
 
 
@@ -83,7 +92,11 @@ class ScalingPoint:
 
 
 def of_step(
-    target: Target, flops: Mapping[str, float], bytes_moved: float, collectives: Sequence[Collective], num_steps: int
+    target: Target,
+    flops: Mapping[str, float],
+    bytes_moved: float,
+    collectives: Sequence[Collective],
+    num_steps: int,
 ) -> Estimate | None:
     """The estimate of one step; `None` for CPUs.
 
@@ -98,8 +111,16 @@ def of_step(
     if hardware is None:
         return None
     compute = sum(count / _rate(hardware, dtype) for dtype, count in flops.items())
-    times = (seconds(target, each.kind, each.num_bytes, each.group_size) * each.times for each in collectives)
-    return Estimate(compute, bytes_moved / hardware.memory_bandwidth, sum(times) / num_steps, hardware.source)
+    times = (
+        seconds(target, each.kind, each.num_bytes, each.group_size) * each.times
+        for each in collectives
+    )
+    return Estimate(
+        compute,
+        bytes_moved / hardware.memory_bandwidth,
+        sum(times) / num_steps,
+        hardware.source,
+    )
 
 
 def _rate(hardware: Hardware, dtype: str) -> float:
@@ -107,7 +128,9 @@ def _rate(hardware: Hardware, dtype: str) -> float:
 
 
 def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> float:
-    """The time of one collective, each device putting in `num_bytes`; a part of the devices has all links to itself."""
+    """The time of one collective, each device putting in `num_bytes`; a part of the
+    devices has all links to itself.
+    """
     hardware = target.hardware
     assert hardware is not None
     if group_size < 2:
@@ -123,7 +146,9 @@ def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> flo
 
 
 def _network(target: Target) -> tuple[float, int]:
-    """The bandwidth of one device into the network, all axes together, and the hops to its far end."""
+    """The bandwidth of one device into the network, all axes together, and the hops to
+    its far end.
+    """
     hardware = target.hardware
     assert hardware is not None
     if not hardware.torus_axes:
@@ -146,16 +171,19 @@ def scaling(
     num_steps: int,
     num_logical: int = 1,
 ) -> list[ScalingPoint]:
-    """Estimates for other numbers of replicas on the same devices, each device with as many rows as here.
+    """Estimates for other numbers of replicas on the same devices, each device with as
+    many rows as here.
 
     Args:
         target: What was compiled for.
         here: Its estimate.
         collectives: Of the program that was compiled.
-        gradient_bytes: What a step reduces, where a program for one replica shows no collective among several.
+        gradient_bytes: What a step reduces, where a program for one replica shows no
+            collective among several.
         rows: Of one device.
         num_steps: Steps a call.
-        num_logical: Devices of a replica; what these exchange with each other stays as it is.
+        num_logical: Devices of a replica; what these exchange with each other stays as
+            it is.
     """
     hardware = target.hardware
     assert hardware is not None
@@ -163,7 +191,11 @@ def scaling(
     compiled_for_one = all(each.num_replicas == 1 for each in collectives)
 
     def time(there: Target, replicas: int) -> float:
-        total = seconds(there, "all-reduce", gradient_bytes, replicas) * num_steps if compiled_for_one else 0.0
+        total = (
+            seconds(there, "all-reduce", gradient_bytes, replicas) * num_steps
+            if compiled_for_one
+            else 0.0
+        )
         for each in collectives:
             scale = replicas if each.num_replicas > 1 else 1
             group = each.group_size // each.num_replicas * scale
@@ -174,7 +206,13 @@ def scaling(
     there = [each for each in there if each.num_devices % num_logical == 0]
     times = [(each, time(each, each.num_devices // num_logical)) for each in there]
     return [
-        ScalingPoint(each.name, each.num_devices, rows * each.num_devices, seconds, time(each, 1) / seconds)
+        ScalingPoint(
+            each.name,
+            each.num_devices,
+            rows * each.num_devices,
+            seconds,
+            time(each, 1) / seconds,
+        )
         for each, seconds in times
     ]
 

@@ -1,4 +1,6 @@
-"""The batch that a dry run is for, as shapes: from a number of rows, or from a structure of arrays."""
+"""The batch that a dry run is for, as shapes: from a number of rows, or from a
+structure of arrays.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,19 @@ def batch_of(model: Any, batch: Any) -> Any:
 
     Args:
         model: The model, for a number of rows.
-        batch: How many rows, or `(x, y)`, `(x, y, sample_weight)` or `x`: arrays, or anything with shapes and dtypes.
-            As in `fit`, arrays of floats become `keras.config.floatx()`.
+        batch: How many rows, or `(x, y)`, `(x, y, sample_weight)` or `x`: arrays, or
+            anything with shapes and dtypes. As in `fit`, arrays of floats become
+            `keras.config.floatx()`.
 
     Raises:
-        InputError: For a model whose inputs or labels are not known from itself, and for arrays of different lengths.
+        InputError: For a model whose inputs or labels are not known from itself, and
+            for arrays of different lengths.
     """
     if checks.is_integer(batch):
         what, fix, error = "A batch has at least one row.", "batch=256", InputError
-        rows = checks.count("batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error)
+        rows = checks.count(
+            "batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error
+        )
         return _from_model(model, rows)
     given = batch if isinstance(batch, tuple) else (batch,)
     forms = jax.tree.map(_form, given)
@@ -49,7 +55,12 @@ def rows_of(batch: Any) -> int:
 def with_rows(batch: Any, rows: int) -> Any:
     """The same batch with another number of rows."""
     return jax.tree.map(
-        lambda form: jax.ShapeDtypeStruct((rows, *form.shape[1:]), form.dtype) if form.shape else form, batch
+        lambda form: (
+            jax.ShapeDtypeStruct((rows, *form.shape[1:]), form.dtype)
+            if form.shape
+            else form
+        ),
+        batch,
     )
 
 
@@ -65,14 +76,17 @@ def _form(leaf: Any) -> jax.ShapeDtypeStruct:
             fix=_FIX,
         )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), keras.config.floatx() if "float" in dtype else dtype)
+    return jax.ShapeDtypeStruct(
+        tuple(leaf.shape), keras.config.floatx() if "float" in dtype else dtype
+    )
 
 
 def _from_model(model: Any, rows: int) -> Any:
     """The batch of a model that knows its inputs, with labels by its loss."""
     if not getattr(model, "inputs", None) or not model.outputs:
         raise InputError(
-            "A model that is no Functional or Sequential one with an Input does not say what its batches are.",
+            "A model that is no Functional or Sequential one with an Input does not "
+            "say what its batches are.",
             received=f"batch={rows} for {model!r}.",
             fix=_FIX,
         )
@@ -83,8 +97,10 @@ def _from_model(model: Any, rows: int) -> Any:
     def form(tensor: Any, shape: Any, dtype: str) -> jax.ShapeDtypeStruct:
         if None in shape[1:]:
             raise InputError(
-                "An input or output of the model has a dimension that differs from batch to batch.",
-                received=f"batch={rows} for {tensor.name!r} of shape {tuple(tensor.shape)}.",
+                "An input or output of the model has a dimension that differs from "
+                "batch to batch.",
+                received=f"batch={rows} for {tensor.name!r} of shape "
+                f"{tuple(tensor.shape)}.",
                 fix=_FIX,
             )
         return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype)
@@ -95,7 +111,9 @@ def _from_model(model: Any, rows: int) -> Any:
     leaves, structure = jax.tree.flatten(outputs)
     losses = _losses(model, len(leaves))
     y = [
-        form(tensor, tensor.shape[:-1], "int32") if _is_sparse(loss) else form(tensor, tensor.shape, "float32")
+        form(tensor, tensor.shape[:-1], "int32")
+        if _is_sparse(loss)
+        else form(tensor, tensor.shape, "float32")
         for tensor, loss in zip(leaves, losses, strict=True)
     ]
     return x, jax.tree.unflatten(structure, y)
@@ -111,5 +129,9 @@ def _losses(model: Any, count: int) -> list[Any]:
 
 def _is_sparse(loss: Any) -> bool:
     """Whether its labels are class numbers."""
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    name = (
+        loss
+        if isinstance(loss, str)
+        else getattr(loss, "__name__", type(loss).__name__)
+    )
     return "sparsecategorical" in name.replace("_", "").lower()

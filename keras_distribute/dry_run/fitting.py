@@ -9,11 +9,15 @@ _MOST = 12  # Compilations.
 _GROWTH = 8  # From one that fits to the next guess, at most.
 
 
-def largest(needed: Callable[[int], int], limit: int, unit: int, start: int) -> tuple[int, int | None, int]:
-    """Searches between a batch that fits and one that does not, where a line through both crosses the limit.
+def largest(
+    needed: Callable[[int], int], limit: int, unit: int, start: int
+) -> tuple[int, int | None, int]:
+    """Searches between a batch that fits and one that does not, where a line through
+    both crosses the limit.
 
-    What a step needs grows about in proportion to the batch, until the compiler starts to compute activations again to
-    save memory; so each guess is tried, and the interval shrinks from both sides.
+    What a step needs grows about in proportion to the batch, until the compiler starts
+    to compute activations again to save memory; so each guess is tried, and the
+    interval shrinks from both sides.
 
     Args:
         needed: The bytes that a batch needs; compiles it.
@@ -22,8 +26,8 @@ def largest(needed: Callable[[int], int], limit: int, unit: int, start: int) -> 
         start: A batch that `needed` was called with already.
 
     Returns:
-        The largest batch that was found to fit (0 for none), the smallest that was found not to (`None` for none), and
-        the number of compilations.
+        The largest batch that was found to fit (0 for none), the smallest that was
+        found not to (`None` for none), and the number of compilations.
     """
     tried: dict[int, int] = {}
 
@@ -57,9 +61,15 @@ def _next(tried: dict[int, int], limit: int, fits: int, too_large: int | None) -
         slope = (tried[above] - tried[below]) / (above - below)
         crossing = int(below + (limit - tried[below]) / slope) if slope > 0 else None
     if too_large is None:
-        beyond = 2 * fits if crossing is None else max(crossing, fits) + max(1, crossing // _PRECISION)
+        beyond = (
+            2 * fits
+            if crossing is None
+            else max(crossing, fits) + max(1, crossing // _PRECISION)
+        )
         return min(max(beyond, fits + 1), _GROWTH * fits)
     if crossing is None:
         crossing = too_large // 2
-    margin = max(1, (too_large - fits) // _PRECISION)  # To come from both sides, not to creep along one.
+    margin = max(
+        1, (too_large - fits) // _PRECISION
+    )  # To come from both sides, not to creep along one.
     return min(max(crossing, fits + margin), too_large - margin)

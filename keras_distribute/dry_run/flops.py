@@ -1,9 +1,12 @@
-"""The floating-point operations of matrix products and convolutions in a traced program.
+"""The floating-point operations of matrix products and convolutions in a traced
+program.
 
-The compilers' own counts leave out the iterations of loops, and are missing on GPUs, so a recurrent network, or steps
-in a loop on the device, would look as if they cost nothing. Counted here is what the program says: two operations for
-each multiplication and addition, each as often as its loop runs. Multiplications with zeros that a strided
-convolution's gradient is filled up with do not count, those with padding do. Elementwise work is bounded by memory.
+The compilers' own counts leave out the iterations of loops, and are missing on GPUs, so
+a recurrent network, or steps in a loop on the device, would look as if they cost
+nothing. Counted here is what the program says: two operations for each multiplication
+and addition, each as often as its loop runs. Multiplications with zeros that a strided
+convolution's gradient is filled up with do not count, those with padding do.
+Elementwise work is bounded by memory.
 """
 
 from __future__ import annotations
@@ -44,21 +47,36 @@ def _times(eqn: Any) -> int:
     if name == "shard_map":
         return jax_internals.mapped_times(params)
     if name == "pallas_call":
-        return math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+        return math.prod(
+            size for size in params["grid_mapping"].grid if isinstance(size, int)
+        )
     return 1
 
 
 def _dot(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+    return (
+        2
+        * math.prod(eqn.outvars[0].aval.shape)
+        * math.prod(left[axis] for axis in contracted)
+    )
 
 
 def _convolution(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     filled = math.prod(eqn.params["lhs_dilation"])
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // features // filled
+    return (
+        2
+        * math.prod(eqn.outvars[0].aval.shape)
+        * math.prod(kernel)
+        // features
+        // filled
+    )
 
 
-_COUNTS: dict[str, Callable[[Any], int]] = {"dot_general": _dot, "conv_general_dilated": _convolution}
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+}

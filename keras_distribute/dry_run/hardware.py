@@ -1,8 +1,10 @@
-"""What public sources say about accelerators: memory, peak rates, links. Nothing here was measured by us.
+"""What public sources say about accelerators: memory, peak rates, links. Nothing here
+was measured by us.
 
-All numbers are of one *device*, as JAX counts them: of one TensorCore on TPU v2, v3 and v7x, which have two to a chip,
-else of a chip. `usable_bytes` is what a program may take: what the compilers themselves say (libtpu 0.0.52 in the
-error of a program that is too large), and on GPUs the 75 % that JAX takes by default.
+All numbers are of one *device*, as JAX counts them: of one TensorCore on TPU v2, v3 and
+v7x, which have two to a chip, else of a chip. `usable_bytes` is what a program may
+take: what the compilers themselves say (libtpu 0.0.52 in the error of a program that is
+too large), and on GPUs the 75 % that JAX takes by default.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ class Hardware:
 
     Args:
         name: As in the names of topologies.
-        flops: Peak floating-point operations a second of dense matrix products, by the dtype of the operands.
+        flops: Peak floating-point operations a second of dense matrix products, by the
+            dtype of the operands.
         memory_bytes: The device's own memory.
         usable_bytes: What of it a program may take.
         memory_bandwidth: Bytes a second.
-        link_bandwidth: Bytes a second in one direction over one link between chips; of a GPU over all of its links.
+        link_bandwidth: Bytes a second in one direction over one link between chips; of
+            a GPU over all of its links.
         pod: The chips along each axis of the largest TPU slice.
-        wraps_every: An axis whose number of chips is a multiple of it is a ring; others are lines.
+        wraps_every: An axis whose number of chips is a multiple of it is a ring; others
+            are lines.
         devices_per_chip: That share the chip's links.
         source: Where the numbers are published.
     """
@@ -80,16 +85,46 @@ def _tpu(
     flops = {"bfloat16": rate, "float16": rate, "float32": rate}
     memory = int(memory_gib * GIB / cores)
     usable, bandwidth = int(usable_gib * GIB), gigabytes * 1e9 / cores
-    return Hardware(name, flops, memory, usable, bandwidth, link_gigabytes * 1e9, pod, wraps_every, cores, source)
+    return Hardware(
+        name,
+        flops,
+        memory,
+        usable,
+        bandwidth,
+        link_gigabytes * 1e9,
+        pod,
+        wraps_every,
+        cores,
+        source,
+    )
 
 
 def _gpu(
-    name: str, half: float, tf32: float, memory_bytes: int, gigabytes: float, link_gigabytes: float, source: str
+    name: str,
+    half: float,
+    tf32: float,
+    memory_bytes: int,
+    gigabytes: float,
+    link_gigabytes: float,
+    source: str,
 ) -> Hardware:
-    """A GPU: teraflops of dense matrix products in 16 bits, and in TF32, as which XLA multiplies float32."""
+    """A GPU: teraflops of dense matrix products in 16 bits, and in TF32, as which XLA
+    multiplies float32.
+    """
     flops = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": tf32 * 1e12}
     usable = int(memory_bytes * _GPU_FRACTION)
-    return Hardware(name, flops, memory_bytes, usable, gigabytes * 1e9, link_gigabytes * 1e9, (), 0, 1, source)
+    return Hardware(
+        name,
+        flops,
+        memory_bytes,
+        usable,
+        gigabytes * 1e9,
+        link_gigabytes * 1e9,
+        (),
+        0,
+        1,
+        source,
+    )
 
 
 HARDWARE = {
@@ -99,11 +134,14 @@ HARDWARE = {
         _tpu("v2", 46, 16, 7.48, 700, 62, (16, 16), 16, 2, _V2_V3),
         _tpu("v3", 123, 32, 15.48, 900, 82, (32, 32), 32, 2, _V2_V3),
         _tpu("v4", 275, 32, 30.75, 1200, 50, (16, 16, 16), 4, 1, _V4),
-        # The chip's bandwidth in both directions, over its ports: 400 GB/s and 4, 1200 and 6, 800 and 4, 1200 and 6.
+        # The chip's bandwidth in both directions, over its ports: 400 GB/s and 4, 1200
+        # and 6, 800 and 4, 1200 and 6.
         _tpu("v5e", 197, 16, 15.75, 819, 50, (16, 16), 16, 1, _CLOUD + "v5e"),
         _tpu("v5p", 459, 95, 95.73, 2765, 100, (16, 20, 28), 4, 1, _CLOUD + "v5p"),
         _tpu("v6e", 918, 32, 31.24, 1638, 100, (16, 16), 16, 1, _CLOUD + "v6e"),
-        _tpu("tpu7x", 2307, 192, 94.74, 7380, 100, (16, 24, 24), 4, 2, _CLOUD + "tpu7x"),
+        _tpu(
+            "tpu7x", 2307, 192, 94.74, 7380, 100, (16, 24, 24), 4, 2, _CLOUD + "tpu7x"
+        ),
         # NVLink: half of what is published, which counts both directions.
         _gpu("v100", 125, 15.7, 16_935_682_048, 900, 150, _V100),
         _gpu("a100", 312, 156, 42_331_013_120, 1555, 300, _A100),

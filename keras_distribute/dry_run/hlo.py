@@ -1,7 +1,9 @@
-"""Reads the text of a compiled program: its computations, their instructions, and how often each runs.
+"""Reads the text of a compiled program: its computations, their instructions, and how
+often each runs.
 
-The text is XLA's HLO (https://openxla.org/xla/operation_semantics). Only what the report needs is read: names, result
-shapes, operands, the computations that an instruction calls, `metadata`, and the trip counts of loops.
+The text is XLA's HLO (https://openxla.org/xla/operation_semantics). Only what the
+report needs is read: names, result shapes, operands, the computations that an
+instruction calls, `metadata`, and the trip counts of loops.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ from collections.abc import Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^  (ROOT )?%?(\S+) = ")
-_ARRAY = re.compile(r"\b(pred|token|[a-z]{1,2}\d+[a-z0-9]*)\[([0-9,<=]*)\](?:\{([^{}]*)\})?")
+_ARRAY = re.compile(
+    r"\b(pred|token|[a-z]{1,2}\d+[a-z0-9]*)\[([0-9,<=]*)\](?:\{([^{}]*)\})?"
+)
 _NAME = re.compile(r"%([^\s,(){}]+)")
-_CALLED = re.compile(r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)="
+)
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -30,7 +36,8 @@ class Array:
     Args:
         dtype: In XLA's words, such as `f32`, `bf16`, `pred`.
         shape: Of one device's part.
-        on_chip: Whether it is in a memory of the core's own, and costs the device's memory nothing.
+        on_chip: Whether it is in a memory of the core's own, and costs the device's
+            memory nothing.
     """
 
     dtype: str
@@ -54,8 +61,8 @@ class Instruction:
         name: Unique in the module.
         opcode: Such as `fusion`, `all-reduce`.
         arrays: Of its result: one, or those of a tuple.
-        operands: Names of the instructions that it takes; of a `parameter` its number, of a
-            `constant` its value.
+        operands: Names of the instructions that it takes; of a `parameter` its number,
+            of a `constant` its value.
         called: The computations that it runs, by the word in front of them.
         is_root: Whether it is the result of its computation.
         text: The rest of the line, behind the operands.
@@ -90,7 +97,8 @@ class Module:
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
-        """How often each computation that stands for itself runs in a call; those inside of fusions are not in it.
+        """How often each computation that stands for itself runs in a call; those
+        inside of fusions are not in it.
 
         A loop whose number of iterations the compiler does not know counts once.
         """
@@ -101,10 +109,22 @@ class Module:
             for instruction in self.computations[name]:
                 if instruction.opcode == "fusion":
                     continue
-                each = (self.trips(instruction) or 1) if instruction.opcode == "while" else 1
-                words = ("body", "branch_computations", "true_computation", "false_computation", "calls")
+                each = (
+                    (self.trips(instruction) or 1)
+                    if instruction.opcode == "while"
+                    else 1
+                )
+                words = (
+                    "body",
+                    "branch_computations",
+                    "true_computation",
+                    "false_computation",
+                    "calls",
+                )
                 words += ("to_apply",) if instruction.opcode == "call" else ()
-                for called in (c for word in words for c in instruction.called.get(word, ())):
+                for called in (
+                    c for word in words for c in instruction.called.get(word, ())
+                ):
                     times[called] = times.get(called, 0) + times[name] * each
                     todo.append(called)
         return times
@@ -112,27 +132,45 @@ class Module:
     @functools.cached_property
     def unknown_loops(self) -> int:
         """The loops whose number of iterations the compiler does not know."""
-        loops = [i for name in self.runs for i in self.computations[name] if i.opcode == "while"]
+        loops = [
+            i
+            for name in self.runs
+            for i in self.computations[name]
+            if i.opcode == "while"
+        ]
         return sum(self.trips(loop) is None for loop in loops)
 
     def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; `None` if nobody knows.
 
-        The compiler says it, or the loop is one of `jax.lax.scan`'s, which count from 0 to a constant by ones.
+        The compiler says it, or the loop is one of `jax.lax.scan`'s, which count from 0
+        to a constant by ones.
         """
         if found := _TRIPS.search(loop.text):
             return int(found.group(1))
         condition = self.computations.get(loop.called.get("condition", ("",))[0], [])
         limits = [
-            i for i in condition if i.opcode == "constant" and i.arrays[0].dtype == "s32" and not i.arrays[0].shape
+            i
+            for i in condition
+            if i.opcode == "constant"
+            and i.arrays[0].dtype == "s32"
+            and not i.arrays[0].shape
         ]
-        compares = [i for i in condition if i.is_root and i.opcode == "compare" and "direction=LT" in i.text]
-        if len(limits) == len(compares) == 1 and compares[0].operands[1:] == (limits[0].name,):
+        compares = [
+            i
+            for i in condition
+            if i.is_root and i.opcode == "compare" and "direction=LT" in i.text
+        ]
+        if len(limits) == len(compares) == 1 and compares[0].operands[1:] == (
+            limits[0].name,
+        ):
             return int(limits[0].operands[0])
         return None
 
     def everywhere(self) -> Iterator[tuple[Instruction, int, list[Instruction]]]:
-        """All instructions, those inside of fusions too, how often each runs, and the computation it is in."""
+        """All instructions, those inside of fusions too, how often each runs, and the
+        computation it is in.
+        """
         for name, times in self.runs.items():
             todo = [name]
             while todo:
@@ -173,11 +211,25 @@ def _instruction(line: str) -> Instruction | None:
     called: dict[str, tuple[str, ...]] = {}
     for word in _CALLED.finditer(attributes):
         after = attributes[word.end() :]
-        names = after[: after.index("}")] if after.startswith("{") else after.partition(",")[0].partition(" ")[0]
+        names = (
+            after[: after.index("}")]
+            if after.startswith("{")
+            else after.partition(",")[0].partition(" ")[0]
+        )
         called[word.group(1)] = tuple(_NAME.findall(names))
     opcode, inner = rest[:start], rest[start + 1 : end]
-    operands = (inner,) if opcode in ("parameter", "constant") else tuple(_NAME.findall(inner))
-    return Instruction(head.group(2), opcode, _arrays(result), operands, called, bool(head.group(1)), attributes)
+    operands = (
+        (inner,) if opcode in ("parameter", "constant") else tuple(_NAME.findall(inner))
+    )
+    return Instruction(
+        head.group(2),
+        opcode,
+        _arrays(result),
+        operands,
+        called,
+        bool(head.group(1)),
+        attributes,
+    )
 
 
 def _arrays(text: str) -> tuple[Array, ...]:

@@ -1,4 +1,6 @@
-"""What a compiled step takes of a device's memory, by the compiler's own account; and its refusals, read."""
+"""What a compiled step takes of a device's memory, by the compiler's own account; and
+its refusals, read.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from keras_distribute.training.planning import GROUPS, Plan
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
-# "the total memory required for HLO temporaries (480.00G) exceeds available HBM (15.75G)", and
-# "Used 17.21G of 15.75G hbm."
+# "the total memory required for HLO temporaries (480.00G) exceeds available HBM
+# (15.75G)", and "Used 17.21G of 15.75G hbm."
 _REFUSALS = (
     re.compile(rf"memory required[^(]*\({_SIZE}\)[^(]*\({_SIZE}\)"),
     re.compile(rf"Used {_SIZE} of {_SIZE}"),
@@ -26,13 +28,15 @@ _REFUSALS = (
 class Memory:
     """Bytes on each device.
 
-    The first five are the step's own arrays; the others are the compiler's figures, `memory_analysis()` of the
-    compiled program. On a TPU arrays are padded to tiles, so `arguments` is more than the first five together.
+    The first five are the step's own arrays; the others are the compiler's figures,
+    `memory_analysis()` of the compiled program. On a TPU arrays are padded to tiles, so
+    `arguments` is more than the first five together.
 
     Args:
         parameters: Weights that are trained.
         optimizer: The optimizer's variables.
-        other_state: Weights that are not trained, such as moving statistics, and random streams.
+        other_state: Weights that are not trained, such as moving statistics, and random
+            streams.
         metrics: The variables of metrics.
         batch: One device's part of the batch, or of the batches of several steps.
         arguments: All that the program is given.
@@ -56,7 +60,9 @@ class Memory:
     peak: int
 
     def needed(self, platform: str) -> int:
-        """What the device must have: the compiler's peak on TPUs; elsewhere that leaves out what is temporary."""
+        """What the device must have: the compiler's peak on TPUs; elsewhere that leaves
+        out what is temporary.
+        """
         together = self.arguments + self.outputs - self.aliased + self.temporary
         return self.peak if platform == "tpu" else max(self.peak, together)
 
@@ -86,15 +92,23 @@ def on_each_device(forms: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 
 def _part(form: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return form.sharding.shard_shape(form.shape) if form.sharding is not None else form.shape
+    return (
+        form.sharding.shard_shape(form.shape)
+        if form.sharding is not None
+        else form.shape
+    )
 
 
 def refusal(text: str) -> tuple[int, int] | None:
-    """The needed and the available bytes in a compiler's error; `None` if it says something else."""
+    """The needed and the available bytes in a compiler's error; `None` if it says
+    something else.
+    """
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
     for pattern in _REFUSALS:
         if found := pattern.search(text):
             needed, needed_unit, available, available_unit = found.groups()
-            return int(float(needed) * _UNITS[needed_unit]), int(float(available) * _UNITS[available_unit])
+            return int(float(needed) * _UNITS[needed_unit]), int(
+                float(available) * _UNITS[available_unit]
+            )
     return None

@@ -1,4 +1,5 @@
-"""The model of a dry run, as one of a strategy whose mesh can be exchanged for another."""
+"""The model of a dry run, as one of a strategy whose mesh can be exchanged for another.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ def of(model_or_builder: Any, shard_optimizer_state: bool) -> tuple[Any, Strateg
     """A compiled model, and the strategy that its variables belong to.
 
     Args:
-        model_or_builder: A compiled model, or a function without arguments that makes one. A model without a strategy
-            is made once more from its configuration.
+        model_or_builder: A compiled model, or a function without arguments that makes
+            one. A model without a strategy is made once more from its configuration.
         shard_optimizer_state: For a model that is made here.
 
     Raises:
-        StructureTypeError: For what is no model, and for a model that is not compiled or not traced.
+        StructureTypeError: For what is no model, and for a model that is not compiled
+            or not traced.
         InputError: For a model that cannot be made from its configuration.
     """
     if isinstance(model_or_builder, keras.Model):
@@ -30,7 +32,8 @@ def of(model_or_builder: Any, shard_optimizer_state: bool) -> tuple[Any, Strateg
             return _checked(model_or_builder), own
         _checked(model_or_builder)
 
-    # Variables need a home while they are made; the step will be traced for another one.
+    # Variables need a home while they are made; the step will be traced for another
+    # one.
     strategy = MirroredStrategy(["cpu:0"], shard_optimizer_state=shard_optimizer_state)
     with strategy.scope():
         if isinstance(model_or_builder, keras.Model):
@@ -39,7 +42,8 @@ def of(model_or_builder: Any, shard_optimizer_state: bool) -> tuple[Any, Strateg
             raise StructureTypeError(
                 "A dry run is for a Keras model, or a function that makes one.",
                 received=f"{model_or_builder!r}.",
-                fix="kd.dry_run(build_model, 256), where build_model() returns a compiled model.",
+                fix="kd.dry_run(build_model, 256), where build_model() returns a "
+                "compiled model.",
             )
         model = model_or_builder()
     if not isinstance(model, keras.Model):
@@ -57,9 +61,12 @@ def _again(model: Any) -> Any:
         made.compile_from_config(model.get_compile_config())
     except Exception as error:
         raise InputError(
-            "A model that was made without a strategy is made again for a dry run, which this one cannot.",
-            received=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            fix="pass the function that makes and compiles it: kd.dry_run(build_model, 256).",
+            "A model that was made without a strategy is made again for a dry run, "
+            "which this one cannot.",
+            received=f"{type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}",
+            fix="pass the function that makes and compiles it: kd.dry_run(build_model, "
+            "256).",
         ) from error
     return _checked(made)
 
@@ -69,12 +76,14 @@ def _checked(model: Any) -> Any:
         raise StructureTypeError(
             "A training step needs a compiled model.",
             received=f"{model!r}.",
-            fix='model.compile("adam", loss) first, inside of the function that makes it.',
+            fix='model.compile("adam", loss) first, inside of the function that makes '
+            "it.",
         )
     if model.run_eagerly or not model.jit_compile:
         raise StructureTypeError(
             "A model that runs eagerly has no program to look at.",
-            received=f"run_eagerly={model.run_eagerly}, jit_compile={model.jit_compile}.",
+            received=f"run_eagerly={model.run_eagerly}, "
+            f"jit_compile={model.jit_compile}.",
             fix="leave both of them as they are when the model is compiled.",
         )
     return model

@@ -15,7 +15,9 @@ _GIB = 2**30
 
 
 def draw(report: DryRunReport, path: str | Path) -> None:
-    """Memory of a device; where there is an estimate, the parts of a step's time and its scaling, too."""
+    """Memory of a device; where there is an estimate, the parts of a step's time and
+    its scaling, too.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -31,7 +33,9 @@ def draw(report: DryRunReport, path: str | Path) -> None:
     if report.estimate is not None:
         _time(report, axes[1])
         _scaling(report, axes[2])
-    figure.suptitle(f"Batch {report.batch} on {report.topology}: compiled, not run", fontsize=11)
+    figure.suptitle(
+        f"Batch {report.batch} on {report.topology}: compiled, not run", fontsize=11
+    )
     figure.savefig(path)
 
 
@@ -40,11 +44,16 @@ def _memory(report: DryRunReport, axes: Any) -> None:
     if memory is None:
         parts = {"needed": report.needed_bytes}
     else:
-        state = memory.parameters + memory.optimizer + memory.other_state + memory.metrics
+        state = (
+            memory.parameters + memory.optimizer + memory.other_state + memory.metrics
+        )
         parts = {
             "parameters": memory.parameters,
             "optimizer": memory.optimizer,
-            "batch, other, padding": memory.arguments - state + memory.other_state + memory.metrics,
+            "batch, other, padding": memory.arguments
+            - state
+            + memory.other_state
+            + memory.metrics,
             "activations, temporary": memory.temporary,
         }
     bottom = 0.0
@@ -53,7 +62,9 @@ def _memory(report: DryRunReport, axes: Any) -> None:
         bottom += value / _GIB
     if report.limit_bytes is not None:
         limit = report.limit_bytes / _GIB
-        axes.axhline(limit, color="black", linestyle="--", label=f"available: {limit:.1f} GiB")
+        axes.axhline(
+            limit, color="black", linestyle="--", label=f"available: {limit:.1f} GiB"
+        )
     axes.set_xlim(-0.6, 0.6)
     axes.set_xticks([])
     axes.set_ylabel("GiB of each device")
@@ -69,14 +80,23 @@ def _time(report: DryRunReport, axes: Any) -> None:
         "communication": own.communication,
         "without\noverlap": own.in_turn,
     }
-    axes.bar(list(parts), [value * 1e3 for value in parts.values()], color=_COLORS[: len(parts)])
+    axes.bar(
+        list(parts),
+        [value * 1e3 for value in parts.values()],
+        color=_COLORS[: len(parts)],
+    )
     axes.set_ylabel("ms a step, ESTIMATED from peak rates")
     axes.tick_params(axis="x", labelsize=8)
 
 
 def _scaling(report: DryRunReport, axes: Any) -> None:
     points = report.scaling()
-    axes.plot([p.num_devices for p in points], [100 * p.efficiency for p in points], marker="o", color=_COLORS[0])
+    axes.plot(
+        [p.num_devices for p in points],
+        [100 * p.efficiency for p in points],
+        marker="o",
+        color=_COLORS[0],
+    )
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 105)
     axes.set_xlabel(f"devices, {-(-report.batch // report.num_devices)} rows on each")

@@ -1,4 +1,6 @@
-"""Names of hardware to devices that programs can be compiled for, whether they are there or not."""
+"""Names of hardware to devices that programs can be compiled for, whether they are
+there or not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from keras_distribute.dry_run.hardware import HARDWARE, Hardware
 from keras_distribute.errors import BackendError, DeviceError
 
 _NAME = re.compile(r"^([a-z0-9-]+):(\d+(?:x\d+)*)$")
-_SAME = {"v5litepod": "v5e", "v5": "v5p", "v6": "v6e", "v7x": "tpu7x", "ironwood": "tpu7x", "a100-40gb": "a100"}
+_SAME = {
+    "v5litepod": "v5e",
+    "v5": "v5p",
+    "v6": "v6e",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
+    "a100-40gb": "a100",
+}
 _MOST_GPUS = 8  # That share one NVLink network.
 PACKAGES = {
     "tpu": ("libtpu",),
@@ -46,19 +55,24 @@ class Target:
     @property
     def num_devices(self) -> int:
         """How many devices JAX shows there."""
-        return math.prod(self.shape) * (self.hardware.devices_per_chip if self.hardware else 1)
+        return math.prod(self.shape) * (
+            self.hardware.devices_per_chip if self.hardware else 1
+        )
 
     def resized(self, shape: Sequence[int]) -> Target:
         """The same hardware in another number."""
         kind = self.name.partition(":")[0]
-        return dataclasses.replace(self, name=f"{kind}:{'x'.join(map(str, shape))}", shape=tuple(shape))
+        return dataclasses.replace(
+            self, name=f"{kind}:{'x'.join(map(str, shape))}", shape=tuple(shape)
+        )
 
     def devices(self) -> list[Any]:
         """The devices to compile for; only those of CPUs can run anything.
 
         Raises:
             BackendError: Where the compiler is not installed.
-            DeviceError: For a topology that it does not know, and for more CPU devices than there are.
+            DeviceError: For a topology that it does not know, and for more CPU devices
+                than there are.
         """
         if self.platform == "cpu":
             return _cpu_devices(self.num_devices)
@@ -66,15 +80,19 @@ class Target:
             if self.platform == "tpu":
                 return topologies.tpu_devices(*self._libtpu_name())
             assert self.hardware is not None
-            return topologies.gpu_devices(target_config(self.hardware), self.num_devices)
+            return topologies.gpu_devices(
+                target_config(self.hardware), self.num_devices
+            )
         except topologies.NotInstalledError as error:
-            package, extra = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda12-plugin and jax-cuda12-pjrt", "cuda")}[
-                self.platform
-            ]
+            package, extra = {
+                "tpu": ("libtpu", "tpu"),
+                "cuda": ("jax-cuda12-plugin and jax-cuda12-pjrt", "cuda"),
+            }[self.platform]
             raise BackendError(
                 f"Compiling for {self.name} needs {package}; no accelerator is needed.",
                 received=f"{error}.",
-                fix=f"pip install 'keras-distribute[dry-run-{extra}]', or try topology=\"cpu:{self.num_devices}\".",
+                fix=f"pip install 'keras-distribute[dry-run-{extra}]', or try "
+                f'topology="cpu:{self.num_devices}".',
             ) from error
         except topologies.UnknownTopologyError as error:
             raise _unknown(self.name, str(error)) from error
@@ -84,7 +102,9 @@ class Target:
         assert self.hardware is not None
         name, chips = self.hardware.name, list(self.shape)
         single = _HOST.get(name, (2, 2))
-        most = single if chips == list(single) else (2, 2)  # A single host may have more than each of several.
+        most = (
+            single if chips == list(single) else (2, 2)
+        )  # A single host may have more than each of several.
         bounds = (min(chips[0], most[0]), min(chips[1], most[1]), 1)
         shape = "x".join(map(str, chips))
         return f"{name}:{shape}", bounds, "megacore" if name == "v4" else "default"
@@ -110,7 +130,11 @@ def parse(name: str) -> Target:
         raise _unknown(name, f"no hardware {kind!r}")
     if hardware.torus_axes:
         if not 2 <= len(shape) <= hardware.torus_axes:
-            raise _unknown(name, f"a slice of {kind} has {'2 or 3' if hardware.torus_axes == 3 else '2'} axes")
+            raise _unknown(
+                name,
+                f"a slice of {kind} has "
+                f"{'2 or 3' if hardware.torus_axes == 3 else '2'} axes",
+            )
         if not hardware.has_slice(shape):
             pod = "x".join(map(str, hardware.pod))
             raise _unknown(name, f"the largest slice of {kind} has {pod} chips")
@@ -137,7 +161,8 @@ def _unknown(name: object, why: str) -> DeviceError:
     gpus = ", ".join(kind for kind, each in HARDWARE.items() if not each.torus_axes)
     tpus = ", ".join(kind for kind, each in HARDWARE.items() if each.torus_axes)
     return DeviceError(
-        "A topology is named by the kind of hardware and its number, or by the chips along each axis of a TPU slice.",
+        "A topology is named by the kind of hardware and its number, or by the chips "
+        "along each axis of a TPU slice.",
         received=f"{name!r}: {why}.",
         fix=f'"v5e:4x4" ({tpus}), "h100:8" ({gpus}), or "cpu:8".',
     )

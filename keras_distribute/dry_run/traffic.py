@@ -1,8 +1,9 @@
 """How many bytes a program moves between a device's memory and its cores.
 
-Each instruction reads its operands and writes its result once; what is fused into it moves nothing. Arrays in a memory
-of the core's own (TPU) do not count. An instruction that reads slices of an array, or updates a part of it in place,
-counts the slices: a loop over time would otherwise read the whole sequence in each iteration.
+Each instruction reads its operands and writes its result once; what is fused into it
+moves nothing. Arrays in a memory of the core's own (TPU) do not count. An instruction
+that reads slices of an array, or updates a part of it in place, counts the slices: a
+loop over time would otherwise read the whole sequence in each iteration.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ _FREE = {
     "async-update",
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # Which operand is written, into operand 0.
+_UPDATES = {
+    "dynamic-update-slice": 1,
+    "scatter": 2,
+}  # Which operand is written, into operand 0.
 
 
 def bytes_moved(module: Module) -> int:
-    """The bytes that one call of the program reads and writes in the memory of each device."""
-    return sum(times * _of_computation(module, module.computations[name]) for name, times in module.runs.items())
+    """The bytes that one call of the program reads and writes in the memory of each
+    device.
+    """
+    return sum(
+        times * _of_computation(module, module.computations[name])
+        for name, times in module.runs.items()
+    )
 
 
 def _of_computation(module: Module, computation: list[Instruction]) -> int:
@@ -51,7 +60,9 @@ def _of_computation(module: Module, computation: list[Instruction]) -> int:
 
 
 def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
-    """What an instruction consists of: the instructions of a fusion, else itself with parameters in front."""
+    """What an instruction consists of: the instructions of a fusion, else itself with
+    parameters in front.
+    """
     if instruction.opcode == "fusion":
         return module.computations[instruction.called["calls"][0]]
     parameters = [
@@ -59,15 +70,28 @@ def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
         for place in range(len(instruction.operands))
     ]
     names = tuple(parameter.name for parameter in parameters)
-    own = Instruction(instruction.name, instruction.opcode, instruction.arrays, names, {}, True, instruction.text)
+    own = Instruction(
+        instruction.name,
+        instruction.opcode,
+        instruction.arrays,
+        names,
+        {},
+        True,
+        instruction.text,
+    )
     return [*parameters, own]
 
 
 def _read(module: Module, inside: list[Instruction], place: int, whole: int) -> int:
-    """The bytes that are read of operand number `place`, which has `whole` in the device's memory."""
+    """The bytes that are read of operand number `place`, which has `whole` in the
+    device's memory.
+    """
     if not whole:
         return 0
-    parameter = next((i for i in inside if i.opcode == "parameter" and i.operands == (str(place),)), None)
+    parameter = next(
+        (i for i in inside if i.opcode == "parameter" and i.operands == (str(place),)),
+        None,
+    )
     if parameter is None:
         return whole
     total = 0
@@ -76,7 +100,9 @@ def _read(module: Module, inside: list[Instruction], place: int, whole: int) -> 
             total += sum(array.num_bytes for array in user.arrays)
         elif user.opcode in _UPDATES and which == 0:
             continue  # In place.
-        elif user.opcode == "fusion":  # TPUs fuse a slice with a matrix product as one within another.
+        elif (
+            user.opcode == "fusion"
+        ):  # TPUs fuse a slice with a matrix product as one within another.
             total += _read(module, _inside(module, user), which, whole)
         else:
             return whole
@@ -84,12 +110,18 @@ def _read(module: Module, inside: list[Instruction], place: int, whole: int) -> 
 
 
 def _uses(inside: list[Instruction], name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that take a value, and as which operand; through such as only rename it."""
+    """The instructions that take a value, and as which operand; through such as only
+    rename it.
+    """
     found: list[tuple[Instruction, int]] = []
     for user in inside:
         for which, operand in enumerate(user.operands):
             if operand == name and user.opcode not in ("parameter", "constant"):
-                found += _uses(inside, user.name) if user.opcode == "bitcast" else [(user, which)]
+                found += (
+                    _uses(inside, user.name)
+                    if user.opcode == "bitcast"
+                    else [(user, which)]
+                )
     return found
 
 
@@ -107,8 +139,16 @@ def _written(inside: list[Instruction], instruction: Instruction) -> int:
     for root, array in zip(roots, instruction.arrays, strict=True):
         while root.opcode == "bitcast" and root.operands[0] in named:
             root = named[root.operands[0]]
-        update = named.get(root.operands[_UPDATES[root.opcode]]) if root.opcode in _UPDATES else None
-        own = sum(part.num_bytes for part in update.arrays) if update is not None and update.arrays else None
+        update = (
+            named.get(root.operands[_UPDATES[root.opcode]])
+            if root.opcode in _UPDATES
+            else None
+        )
+        own = (
+            sum(part.num_bytes for part in update.arrays)
+            if update is not None and update.arrays
+            else None
+        )
         total += _counted(array) if own is None else min(own, _counted(array))
     return total
 

@@ -1,1 +1,3 @@
-"""From any dataset to batches on the devices of a strategy: positions, splits, shards, look-ahead."""
+"""From any dataset to batches on the devices of a strategy: positions, splits, shards,
+look-ahead.
+"""

@@ -11,19 +11,28 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Part, Position, Reader, Shuffled, uncounted
+from keras_distribute.input.source import (
+    Batch,
+    Part,
+    Position,
+    Reader,
+    Shuffled,
+    uncounted,
+)
 
 
 class ArrayDataset:
-    """Arrays as a dataset of batches, for `strategy.experimental_distribute_dataset`; `fit` takes arrays themselves.
+    """Arrays as a dataset of batches, for `strategy.experimental_distribute_dataset`;
+    `fit` takes arrays themselves.
 
     Args:
-        arrays: An array, or a structure of arrays (tuples, dicts), all with the same number of rows: NumPy, JAX,
-            TensorFlow, pandas or SciPy sparse.
+        arrays: An array, or a structure of arrays (tuples, dicts), all with the same
+            number of rows: NumPy, JAX, TensorFlow, pandas or SciPy sparse.
         batch_size: The rows of a global batch.
         shuffle: Whether each pass has an order of its own.
-        seed: Of the orders, an integer of at least 0; by default one is drawn from NumPy's global stream, which
-            `keras.utils.set_random_seed` seeds. The order depends on the seed and the number of the pass alone.
+        seed: Of the orders, an integer of at least 0; by default one is drawn from
+            NumPy's global stream, which `keras.utils.set_random_seed` seeds. The order
+            depends on the seed and the number of the pass alone.
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Raises:
@@ -39,14 +48,22 @@ class ArrayDataset:
     """
 
     def __init__(
-        self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int | None = None, drop_remainder: bool = False
+        self,
+        arrays: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_remainder: bool = False,
     ) -> None:
-        leaves: list[Any] = jax.tree.leaves(arrays, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        leaves: list[Any] = jax.tree.leaves(
+            arrays, is_leaf=lambda leaf: hasattr(leaf, "shape")
+        )
         formed = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
         if not leaves or not formed or not compat.can_convert_arrays(arrays):
             raise InputError(
                 "An ArrayDataset is made of arrays.",
-                received=f"{type(arrays).__name__} with {sorted({type(leaf).__name__ for leaf in leaves})}.",
+                received=f"{type(arrays).__name__} with "
+                f"{sorted({type(leaf).__name__ for leaf in leaves})}.",
                 fix="kd.ArrayDataset((x, y), batch_size=64)",
             )
         text = [leaf for leaf in leaves if getattr(leaf.dtype, "kind", "f") in "OSU"]
@@ -60,7 +77,8 @@ class ArrayDataset:
         if len(lengths) > 1 or -1 in lengths:
             raise InputError(
                 "The arrays of a dataset have the same number of rows.",
-                received=f"shapes {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.",
+                received="shapes "
+                f"{', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.",
                 fix="pass arrays of one length.",
             )
         what = "A batch has at least one row."
@@ -84,10 +102,16 @@ class ArrayDataset:
         self._own: ArraySource | None = None  # Counts the passes of `__iter__`.
 
     def __len__(self) -> int:
-        return self.rows // self.batch_size if self.drop_remainder else -(-self.rows // self.batch_size)
+        return (
+            self.rows // self.batch_size
+            if self.drop_remainder
+            else -(-self.rows // self.batch_size)
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the whole batches on the host: what a loop sees under the default strategy."""
+        """One pass over the whole batches on the host: what a loop sees under the
+        default strategy.
+        """
         if self._own is None:
             self._own = self.source()
         reader = self._own.open()
@@ -98,7 +122,13 @@ class ArrayDataset:
     def source(self) -> ArraySource:
         """What reads the arrays, from the first pass on."""
         arrays = compat.sliceable_arrays(self.arrays)
-        form = (self.rows, self.batch_size, self.shuffle, self.seed, self.drop_remainder)
+        form = (
+            self.rows,
+            self.batch_size,
+            self.shuffle,
+            self.seed,
+            self.drop_remainder,
+        )
         return ArraySource(arrays, *form, one_order=self.one_order)
 
 
@@ -109,7 +139,8 @@ class ArraySource(Shuffled):
         arrays: What `compat.take` slices.
         rows: Their number of rows.
         batch_size: Rows of a batch.
-        shuffle: Whether each pass has an order of its own; `"batch"`: only within each batch.
+        shuffle: Whether each pass has an order of its own; `"batch"`: only within each
+            batch.
         seed: Of the orders; `None` shuffles as Keras does: by its count of epochs, or
             from NumPy's global stream.
         drop_remainder: Whether to leave out a last batch that is not full.
@@ -143,7 +174,11 @@ class ArraySource(Shuffled):
 
     @property
     def num_batches(self) -> int:
-        return self.rows // self._batch_size if self._drop else -(-self.rows // self._batch_size)
+        return (
+            self.rows // self._batch_size
+            if self._drop
+            else -(-self.rows // self._batch_size)
+        )
 
     @property
     def batch_size(self) -> int:
@@ -167,7 +202,8 @@ class ArraySource(Shuffled):
             raise InputError(
                 "Each process would shuffle these arrays in another order.",
                 received="shuffle=True without a seed.",
-                fix="kd.ArrayDataset(arrays, batch_size, shuffle=True, seed=7), one seed for all processes.",
+                fix="kd.ArrayDataset(arrays, batch_size, shuffle=True, seed=7), one "
+                "seed for all processes.",
             )
         form = (self.rows, self._batch_size, self.shuffle, self.seed, self._drop)
         return ArraySource(self.arrays, *form, part, counted=self.counted)
@@ -196,10 +232,14 @@ class _ArrayReader(Reader):
         if source.shuffle != "batch":
             self._order = self._permutation(0, source.rows)
             return
-        # All drawn now: batches are read ahead in a thread, and others draw from NumPy's stream, too.
+        # All drawn now: batches are read ahead in a thread, and others draw from
+        # NumPy's stream, too.
         starts = range(0, source.num_batches * source.batch_size, source.batch_size)
         sizes = [min(source.batch_size, source.rows - start) for start in starts]
-        orders = [start + self._permutation(i, n) for i, (start, n) in enumerate(zip(starts, sizes, strict=True))]
+        orders = [
+            start + self._permutation(i, n)
+            for i, (start, n) in enumerate(zip(starts, sizes, strict=True))
+        ]
         self._order = np.concatenate(orders) if orders else np.arange(0)
 
     def _permutation(self, step: int, rows: int) -> Any:
@@ -228,22 +268,44 @@ class _ArrayReader(Reader):
 
     def position(self) -> Position:
         source = self._source
-        before = self._before and {"key": self._before["state"]["key"], "pos": self._before["state"]["pos"]}
-        form = {"rows": source.rows, "batch_size": source.batch_size, "shuffle": source.shuffle}
-        return {"epoch": self._epoch, "step": self._step, "random": before, "seed": source.seed, **form}
+        before = self._before and {
+            "key": self._before["state"]["key"],
+            "pos": self._before["state"]["pos"],
+        }
+        form = {
+            "rows": source.rows,
+            "batch_size": source.batch_size,
+            "shuffle": source.shuffle,
+        }
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "random": before,
+            "seed": source.seed,
+            **form,
+        }
 
     def seek(self, position: Position) -> None:
         source = self._source
-        for name, own in (("rows", source.rows), ("batch_size", source.batch_size), ("shuffle", source.shuffle)):
+        for name, own in (
+            ("rows", source.rows),
+            ("batch_size", source.batch_size),
+            ("shuffle", source.shuffle),
+        ):
             if position[name] != own:
                 raise InputError(
                     "The position belongs to other arrays, or other batches of them.",
-                    received=f"{name}={position[name]} in the position, {name}={own} here.",
-                    fix="pass the same arrays, batch_size and shuffle as when the position was taken.",
+                    received=f"{name}={position[name]} in the position, {name}={own} "
+                    "here.",
+                    fix="pass the same arrays, batch_size and shuffle as when the "
+                    "position was taken.",
                 )
         source.seed = position["seed"]
         self._sought, self._step = position, position["step"]
 
 
 def _random_state(state: Any) -> Any:
-    return {"bit_generator": "MT19937", "state": {"key": np.asarray(state["key"], np.uint32), "pos": int(state["pos"])}}
+    return {
+        "bit_generator": "MT19937",
+        "state": {"key": np.asarray(state["key"], np.uint32), "pos": int(state["pos"])},
+    }

@@ -1,4 +1,6 @@
-"""`DistributedDataset` and its iterator: elements with one component for each replica, on the devices."""
+"""`DistributedDataset` and its iterator: elements with one component for each replica,
+on the devices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import numpy as np
 from keras_distribute import checks, values
 from keras_distribute._compat import adapters as compat
 from keras_distribute.context import require_cross_replica
-from keras_distribute.errors import InputError, OutOfRangeError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import (
+    InputError,
+    OutOfRangeError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from keras_distribute.input.agreed import forms_of
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.layouts import Layout
@@ -29,9 +36,10 @@ _FORMAT = 1
 class DistributedDataset:
     """A dataset whose elements have one component for each replica.
 
-    Made by `strategy.experimental_distribute_dataset` and `strategy.distribute_datasets_from_function`. Iterate over
-    it in a custom loop, once for each epoch, or give it to `model.fit`.
-    Source: `tf.distribute.DistributedDataset`.
+    Made by `strategy.experimental_distribute_dataset` and
+    `strategy.distribute_datasets_from_function`. Iterate over it in a custom loop, once
+    for each epoch, or give it to `model.fit`. Source:
+    `tf.distribute.DistributedDataset`.
 
     Example:
         >>> import numpy as np, keras_distribute as kd
@@ -45,7 +53,9 @@ class DistributedDataset:
         9
     """
 
-    def __init__(self, layout: Layout, mesh: ReplicaMesh, options: InputOptions, how: str) -> None:
+    def __init__(
+        self, layout: Layout, mesh: ReplicaMesh, options: InputOptions, how: str
+    ) -> None:
         self._layout, self._mesh, self._options, self._how = layout, mesh, options, how
         self._spec: Any = None
         self._seen: Any = None
@@ -74,12 +84,15 @@ class DistributedDataset:
         return steps
 
     def __bool__(self) -> bool:
-        """Always true; `len(dataset)` says whether it has elements, where that is known."""
+        """Always true; `len(dataset)` says whether it has elements, where that is
+        known.
+        """
         return True
 
     @property
     def element_spec(self) -> Any:
-        """The structure of an element, with a `kd.ElementSpec` for each component; the rows are `None`.
+        """The structure of an element, with a `kd.ElementSpec` for each component; the
+        rows are `None`.
 
         Raises:
             InputError: Where it is not known before an element was read.
@@ -111,16 +124,22 @@ class DistributedDataset:
     def steps_ahead(self) -> int:
         """How many steps are made ready ahead of the one that is asked for."""
         size = self._options.experimental_per_replica_buffer_size
-        return self._layout.source.steps_ahead(self._mesh.devices[0].platform) if size is None else size
+        return (
+            self._layout.source.steps_ahead(self._mesh.devices[0].platform)
+            if size is None
+            else size
+        )
 
     def __repr__(self) -> str:
         return f"DistributedDataset({self._layout.source.kind}: {self._how})"
 
 
 class DistributedIterator(Iterator[Any]):
-    """One pass over a `DistributedDataset`. Source: `tf.distribute.DistributedIterator`.
+    """One pass over a `DistributedDataset`. Source:
+    `tf.distribute.DistributedIterator`.
 
-    Elements are read and put on the devices ahead of the loop, by a thread that ends with the iterator.
+    Elements are read and put on the devices ahead of the loop, by a thread that ends
+    with the iterator.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -147,7 +166,8 @@ class DistributedIterator(Iterator[Any]):
             raise OutOfRangeError(
                 "The dataset has no more elements.",
                 received=f"get_next() at the end of {self._dataset!r}.",
-                fix="iterate with `for element in dataset`, or ask get_next_as_optional().has_value().",
+                fix="iterate with `for element in dataset`, or ask "
+                "get_next_as_optional().has_value().",
             ) from None
 
     def get_next_as_optional(self) -> Optional:
@@ -165,27 +185,43 @@ class DistributedIterator(Iterator[Any]):
     def get_state(self) -> dict[str, Any]:
         """The position after the last element that this iterator gave.
 
-        A dict of numbers, strings, bytes, lists and NumPy arrays, to be stored in a checkpoint. That of a `tf.data`
-        pipeline holds what the pipeline buffers, such as the elements in a shuffle buffer.
+        A dict of numbers, strings, bytes, lists and NumPy arrays, to be stored in a
+        checkpoint. That of a `tf.data` pipeline holds what the pipeline buffers, such
+        as the elements in a shuffle buffer.
 
         Raises:
-            InputError: For data that cannot go on from a position: generators, torch's own `DataLoader`, and a
-                `PyDataset` that changes between epochs without saying how.
+            InputError: For data that cannot go on from a position: generators, torch's
+                own `DataLoader`, and a `PyDataset` that changes between epochs without
+                saying how.
         """
-        return {"format": _FORMAT, "kind": self._dataset._layout.source.kind, "position": self._feed.position()}
+        return {
+            "format": _FORMAT,
+            "kind": self._dataset._layout.source.kind,
+            "position": self._feed.position(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a position: the next element is the very one that would have come next.
+        """Goes on from a position: the next element is the very one that would have
+        come next.
 
         Args:
-            state: What `get_state` returned, in this process or another, for the same data.
+            state: What `get_state` returned, in this process or another, for the same
+                data.
 
         Raises:
             InputError: For a state of another kind of data.
         """
         kind = self._dataset._layout.source.kind
-        if not isinstance(state, dict) or state.get("format") != _FORMAT or state.get("kind") != kind:
-            received = state.get("kind", "no kind") if isinstance(state, dict) else type(state).__name__
+        if (
+            not isinstance(state, dict)
+            or state.get("format") != _FORMAT
+            or state.get("kind") != kind
+        ):
+            received = (
+                state.get("kind", "no kind")
+                if isinstance(state, dict)
+                else type(state).__name__
+            )
             raise InputError(
                 f"This is not a position in {kind}.",
                 received=f"a state of {received}.",
@@ -194,20 +230,31 @@ class DistributedIterator(Iterator[Any]):
         self._feed.seek(state["position"])
 
     def close(self) -> None:
-        """Ends the reading ahead; the iterator has no more elements. Dropping the iterator does the same."""
+        """Ends the reading ahead; the iterator has no more elements. Dropping the
+        iterator does the same.
+        """
         self._feed.close()
 
 
 def _require_cross_replica() -> None:
     """A program would keep the one element that it was traced with."""
-    require_cross_replica("The iteration over a distributed dataset", "strategy.run(step, args=(next(iterator),))")
+    require_cross_replica(
+        "The iteration over a distributed dataset",
+        "strategy.run(step, args=(next(iterator),))",
+    )
 
 
 class _Prepare:
-    """From a batch to an element on the devices; all of one pass have the same structure."""
+    """From a batch to an element on the devices; all of one pass have the same
+    structure.
+    """
 
     def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset, self._layout, self._mesh = dataset, dataset._layout, dataset._mesh
+        self._dataset, self._layout, self._mesh = (
+            dataset,
+            dataset._layout,
+            dataset._mesh,
+        )
         self._on_devices = dataset._options.experimental_fetch_to_device is not False
         self._form: Any = None
 
@@ -222,16 +269,23 @@ class _Prepare:
                 fix="yield the same structure for every batch.",
             )
         forms = self._forms(batch, pieces)
-        element = values.regroup(pieces, lambda components: self._grouped(components, forms))
+        element = values.regroup(
+            pieces, lambda components: self._grouped(components, forms)
+        )
         self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
         return element
 
     def _forms(self, batch: Batch, pieces: list[Any]) -> dict[int, Any]:
-        """By a leaf of the first piece the forms of that component on all replicas, where others have some of them."""
+        """By a leaf of the first piece the forms of that component on all replicas,
+        where others have some of them.
+        """
         if self._mesh.num_processes == 1:
             return {}
         columns = zip(*forms_of(batch, pieces[0], self._mesh.num_replicas), strict=True)
-        return {id(leaf): forms for leaf, forms in zip(jax.tree.leaves(pieces[0]), columns, strict=True)}
+        return {
+            id(leaf): forms
+            for leaf, forms in zip(jax.tree.leaves(pieces[0]), columns, strict=True)
+        }
 
     def _grouped(self, components: Any, forms: dict[int, Any]) -> PerReplica | None:
         if all(component is None for component in components):
@@ -283,14 +337,19 @@ def _spec_of(example: Any) -> Any:
         shape = tuple(leaf.shape)
         return ElementSpec((None, *shape[1:]) if shape else (), _dtype_name(leaf.dtype))
 
-    return jax.tree.map(spec, example, is_leaf=lambda leaf: hasattr(leaf, "shape") or compat.is_sparse(leaf))
+    return jax.tree.map(
+        spec,
+        example,
+        is_leaf=lambda leaf: hasattr(leaf, "shape") or compat.is_sparse(leaf),
+    )
 
 
 def _no_arrays(part: Any) -> InputError:
     return InputError(
         "The elements of a dataset are structures of arrays.",
         received=f"an element with a {type(part).__name__}.",
-        fix="yield arrays; of datasets of datasets, as from window(), make one dataset: flat_map(...).",
+        fix="yield arrays; of datasets of datasets, as from window(), make one "
+        "dataset: flat_map(...).",
     )
 
 

@@ -1,7 +1,9 @@
-"""Reads batches and makes them ready ahead of the step that needs them, in a thread. Knows no devices.
+"""Reads batches and makes them ready ahead of the step that needs them, in a thread.
+Knows no devices.
 
-The thread has at most `ahead` batches ready. Exceptions of the user's pipeline come out of `next`, after the batches
-before them, with their traceback. What was read for nobody goes back to the reader when the feed is closed.
+The thread has at most `ahead` batches ready. Exceptions of the user's pipeline come out
+of `next`, after the batches before them, with their traceback. What was read for nobody
+goes back to the reader when the feed is closed.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Feed(Iterator[Any]):
     Args:
         open_reader: Opens a new pass.
         prepare: Makes a batch ready: puts it on devices.
-        ahead: How many batches to have ready; 0 prepares each in the caller's thread when it is asked for.
-        per_epoch: Reads no further than a multiple of this number until a batch beyond it is asked for.
+        ahead: How many batches to have ready; 0 prepares each in the caller's thread
+            when it is asked for.
+        per_epoch: Reads no further than a multiple of this number until a batch beyond
+            it is asked for.
         followed: Whether somebody may ask for positions.
     """
 
@@ -52,7 +56,12 @@ class Feed(Iterator[Any]):
         per_epoch: int | None = None,
         followed: bool = True,
     ) -> None:
-        self._open, self._prepare, self._ahead, self._per_epoch = open_reader, prepare, ahead, per_epoch
+        self._open, self._prepare, self._ahead, self._per_epoch = (
+            open_reader,
+            prepare,
+            ahead,
+            per_epoch,
+        )
         self._followed = followed
         self._opening = threading.Lock()
         self._work: _Work | None = None
@@ -78,7 +87,8 @@ class Feed(Iterator[Any]):
         """The position after the last batch that was handed out.
 
         Args:
-            ended: Whether that was the last of the pass: what its owner has changed for the next one is then included.
+            ended: Whether that was the last of the pass: what its owner has changed for
+                the next one is then included.
 
         Raises:
             InputError: For data that has none.
@@ -103,7 +113,9 @@ class Feed(Iterator[Any]):
             self._work.stop(wait=True)
 
     def release(self) -> None:
-        """Closes, and lets go of the reader: pipelines hold threads and large buffers. It has no position then."""
+        """Closes, and lets go of the reader: pipelines hold threads and large buffers.
+        It has no position then.
+        """
         self.close()
         if self._dropped is not None:
             self._dropped.detach()
@@ -118,7 +130,9 @@ class Feed(Iterator[Any]):
         if self._dropped is not None:
             self._dropped.detach()
         self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
-        self._dropped = dropped.when_dropped(self, functools.partial(self._work.stop, wait=True))
+        self._dropped = dropped.when_dropped(
+            self, functools.partial(self._work.stop, wait=True)
+        )
         return self._work
 
     def _started(self) -> _Work:
@@ -133,12 +147,25 @@ class Feed(Iterator[Any]):
 
 
 class _Work:
-    """What the thread and the feed share; it does not know the feed, so that dropping a feed ends its thread."""
+    """What the thread and the feed share; it does not know the feed, so that dropping a
+    feed ends its thread.
+    """
 
     _all: ClassVar[weakref.WeakSet[_Work]] = weakref.WeakSet()
 
-    def __init__(self, reader: Reader, prepare: Callable[[Batch], Any], ahead: int, per_epoch: int | None) -> None:
-        self._reader, self._prepare, self._ahead, self._per_epoch = reader, prepare, ahead, per_epoch
+    def __init__(
+        self,
+        reader: Reader,
+        prepare: Callable[[Batch], Any],
+        ahead: int,
+        per_epoch: int | None,
+    ) -> None:
+        self._reader, self._prepare, self._ahead, self._per_epoch = (
+            reader,
+            prepare,
+            ahead,
+            per_epoch,
+        )
         self.pending: deque[Batch] = deque()
         self._ready: deque[_Ready] = deque()
         self._failure: BaseException | None = None
@@ -160,7 +187,10 @@ class _Work:
         if self._ahead:
             frames, state = context.frames(), compat.thread_state()
             self._thread = threading.Thread(
-                target=self._run, args=(frames, state), name="keras_distribute input", daemon=True
+                target=self._run,
+                args=(frames, state),
+                name="keras_distribute input",
+                daemon=True,
             )
             self._thread.start()
 
@@ -168,7 +198,8 @@ class _Work:
         """The next batch, waiting for it if need be.
 
         Raises:
-            StopIteration: At the end, when somebody else has closed the feed, or has met its failure.
+            StopIteration: At the end, when somebody else has closed the feed, or has
+                met its failure.
         """
         if self._thread is None:
             with self._reading:
@@ -182,7 +213,10 @@ class _Work:
                 while not (self._ready or self._ended or self._stopped):
                     self._changed.wait()
                 if self._stopped or not self._ready:
-                    failure, self._failure = self._failure, None  # Its traceback holds the feed, which would never end.
+                    failure, self._failure = (
+                        self._failure,
+                        None,
+                    )  # Its traceback holds the feed, which would never end.
                     try:
                         raise failure or StopIteration
                     finally:
@@ -194,9 +228,15 @@ class _Work:
 
     def _next(self) -> _Ready:
         with timing.of("reading"):
-            batch = self._reader.again(self.pending.popleft()) if self.pending else next(self._reader)
+            batch = (
+                self._reader.again(self.pending.popleft())
+                if self.pending
+                else next(self._reader)
+            )
         if self._reader.reuses_arrays:
-            data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
+            data = jax.tree.map(
+                lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data
+            )
             batch = batch._replace(data=data)
         with timing.of("placing"):
             prepared = self._prepare(batch)
@@ -211,8 +251,11 @@ class _Work:
                         item = self._next()
                     except BaseException as failure:
                         with self._changed:
-                            # The end needs no traceback, which would hold this frame, and with it the reader.
-                            self._failure = None if isinstance(failure, StopIteration) else failure
+                            # The end needs no traceback, which would hold this frame,
+                            # and with it the reader.
+                            self._failure = (
+                                None if isinstance(failure, StopIteration) else failure
+                            )
                             self._ended = True
                             self._changed.notify_all()
                         return
@@ -239,7 +282,9 @@ class _Work:
         try:
             return {"at": self._reader.position()}
         except InputError as error:
-            self._no_position = error.with_traceback(None)  # Its frames would keep the feed alive.
+            self._no_position = error.with_traceback(
+                None
+            )  # Its frames would keep the feed alive.
             return None
 
     def position(self, ended: bool) -> Position:
@@ -247,7 +292,10 @@ class _Work:
             raise self._no_position
         if self._position is not None and not ended:
             return self._position
-        with self._reading, self._changed:  # The reader stands still; what it has read ahead belongs to the position.
+        with (
+            self._reading,
+            self._changed,
+        ):  # The reader stands still; what it has read ahead belongs to the position.
             if ended:
                 return {"at": self._reader.position()}
             waiting = [item.batch for item in self._ready] + list(self.pending)
@@ -266,7 +314,8 @@ class _Work:
             self._thread.join(_JOIN_SECONDS)
             if self._thread.is_alive():
                 warnings.warn(
-                    f"{self._reader.kind} did not return a batch for {_JOIN_SECONDS:.0f} seconds after its reading was "
+                    f"{self._reader.kind} did not return a batch for "
+                    f"{_JOIN_SECONDS:.0f} seconds after its reading was "
                     "ended; its thread is left alone.",
                     stacklevel=3,
                 )
@@ -281,13 +330,18 @@ def _packed(batches: list[Batch]) -> list[Any]:
     packed: list[Any] = []
     for batch in batches:
         leaves = jax.tree.leaves(batch.data)
-        if any(compat.is_sparse(leaf) for leaf in jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)):
+        if any(
+            compat.is_sparse(leaf)
+            for leaf in jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
+        ):
             raise InputError(
                 "The position of a pipeline with sparse tensors cannot be saved.",
                 received="a batch with a sparse tensor.",
                 fix="tf.sparse.to_dense in the pipeline.",
             )
-        packed.append({"leaves": [np.asarray(leaf) for leaf in leaves], "rows": batch.rows})
+        packed.append(
+            {"leaves": [np.asarray(leaf) for leaf in leaves], "rows": batch.rows}
+        )
     return packed
 
 
@@ -295,12 +349,16 @@ def _unpacked(packed: list[Any] | None, reader: Reader) -> deque[Batch]:
     if not packed:
         return deque()
     form = reader.form()
-    return deque(Batch(jax.tree.unflatten(form, item["leaves"]), item["rows"]) for item in packed)
+    return deque(
+        Batch(jax.tree.unflatten(form, item["leaves"]), item["rows"]) for item in packed
+    )
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads that still read when Python ends would crash in libraries that are being taken down."""
+    """Threads that still read when Python ends would crash in libraries that are being
+    taken down.
+    """
     for work in list(_Work._all):
         with contextlib.suppress(Exception):
             work.stop()

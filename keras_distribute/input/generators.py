@@ -1,4 +1,6 @@
-"""Python generators: they can be read once, and what was read ahead of one is never lost."""
+"""Python generators: they can be read once, and what was read ahead of one is never
+lost.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,26 @@ class GeneratorSource(Source):
     """A Python generator: it can be read once, and every batch of it counts.
 
     Args:
-        seen: The batches that Keras has looked at in `fit`, which each pass of its begins with.
+        seen: The batches that Keras has looked at in `fit`, which each pass of its
+            begins with.
         batches: Opens an iterator over those and the rest.
         stream: Where the rest comes from.
     """
 
     kind = "a generator"
 
-    def __init__(self, seen: list[Any], batches: Callable[[], Iterator[Any]], stream: Stream) -> None:
+    def __init__(
+        self, seen: list[Any], batches: Callable[[], Iterator[Any]], stream: Stream
+    ) -> None:
         self._seen, self._batches, self._stream = seen, batches, stream
 
     @staticmethod
     def of(generator: Any) -> GeneratorSource:
         """The source of a generator that only we read."""
         stream = Stream.of(generator)
-        return GeneratorSource([], lambda: compat.generator_batches(stream.read(generator)), stream)
+        return GeneratorSource(
+            [], lambda: compat.generator_batches(stream.read(generator)), stream
+        )
 
     @property
     def example(self) -> Any:
@@ -49,7 +56,9 @@ class _GeneratorReader(IteratorReader):
     why_no_position = "a generator cannot start in the middle."
     fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
 
-    def __init__(self, num_seen: int, batches: Callable[[], Iterator[Any]], stream: Stream) -> None:
+    def __init__(
+        self, num_seen: int, batches: Callable[[], Iterator[Any]], stream: Stream
+    ) -> None:
         super().__init__("a generator", batches)
         self.reuses_arrays = False  # Its stream has copied them.
         self._left_of_seen, self._stream, self._taken = num_seen, stream, 0
@@ -71,7 +80,9 @@ class _GeneratorReader(IteratorReader):
 
 
 class Stream:
-    """What was read ahead of a generator and not used, for whoever reads it next: another `fit`, for example."""
+    """What was read ahead of a generator and not used, for whoever reads it next:
+    another `fit`, for example.
+    """
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, Stream]] = weakref.WeakKeyDictionary()
 
@@ -91,13 +102,19 @@ class Stream:
                 item = self._returned.popleft() if self._returned else next(generator)
             except StopIteration:
                 return
-            # A generator may fill the same arrays again while this batch still waits for its step.
-            item = jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
+            # A generator may fill the same arrays again while this batch still waits
+            # for its step.
+            item = jax.tree.map(
+                lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf,
+                item,
+            )
             self._given.append(item)
             yield item
 
     def remember(self, count: int) -> None:
-        """Keeps the last `count` batches that were read, so that they can be given back."""
+        """Keeps the last `count` batches that were read, so that they can be given
+        back.
+        """
         self._given = deque(self._given, maxlen=max(count, 1))
 
     def give_back(self, count: int) -> None:

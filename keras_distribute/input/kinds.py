@@ -44,25 +44,35 @@ def _no_dataset(dataset: Any) -> InputError:
     return InputError(
         "This cannot be distributed as a dataset.",
         received=f"a {type(dataset).__name__}.",
-        fix="a tf.data.Dataset, a Grain dataset or loader, a torch DataLoader, a keras.utils.PyDataset, a generator of "
+        fix="a tf.data.Dataset, a Grain dataset or loader, a torch DataLoader, a "
+        "keras.utils.PyDataset, a generator of "
         "tuples, or kd.ArrayDataset((x, y), batch_size=64).",
     )
 
 
-def source_of_adapter(adapter: Any, stream: Stream | None = None, hooks: bool = True) -> Source:
+def source_of_adapter(
+    adapter: Any, stream: Stream | None = None, hooks: bool = True
+) -> Source:
     """The source of a Keras data adapter.
 
     Args:
         adapter: Keras's.
         stream: What a generator is read through.
-        hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and `on_epoch_end`.
+        hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and
+            `on_epoch_end`.
     """
     if isinstance(adapter, compat.ArrayDataAdapter):
-        return ArraySource(*compat.arrays_of(adapter), counted=compat.epochs_of(adapter))
+        return ArraySource(
+            *compat.arrays_of(adapter), counted=compat.epochs_of(adapter)
+        )
     if isinstance(adapter, compat.TFDatasetAdapter):
         return TensorFlowSource(compat.tf_dataset_of(adapter))
     if isinstance(adapter, compat.GrainDatasetAdapter):
-        return GrainSource(compat.grain_dataset_of(adapter), adapter.batch_size, compat.grain_example(adapter))
+        return GrainSource(
+            compat.grain_dataset_of(adapter),
+            adapter.batch_size,
+            compat.grain_example(adapter),
+        )
     if isinstance(adapter, compat.PyDatasetAdapter):
         counted = compat.epochs_of(adapter)
         return PyDatasetSource(*compat.py_dataset_of(adapter), hooks, counted)

@@ -1,4 +1,6 @@
-"""What a batch of a source means for the replicas: a global batch to be cut, or one replica's own."""
+"""What a batch of a source means for the replicas: a global batch to be cut, or one
+replica's own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from keras_distribute.input.splitting import piece_sizes, worker_sizes
 
 
 class Layout(Protocol):
-    """From the batches of a reader, one for each step, to the replicas of this process."""
+    """From the batches of a reader, one for each step, to the replicas of this process.
+    """
 
     @property
     def source(self) -> Source:
@@ -53,10 +56,13 @@ class SplitLayout:
     Args:
         source: Yields global batches.
         num_replicas: The replicas of all processes.
-        replicas: The number of the first replica of this process, and of the one after its last.
+        replicas: The number of the first replica of this process, and of the one after
+            its last.
     """
 
-    def __init__(self, source: Source, num_replicas: int, replicas: tuple[int, int]) -> None:
+    def __init__(
+        self, source: Source, num_replicas: int, replicas: tuple[int, int]
+    ) -> None:
         self._num_replicas, self._replicas = num_replicas, replicas
         self._holds_part = replicas[1] - replicas[0] < num_replicas
         self.source = source.only_rows(self._part) if self._holds_part else source
@@ -77,7 +83,9 @@ class SplitLayout:
         sizes = piece_sizes(batch.rows, self._num_replicas)
         first, last = self._replicas
         ends = list(itertools.accumulate(sizes[first:last], initial=0))
-        return [rows_between(batch, start, stop) for start, stop in itertools.pairwise(ends)]
+        return [
+            rows_between(batch, start, stop) for start, stop in itertools.pairwise(ends)
+        ]
 
     def whole(self, batch: Batch) -> Any:
         return batch.data
@@ -89,7 +97,8 @@ class SplitLayout:
 
 
 class RoundLayout:
-    """Each batch is one replica's: consecutive batches of one source, or one of each source, make a step.
+    """Each batch is one replica's: consecutive batches of one source, or one of each
+    source, make a step.
 
     Args:
         sources: One source for all replicas of this process, or one for each.
@@ -112,7 +121,9 @@ class RoundLayout:
         return max(known) if len(counts) > 1 else -(-known[0] // self._num_replicas)
 
     def open(self) -> Reader:
-        return _RoundReader([source.open() for source in self._sources], self._num_replicas)
+        return _RoundReader(
+            [source.open() for source in self._sources], self._num_replicas
+        )
 
     def peek(self) -> Batch:
         return Batch([self.source.peek().data], 0)
@@ -129,10 +140,14 @@ class _RoundReader(Reader):
 
     def __init__(self, readers: list[Reader], num_replicas: int) -> None:
         self.kind = readers[0].kind
-        self.cheap_position, self.reuses_arrays = readers[0].cheap_position, readers[0].reuses_arrays
+        self.cheap_position, self.reuses_arrays = (
+            readers[0].cheap_position,
+            readers[0].reuses_arrays,
+        )
         self._readers, self._num_replicas = readers, num_replicas
         self._turns = readers if len(readers) > 1 else readers * num_replicas
-        # How many batches each reader gave, for each of the last rounds and for one that came to nothing.
+        # How many batches each reader gave, for each of the last rounds and for one
+        # that came to nothing.
         self._given: deque[Counter[Reader]] = deque()
         self._begun = Counter[Reader]()
 
@@ -148,7 +163,10 @@ class _RoundReader(Reader):
             batch = next(reader, None)
             self._begun[reader] += batch is not None
             if batch is not None and self.reuses_arrays:
-                data = jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data)
+                data = jax.tree.map(
+                    lambda a: np.array(a) if isinstance(a, np.ndarray) else a,
+                    batch.data,
+                )
                 batch = batch._replace(data=data)
             taken.append(batch)
         given = next((batch for batch in taken if batch is not None), None)
@@ -190,7 +208,9 @@ class CutSource(Source):
         worker: The number of this one.
     """
 
-    def __init__(self, source: Source, num_workers: int, num_replicas: int, worker: int) -> None:
+    def __init__(
+        self, source: Source, num_workers: int, num_replicas: int, worker: int
+    ) -> None:
         self._source, self.kind = source, source.kind
         self._place = (num_workers, num_replicas, worker)
 
@@ -203,7 +223,9 @@ class CutSource(Source):
 
 
 class _CutReader(Reader):
-    def __init__(self, inner: Reader, batch_size: int | None, place: tuple[int, int, int]) -> None:
+    def __init__(
+        self, inner: Reader, batch_size: int | None, place: tuple[int, int, int]
+    ) -> None:
         self.kind, self.cheap_position = inner.kind, inner.cheap_position
         self.reuses_arrays = inner.reuses_arrays
         self._inner, self._batch_size, self._place = inner, batch_size, place
@@ -211,7 +233,9 @@ class _CutReader(Reader):
         self._ends: list[int] = []
         self._cut = self._skip = 0
         self._before: Position | None = None
-        self._cuts: deque[int] = deque()  # How many were given of each of the last batches.
+        self._cuts: deque[int] = (
+            deque()
+        )  # How many were given of each of the last batches.
         self.form = inner.form
 
     def start(self, ahead: int) -> None:
@@ -233,7 +257,9 @@ class _CutReader(Reader):
         return Batch(rows_between(self._batch, start, stop), stop - start)
 
     def _ends_in(self, rows: int) -> list[int]:
-        """Where the cuts of a batch end, from 0 on; some are empty. One that is not full has only its rows."""
+        """Where the cuts of a batch end, from 0 on; some are empty. One that is not
+        full has only its rows.
+        """
         num_workers, num_replicas, _ = self._place
         if self._batch_size is None:
             sizes = piece_sizes(rows, num_workers * num_replicas)
@@ -249,7 +275,9 @@ class _CutReader(Reader):
             return None
         try:
             return self._inner.position()
-        except InputError:  # Of data without positions, `position` says so when it is asked.
+        except (
+            InputError
+        ):  # Of data without positions, `position` says so when it is asked.
             return None
 
     def position(self) -> Position:
@@ -259,7 +287,11 @@ class _CutReader(Reader):
         if self._batch is None or self._cut + 1 >= len(self._ends):
             return {"at": at, "cut": 0}
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(self._batch.data)]
-        return {"at": at, "cut": self._cut, "batch": {"leaves": arrays, "rows": self._batch.rows}}
+        return {
+            "at": at,
+            "cut": self._cut,
+            "batch": {"leaves": arrays, "rows": self._batch.rows},
+        }
 
     def seek(self, position: Position) -> None:
         self._inner.seek(position["at"])
@@ -267,12 +299,16 @@ class _CutReader(Reader):
             self._skip = position["cut"]
             return
         batch = position["batch"]
-        self._batch = Batch(jax.tree.unflatten(self._inner.form(), batch["leaves"]), batch["rows"])
+        self._batch = Batch(
+            jax.tree.unflatten(self._inner.form(), batch["leaves"]), batch["rows"]
+        )
         self._ends, self._cut = self._ends_in(batch["rows"]), position["cut"]
         self._cuts.append(0)
 
     def close(self, unread: int) -> None:
-        """Gives back whole batches; of one that was used in part, the rest belongs to this pass."""
+        """Gives back whole batches; of one that was used in part, the rest belongs to
+        this pass.
+        """
         whole = 0
         while self._cuts and self._cuts[-1] <= unread:
             unread -= self._cuts.pop()
@@ -281,7 +317,9 @@ class _CutReader(Reader):
 
 
 def require_rows(batch: Batch) -> None:
-    """Raises `InputError` for an element without rows: there is nothing to split, and nothing that can be empty."""
+    """Raises `InputError` for an element without rows: there is nothing to split, and
+    nothing that can be empty.
+    """
     leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
     if not any(np.shape(leaf) for leaf in leaves):
         raise InputError(
@@ -295,7 +333,8 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
     """Some rows of each array of a batch; what has no dimensions is everyone's.
 
     Raises:
-        InputError: For sparse arrays, and arrays that do not have the rows of the batch.
+        InputError: For sparse arrays, and arrays that do not have the rows of the
+            batch.
     """
     leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -309,14 +348,18 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
     if any(compat.is_sparse(leaf) for leaf in leaves):
         raise InputError(
             "A sparse tensor cannot be split over the replicas of a custom loop.",
-            received=f"an element with {', '.join(sorted({type(leaf).__name__ for leaf in leaves}))}.",
-            fix="make it dense in the pipeline (tf.sparse.to_dense), or train with model.fit.",
+            received="an element with "
+            f"{', '.join(sorted({type(leaf).__name__ for leaf in leaves}))}.",
+            fix="make it dense in the pipeline (tf.sparse.to_dense), or train with "
+            "model.fit.",
         )
 
     def cut(component: Sequence[Any]) -> Any:
         return component[0][start:stop] if np.ndim(component[0]) else component[0]
 
-    return values.regroup([batch.data], cut)  # Keeps the order of keys; jax.tree would sort them.
+    return values.regroup(
+        [batch.data], cut
+    )  # Keeps the order of keys; jax.tree would sort them.
 
 
 def _joined(*parts: Any) -> Any:

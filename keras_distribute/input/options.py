@@ -12,13 +12,16 @@ from keras_distribute.errors import ValueStructureError
 
 
 class AutoShardPolicy(enum.Enum):
-    """How several processes share one dataset. Source: `tf.data.experimental.AutoShardPolicy`.
+    """How several processes share one dataset. Source:
+    `tf.data.experimental.AutoShardPolicy`.
 
-    `AUTO`: by files where a `tf.data` pipeline reads files and has enough of them, else by data. `FILE`: each process
-    reads its part of the files. `DATA`: every process runs the whole pipeline and keeps its rows of each batch; arrays
-    and torch `DataLoader`s are read by index, so that only those rows are loaded. `HINT`: a `tf.data` pipeline
-    contains `shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT)`. `OFF`: the data of each process
-    is its own already.
+    `AUTO`: by files where a `tf.data` pipeline reads files and has enough of them, else
+    by data. `FILE`: each process reads its part of the files. `DATA`: every process
+    runs the whole pipeline and keeps its rows of each batch; arrays and torch
+    `DataLoader`s are read by index, so that only those rows are loaded. `HINT`: a
+    `tf.data` pipeline contains `shard(tf.data.experimental.SHARD_HINT,
+    tf.data.experimental.SHARD_HINT)`. `OFF`: the data of each process is its own
+    already.
     """
 
     OFF = -1
@@ -29,23 +32,28 @@ class AutoShardPolicy(enum.Enum):
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a function that makes datasets is called. Source: `tf.distribute.InputReplicationMode`."""
+    """How often a function that makes datasets is called. Source:
+    `tf.distribute.InputReplicationMode`.
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises for what is no number; which numbers make sense TensorFlow does not check."""
+    """Raises for what is no number; which numbers make sense TensorFlow does not check.
+    """
     checks.instance(name, value, numbers.Real, f"{name} is a number.", f"{name}=1")
 
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What a function that makes datasets is told about its place. Source: `tf.distribute.InputContext`.
+    """What a function that makes datasets is told about its place. Source:
+    `tf.distribute.InputContext`.
 
     Args:
-        num_input_pipelines: How many pipelines feed the replicas together: one for each process.
+        num_input_pipelines: How many pipelines feed the replicas together: one for each
+            process.
         input_pipeline_id: Which of them this is, from 0.
         num_replicas_in_sync: How many replicas they feed, all together.
 
@@ -60,14 +68,19 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
+        for name in (
+            "num_input_pipelines",
+            "input_pipeline_id",
+            "num_replicas_in_sync",
+        ):
             _check_number(name, getattr(self, name))
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of one replica.
 
         Raises:
-            ValueStructureError: For a global batch size that the number of replicas does not divide.
+            ValueStructureError: For a global batch size that the number of replicas
+                does not divide.
             StructureTypeError: For one that is no number.
         """
         _check_number("global_batch_size", global_batch_size)
@@ -75,10 +88,13 @@ class InputContext:
         if global_batch_size % replicas:
             below = global_batch_size // replicas * replicas
             raise ValueStructureError(
-                f"Global batch size {global_batch_size} does not divide over {replicas} replicas.",
+                f"Global batch size {global_batch_size} does not divide over "
+                f"{replicas} replicas.",
                 received=f"{self}.",
-                fix=f"use {below or replicas} or {below + replicas}, or let the strategy split the batch: "
-                "strategy.experimental_distribute_dataset(dataset), or model.fit(dataset).",
+                fix=f"use {below or replicas} or {below + replicas}, or let the "
+                "strategy split the batch: "
+                "strategy.experimental_distribute_dataset(dataset), or "
+                "model.fit(dataset).",
             )
         return global_batch_size // replicas
 
@@ -90,18 +106,23 @@ class InputContext:
 class InputOptions:
     """Options of distributed datasets. Source: `tf.distribute.InputOptions`.
 
-    Differs from TF: `auto_shard_policy` is new, since only `tf.data` can carry the policy itself; the size of the
-    buffer is chosen by default, not one.
+    Differs from TF: `auto_shard_policy` is new, since only `tf.data` can carry the
+    policy itself; the size of the buffer is chosen by default, not one.
 
     Args:
-        experimental_fetch_to_device: Whether elements are put on the devices; `False` leaves NumPy arrays.
-        experimental_replication_mode: How often `distribute_datasets_from_function` calls its function.
-        experimental_place_dataset_on_device: Must be `False`: pipelines run on the host.
-        experimental_per_replica_buffer_size: How many steps are made ready ahead of the one that is asked for; 0
-            reads each batch when it is asked for, in the caller's thread. By default what `config.set_prefetch_steps`
-            says, or 2; but 0 for arrays in memory that go to CPUs, where a thread takes more time than it saves.
-        auto_shard_policy: How processes share the data; by default the policy in the options of a `tf.data` pipeline,
-            and `AUTO` for everything else.
+        experimental_fetch_to_device: Whether elements are put on the devices; `False`
+            leaves NumPy arrays.
+        experimental_replication_mode: How often `distribute_datasets_from_function`
+            calls its function.
+        experimental_place_dataset_on_device: Must be `False`: pipelines run on the
+            host.
+        experimental_per_replica_buffer_size: How many steps are made ready ahead of the
+            one that is asked for; 0 reads each batch when it is asked for, in the
+            caller's thread. By default what `config.set_prefetch_steps` says, or 2; but
+            0 for arrays in memory that go to CPUs, where a thread takes more time than
+            it saves.
+        auto_shard_policy: How processes share the data; by default the policy in the
+            options of a `tf.data` pipeline, and `AUTO` for everything else.
 
     Raises:
         ValueStructureError: For a negative buffer, and for datasets on devices.
@@ -109,7 +130,9 @@ class InputOptions:
     """
 
     experimental_fetch_to_device: bool | None = None
-    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int | None = None
     auto_shard_policy: AutoShardPolicy | None = None

@@ -11,19 +11,29 @@ import keras
 
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader, Shuffled, first_of, rows_of, uncounted
+from keras_distribute.input.source import (
+    Batch,
+    Position,
+    Reader,
+    Shuffled,
+    first_of,
+    rows_of,
+    uncounted,
+)
 
 
 class PyDatasetSource(Shuffled):
-    """A `keras.utils.PyDataset`. Its batches depend on their index alone, or it has `get_state` and `set_state`.
+    """A `keras.utils.PyDataset`. Its batches depend on their index alone, or it has
+    `get_state` and `set_state`.
 
     Args:
         dataset: The user's.
         class_weight: Of `fit`.
         shuffle: Whether each pass takes the batches in an order of its own.
-        hooks: Whether a pass calls `on_epoch_begin` and `on_epoch_end`; `fit` does that by itself.
-        counted: Says Keras's count of epochs, where it shuffles by that and not from the
-            stream of `random`.
+        hooks: Whether a pass calls `on_epoch_begin` and `on_epoch_end`; `fit` does that
+            by itself.
+        counted: Says Keras's count of epochs, where it shuffles by that and not from
+            the stream of `random`.
     """
 
     kind = "PyDataset"
@@ -54,7 +64,9 @@ class PyDatasetSource(Shuffled):
     def peek(self) -> Batch:
         # Not by workers: they would read far ahead, for nobody.
         form = (self.dataset, self.class_weight, self.shuffle)
-        return first_of(_PyDatasetReader(PyDatasetSource(*form, False, self.counted), 1))
+        return first_of(
+            _PyDatasetReader(PyDatasetSource(*form, False, self.counted), 1)
+        )
 
 
 class _PyDatasetReader(Reader):
@@ -105,14 +117,24 @@ class _PyDatasetReader(Reader):
         dataset = self._source.dataset
         own = dataset.get_state() if hasattr(dataset, "get_state") else None
         changes = type(dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-        changes = changes or type(dataset).on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
+        changes = (
+            changes
+            or type(dataset).on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
+        )
         if own is None and changes:
             raise InputError(
-                f"{type(dataset).__name__} cannot be resumed: it changes between epochs, in a way that only it knows.",
-                received="a PyDataset with on_epoch_begin or on_epoch_end, and without get_state.",
-                fix="add get_state(self), which returns what they change, and set_state(self, state).",
+                f"{type(dataset).__name__} cannot be resumed: it changes between "
+                "epochs, in a way that only it knows.",
+                received="a PyDataset with on_epoch_begin or on_epoch_end, and without "
+                "get_state.",
+                fix="add get_state(self), which returns what they change, and "
+                "set_state(self, state).",
             )
-        before = None if self._before is None else [self._before[0], list(self._before[1]), self._before[2]]
+        before = (
+            None
+            if self._before is None
+            else [self._before[0], list(self._before[1]), self._before[2]]
+        )
         return {"epoch": self._epoch, "step": self._step, "random": before, "own": own}
 
     def seek(self, position: Position) -> None:

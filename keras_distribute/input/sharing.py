@@ -1,4 +1,6 @@
-"""How a dataset is shared out: between the processes by files or rows, among the replicas of each by rows."""
+"""How a dataset is shared out: between the processes by files or rows, among the
+replicas of each by rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from keras_distribute.input.agreed import agreed
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.kinds import source_of
 from keras_distribute.input.layouts import CutSource, Layout, RoundLayout, SplitLayout
-from keras_distribute.input.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from keras_distribute.input.options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from keras_distribute.input.source import Source
 from keras_distribute.input.splitting import worker_sizes
 from keras_distribute.input.tensorflow_data import TensorFlowSource
@@ -26,7 +33,8 @@ def distribute(
     """`Strategy.experimental_distribute_dataset` on the replicas of one process.
 
     Args:
-        dataset: Of any kind that `fit` takes, with global batches; or an `ArrayDataset`.
+        dataset: Of any kind that `fit` takes, with global batches; or an
+            `ArrayDataset`.
         mesh: The devices of this process's replicas.
         context: The place of this process among all.
         options: How to read and share it.
@@ -53,34 +61,59 @@ def distribute_source(
     return DistributedDataset(layout, mesh, options, how)
 
 
-def _shared(source: Source, context: InputContext, options: InputOptions) -> tuple[Layout, str]:
-    """What each batch of `source` means for the replicas of one process, and that in words."""
-    replicas, workers, worker = context.num_replicas_in_sync, context.num_input_pipelines, context.input_pipeline_id
+def _shared(
+    source: Source, context: InputContext, options: InputOptions
+) -> tuple[Layout, str]:
+    """What each batch of `source` means for the replicas of one process, and that in
+    words.
+    """
+    replicas, workers, worker = (
+        context.num_replicas_in_sync,
+        context.num_input_pipelines,
+        context.input_pipeline_id,
+    )
     policy, own = _policy(source, options), replicas // workers
     if workers == 1:
         if policy is AutoShardPolicy.HINT and isinstance(source, TensorFlowSource):
             source = _by_files(source, policy, workers, worker, replicas) or source
-        return SplitLayout(source, replicas, (0, replicas)), f"each batch split over {replicas} replica(s)"
+        return SplitLayout(
+            source, replicas, (0, replicas)
+        ), f"each batch split over {replicas} replica(s)"
     place = f"process {worker} of {workers}"
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT, AutoShardPolicy.AUTO):
         sharded = _by_files(source, policy, workers, worker, replicas)
         if sharded is not None:
-            return RoundLayout([_cut(sharded, workers, own, worker)], own), f"{place} reads its files ({policy.name})"
+            return RoundLayout(
+                [_cut(sharded, workers, own, worker)], own
+            ), f"{place} reads its files ({policy.name})"
     if policy is AutoShardPolicy.OFF:
-        return RoundLayout([_cut(source, workers, own, worker)], own), f"{place} reads all of its own data (OFF)"
-    if source.kind == "a generator" and options.auto_shard_policy is not AutoShardPolicy.DATA:
+        return RoundLayout(
+            [_cut(source, workers, own, worker)], own
+        ), f"{place} reads all of its own data (OFF)"
+    if (
+        source.kind == "a generator"
+        and options.auto_shard_policy is not AutoShardPolicy.DATA
+    ):
         raise InputError(
-            "Several processes cannot share a generator: nothing says that theirs are the same.",
+            "Several processes cannot share a generator: nothing says that theirs are "
+            "the same.",
             received=f"{policy.name} for a generator on {workers} processes.",
-            fix="InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA) where each process's generator yields the "
-            "same global batches, kd.AutoShardPolicy.OFF where each yields data of its own.",
+            fix="InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA) where each "
+            "process's generator yields the "
+            "same global batches, kd.AutoShardPolicy.OFF where each yields data of its "
+            "own.",
         )
     mine = (worker * own, (worker + 1) * own)
-    return SplitLayout(source, replicas, mine), f"{place} keeps its rows of each batch (DATA)"
+    return SplitLayout(
+        source, replicas, mine
+    ), f"{place} keeps its rows of each batch (DATA)"
 
 
 def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any], mesh: ReplicaMesh, context: InputContext, options: InputOptions | None
+    dataset_fn: Callable[[InputContext], Any],
+    mesh: ReplicaMesh,
+    context: InputContext,
+    options: InputOptions | None,
 ) -> DistributedDataset:
     """`Strategy.distribute_datasets_from_function` on the replicas of one process."""
     options = checked(options)
@@ -94,12 +127,18 @@ def distribute_from_function(
         contexts = [context]
     layout = RoundLayout([_source_of(dataset_fn(each)) for each in contexts], own)
     layout = agreed(layout, mesh.num_processes, mesh.process_index)
-    return DistributedDataset(layout, mesh, options, f"each of its batches is one replica's, {own} to a step")
+    return DistributedDataset(
+        layout, mesh, options, f"each of its batches is one replica's, {own} to a step"
+    )
 
 
 def _source_of(dataset: Any) -> Source:
     if isinstance(dataset, DistributedDataset):
-        raise InputError("This dataset is distributed already.", received=f"{dataset!r}.", fix="iterate over it.")
+        raise InputError(
+            "This dataset is distributed already.",
+            received=f"{dataset!r}.",
+            fix="iterate over it.",
+        )
     return source_of(dataset)
 
 
@@ -116,7 +155,8 @@ def check_dataset_fn(dataset_fn: Any) -> None:
         "dataset_fn",
         dataset_fn,
         "Datasets are made by a function of an InputContext.",
-        "strategy.distribute_datasets_from_function(lambda context: dataset.batch(per_replica_batch_size))",
+        "strategy.distribute_datasets_from_function(lambda context: "
+        "dataset.batch(per_replica_batch_size))",
     )
 
 
@@ -131,17 +171,22 @@ def _policy(source: Source, options: InputOptions) -> AutoShardPolicy:
 def _by_files(
     source: Source, policy: AutoShardPolicy, workers: int, worker: int, replicas: int
 ) -> TensorFlowSource | None:
-    """The part of a pipeline that one worker reads; `None` where `AUTO` finds no files and goes by data."""
+    """The part of a pipeline that one worker reads; `None` where `AUTO` finds no files
+    and goes by data.
+    """
     tried = AutoShardPolicy.FILE if policy is AutoShardPolicy.AUTO else policy
     if isinstance(source, TensorFlowSource):
         try:
-            dataset = compat_tf.auto_sharded(source.dataset, tried.value, workers, worker, replicas)
+            dataset = compat_tf.auto_sharded(
+                source.dataset, tried.value, workers, worker, replicas
+            )
             return TensorFlowSource(dataset, source.batch_size)
         except LookupError as error:
             if policy is AutoShardPolicy.AUTO:
                 return None
             raise InputError(
-                f"{policy.name} cannot share this pipeline between {workers} processes: {error}",
+                f"{policy.name} cannot share this pipeline between {workers} "
+                f"processes: {error}",
                 received=f"AutoShardPolicy.{policy.name}.",
                 fix="kd.AutoShardPolicy.DATA, or at least as many files as processes.",
             ) from error

@@ -1,7 +1,9 @@
-"""What input is read through: a `Source` is a dataset of any kind, a `Reader` one pass over it. Knows no devices.
+"""What input is read through: a `Source` is a dataset of any kind, a `Reader` one pass
+over it. Knows no devices.
 
-Readers yield host batches: structures of NumPy arrays and sparse ones, with the number of rows of the whole batch.
-Positions are dicts of numbers, strings, bytes, lists and arrays; restoring one gives the very next batch.
+Readers yield host batches: structures of NumPy arrays and sparse ones, with the number
+of rows of the whole batch. Positions are dicts of numbers, strings, bytes, lists and
+arrays; restoring one gives the very next batch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Batch(NamedTuple):
     Args:
         data: A structure of arrays: all rows, or those of this process.
         rows: The number of rows of the whole batch.
-        forms: For each replica of all processes the shapes and dtypes of the leaves of its part, where the processes
-            read data of their own.
+        forms: For each replica of all processes the shapes and dtypes of the leaves of
+            its part, where the processes read data of their own.
     """
 
     data: Any
@@ -37,21 +39,26 @@ class Batch(NamedTuple):
 
 def rows_of(data: Any) -> int:
     """The rows of a batch: those of its first array that has any dimensions."""
-    shapes = (np.shape(leaf) for leaf in jax.tree.leaves(data, is_leaf=compat.is_sparse))
+    shapes = (
+        np.shape(leaf) for leaf in jax.tree.leaves(data, is_leaf=compat.is_sparse)
+    )
     return next((shape[0] for shape in shapes if shape), 0)
 
 
 class Reader:
     """One pass over a source, from its beginning or from a position.
 
-    `cheap_position` says whether a position can be taken after each batch; otherwise it is taken only when asked for.
-    `reuses_arrays` says that an array may change after the batch was read, so that it must be copied to wait.
+    `cheap_position` says whether a position can be taken after each batch; otherwise it
+    is taken only when asked for. `reuses_arrays` says that an array may change after
+    the batch was read, so that it must be copied to wait.
     """
 
     kind = "data"
     cheap_position = True
     reuses_arrays = False
-    followed = True  # Whether positions may be asked for, which some readers must prepare for.
+    followed = (
+        True  # Whether positions may be asked for, which some readers must prepare for.
+    )
     why_no_position = "its reader has no position."
     fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
 
@@ -75,7 +82,9 @@ class Reader:
             InputError: For data that cannot go on from a position.
         """
         raise InputError(
-            f"{self.kind} cannot be resumed: {self.why_no_position}", received="get_state().", fix=self.fix_no_position
+            f"{self.kind} cannot be resumed: {self.why_no_position}",
+            received="get_state().",
+            fix=self.fix_no_position,
         )
 
     def seek(self, position: Position) -> None:
@@ -87,11 +96,15 @@ class Reader:
         raise NotImplementedError
 
     def again(self, batch: Batch) -> Batch:
-        """A batch that was read before the position to which the pass was moved, and that nobody has taken."""
+        """A batch that was read before the position to which the pass was moved, and
+        that nobody has taken.
+        """
         return batch
 
     def interrupt(self) -> None:
-        """Called before `close`, while another thread may be in `__next__`: makes it return soon."""
+        """Called before `close`, while another thread may be in `__next__`: makes it
+        return soon.
+        """
 
     def close(self, unread: int) -> None:
         """Ends the pass; its last `unread` batches were read for nobody."""
@@ -108,9 +121,16 @@ class Source:
         return False
 
     def steps_ahead(self, platform: str) -> int:
-        """How many batches to have ready for devices of a platform, where the user does not say."""
-        # A thread that slices arrays and hands them over takes more of the steps' cores than it saves.
-        return config.prefetch_steps(0) if platform == "cpu" and self.is_at_hand else config.prefetch_steps()
+        """How many batches to have ready for devices of a platform, where the user does
+        not say.
+        """
+        # A thread that slices arrays and hands them over takes more of the steps' cores
+        # than it saves.
+        return (
+            config.prefetch_steps(0)
+            if platform == "cpu" and self.is_at_hand
+            else config.prefetch_steps()
+        )
 
     @property
     def num_batches(self) -> int | None:
@@ -124,13 +144,15 @@ class Source:
 
     @property
     def example(self) -> Any:
-        """A structure like a batch's, of arrays or specs with `shape` and `dtype`; the number of rows says nothing.
+        """A structure like a batch's, of arrays or specs with `shape` and `dtype`; the
+        number of rows says nothing.
 
         Raises:
             InputError: Where that is not known before a batch has been read.
         """
         raise InputError(
-            f"The form of the elements of {self.kind} is known only when one has been read.",
+            f"The form of the elements of {self.kind} is known only when one has been "
+            "read.",
             received="element_spec of a dataset that was not read yet.",
             fix="ask for it after the first element.",
         )
@@ -140,11 +162,15 @@ class Source:
         raise NotImplementedError
 
     def peek(self) -> Batch:
-        """The first batch of a pass; a later pass begins with it again, if passes are alike."""
+        """The first batch of a pass; a later pass begins with it again, if passes are
+        alike.
+        """
         return first_of(self.open())
 
     def only_rows(self, part: Part) -> Source:
-        """The same batches, of which only some rows are wanted: `part(rows)` says from which to which."""
+        """The same batches, of which only some rows are wanted: `part(rows)` says from
+        which to which.
+        """
         return _RowsOf(self, part)
 
 
@@ -233,7 +259,11 @@ class _RowsOf(Source):
 
 class _RowsReader(Reader):
     def __init__(self, whole: Reader, part: Part) -> None:
-        self.kind, self.cheap_position, self.reuses_arrays = whole.kind, whole.cheap_position, whole.reuses_arrays
+        self.kind, self.cheap_position, self.reuses_arrays = (
+            whole.kind,
+            whole.cheap_position,
+            whole.reuses_arrays,
+        )
         self._whole, self._part = whole, part
         self.start, self.position, self.seek = whole.start, whole.position, whole.seek
         self.form, self.close = whole.form, whole.close
@@ -241,7 +271,10 @@ class _RowsReader(Reader):
     def __next__(self) -> Batch:
         batch = next(self._whole)
         start, stop = self._part(batch.rows)
-        return Batch(jax.tree.map(lambda a: a[start:stop] if np.ndim(a) else a, batch.data), batch.rows)
+        return Batch(
+            jax.tree.map(lambda a: a[start:stop] if np.ndim(a) else a, batch.data),
+            batch.rows,
+        )
 
 
 class AdapterSource(Source):

@@ -21,14 +21,17 @@ class TensorFlowSource(Source):
 
     Args:
         dataset: The pipeline, batched.
-        batch_size: The rows of a full batch; by default what TensorFlow finds in the pipeline.
+        batch_size: The rows of a full batch; by default what TensorFlow finds in the
+            pipeline.
     """
 
     kind = "tf.data"
 
     def __init__(self, dataset: Any, batch_size: int | None = None) -> None:
         self.dataset = dataset
-        self._batch_size = compat_tf.static_batch_size(dataset) if batch_size is None else batch_size
+        self._batch_size = (
+            compat_tf.static_batch_size(dataset) if batch_size is None else batch_size
+        )
         self.resumed: dict[str, bytes] | None = None
 
     @property
@@ -53,14 +56,17 @@ class TensorFlowSource(Source):
             raise InputError(
                 "Each process would shuffle this pipeline in another order.",
                 received=f"{', '.join(sorted(set(operations)))} without a seed.",
-                fix="dataset.shuffle(1000, seed=7) with one seed for all processes, or tf.random.set_seed(7) before "
+                fix="dataset.shuffle(1000, seed=7) with one seed for all processes, or "
+                "tf.random.set_seed(7) before "
                 "the pipeline is made.",
             )
         return super().only_rows(part)
 
 
 class _TensorFlowReader(Reader):
-    """A position is TensorFlow's own checkpoint of the iterator: it holds what the pipeline buffers."""
+    """A position is TensorFlow's own checkpoint of the iterator: it holds what the
+    pipeline buffers.
+    """
 
     kind = "tf.data"
     cheap_position = False
@@ -75,8 +81,9 @@ class _TensorFlowReader(Reader):
         source = self._source
         try:
             if source.resumed is not None:
-                # The order of a pass depends on a count that the dataset keeps. The position of the pass before, which
-                # was resumed, has restored that if its input had not ended; that of its beginning does so in any case.
+                # The order of a pass depends on a count that the dataset keeps. The
+                # position of the pass before, which was resumed, has restored that if
+                # its input had not ended; that of its beginning does so in any case.
                 _restore(iter(self._dataset), source.resumed)
                 source.resumed = None
             self._iterator = iter(self._dataset)
@@ -84,14 +91,17 @@ class _TensorFlowReader(Reader):
             if "SHARD_HINT" not in str(error):
                 raise
             raise InputError(
-                "The pipeline has shard(SHARD_HINT, SHARD_HINT), which only AutoShardPolicy.HINT fills in.",
+                "The pipeline has shard(SHARD_HINT, SHARD_HINT), which only "
+                "AutoShardPolicy.HINT fills in.",
                 received="a tf.data pipeline with a hint, under another policy.",
                 fix="kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.HINT)",
             ) from error
         if self._sought is None:
             if not self.followed:  # 10 ms and more.
                 return
-            with contextlib.suppress(InputError):  # Raised where a position is asked for.
+            with contextlib.suppress(
+                InputError
+            ):  # Raised where a position is asked for.
                 self._beginning = _saved(self._iterator)
             return
         _restore(self._iterator, self._sought["files"])
@@ -120,9 +130,14 @@ def _saved(iterator: Any) -> dict[str, bytes]:
             raise InputError(
                 "TensorFlow cannot save the position of this tf.data pipeline.",
                 received=str(error).split("\n", 1)[0][:300],
-                fix="leave out from_generator and py_function, or use arrays, Grain or a PyDataset.",
+                fix="leave out from_generator and py_function, or use arrays, Grain or "
+                "a PyDataset.",
             ) from error
-        paths = [path for path in pathlib.Path(folder).iterdir() if path.name.startswith("iterator")]
+        paths = [
+            path
+            for path in pathlib.Path(folder).iterdir()
+            if path.name.startswith("iterator")
+        ]
         return {path.name: path.read_bytes() for path in paths}
 
 

@@ -10,11 +10,19 @@ import jax
 import numpy as np
 
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, IteratorReader, Part, Position, Reader, Source
+from keras_distribute.input.source import (
+    Batch,
+    IteratorReader,
+    Part,
+    Position,
+    Reader,
+    Source,
+)
 
 
 class TorchSource(Source):
-    """A torch `DataLoader`; one with `state_dict`, as torchdata's `StatefulDataLoader`, has positions.
+    """A torch `DataLoader`; one with `state_dict`, as torchdata's `StatefulDataLoader`,
+    has positions.
 
     Args:
         loader: The user's.
@@ -33,7 +41,11 @@ class TorchSource(Source):
     @property
     def batch_size(self) -> int | None:
         size = self._loader.batch_size
-        return getattr(self._loader.batch_sampler, "batch_size", None) if size is None else size
+        return (
+            getattr(self._loader.batch_sampler, "batch_size", None)
+            if size is None
+            else size
+        )
 
     @property
     def example(self) -> Any:
@@ -46,7 +58,11 @@ class TorchSource(Source):
         return _to_host(self._loader.collate_fn([first]))
 
     def open(self) -> Reader:
-        return _TorchReader(self._loader) if self._part is None else _PartReader(self._loader, self._part, self)
+        return (
+            _TorchReader(self._loader)
+            if self._part is None
+            else _PartReader(self._loader, self._part, self)
+        )
 
     def only_rows(self, part: Part) -> Source:
         if self._loader.batch_sampler is None:
@@ -56,7 +72,8 @@ class TorchSource(Source):
             raise InputError(
                 "Each process would shuffle this DataLoader in another order.",
                 received="shuffle=True without a generator.",
-                fix="DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(7)), one seed for all.",
+                fix="DataLoader(..., shuffle=True, "
+                "generator=torch.Generator().manual_seed(7)), one seed for all.",
             )
         return TorchSource(self._loader, part)
 
@@ -71,7 +88,11 @@ class _TorchReader(IteratorReader):
         self._loader = loader
 
     def position(self) -> Position:
-        return {"state": self._loader.state_dict()} if hasattr(self._loader, "state_dict") else super().position()
+        return (
+            {"state": self._loader.state_dict()}
+            if hasattr(self._loader, "state_dict")
+            else super().position()
+        )
 
     def seek(self, position: Position) -> None:
         if not hasattr(self._loader, "load_state_dict"):
@@ -87,7 +108,10 @@ class _PartReader(IteratorReader):
 
     def __init__(self, loader: Any, part: Part, source: Source) -> None:
         self._sampler = _PartOfBatches(loader.batch_sampler, part)
-        super().__init__("torch DataLoader", lambda: map(_to_host, _with_batch_sampler(loader, self._sampler)))
+        super().__init__(
+            "torch DataLoader",
+            lambda: map(_to_host, _with_batch_sampler(loader, self._sampler)),
+        )
         self._loaded: Any = None
         self._source = source
 
@@ -105,7 +129,9 @@ class _PartReader(IteratorReader):
 
 
 class _PartOfBatches:
-    """A batch sampler that draws what another one draws, and keeps a part of each batch; notes all sizes."""
+    """A batch sampler that draws what another one draws, and keeps a part of each
+    batch; notes all sizes.
+    """
 
     def __init__(self, whole: Any, part: Part) -> None:
         self._whole, self._part = whole, part
@@ -123,10 +149,19 @@ class _PartOfBatches:
 def _with_batch_sampler(loader: Any, sampler: Any) -> Any:
     import torch.utils.data
 
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    names = (
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+    )
     names += ("generator", "prefetch_factor", "persistent_workers")
     arguments = {name: getattr(loader, name) for name in names}
-    return torch.utils.data.DataLoader(loader.dataset, batch_sampler=sampler, **arguments)
+    return torch.utils.data.DataLoader(
+        loader.dataset, batch_sampler=sampler, **arguments
+    )
 
 
 def _to_host(batch: Any) -> Any:

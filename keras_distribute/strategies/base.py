@@ -26,7 +26,11 @@ from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.cross_device import as_array
-from keras_distribute.errors import ContextError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import (
+    ContextError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
@@ -45,7 +49,8 @@ _COMMUNICATION_DTYPES = ("bfloat16", "float16")
 
 
 class Strategy:
-    """How a model is spread over devices. Use a subclass, such as `kd.MirroredStrategy`.
+    """How a model is spread over devices. Use a subclass, such as
+    `kd.MirroredStrategy`.
 
     Source: `tf.distribute.Strategy`.
     """
@@ -70,7 +75,8 @@ class Strategy:
             cross_device_ops,
             CrossDeviceOps | None,
             "cross_device_ops says how values are reduced over the replicas.",
-            "kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), kd.ReductionToOneDevice(), or None.",
+            "kd.NcclAllReduce(), kd.HierarchicalCopyAllReduce(), "
+            "kd.ReductionToOneDevice(), or None.",
         )
         checks.flag("shard_optimizer_state", shard_optimizer_state)
         check_communication_dtype(communication_dtype)
@@ -78,7 +84,9 @@ class Strategy:
         self.communication_dtype = communication_dtype
         self.shards_optimizer_state = shard_optimizer_state
         self.programs = program.ProgramCache()
-        self._extended = StrategyExtended(self, cross_device_ops or collectives.NcclAllReduce(num_packs=0))
+        self._extended = StrategyExtended(
+            self, cross_device_ops or collectives.NcclAllReduce(num_packs=0)
+        )
 
     @property
     def replica_mesh(self) -> ReplicaMesh:
@@ -88,9 +96,11 @@ class Strategy:
 
     @contextlib.contextmanager
     def planned_on(self, mesh: ReplicaMesh) -> Generator[None]:
-        """Steps made in the `with` block are for `mesh`, whose devices need not be there; no value may be placed.
+        """Steps made in the `with` block are for `mesh`, whose devices need not be
+        there; no value may be placed.
 
-        Variables and models stay where they are, and know no difference: they ask their strategy for its mesh.
+        Variables and models stay where they are, and know no difference: they ask their
+        strategy for its mesh.
         """
         own, self._mesh = self._mesh, mesh
         try:
@@ -100,12 +110,15 @@ class Strategy:
 
     @property
     def top_frame(self) -> Frame:
-        """The context of code that no `with` block surrounds, where this strategy is in force."""
+        """The context of code that no `with` block surrounds, where this strategy is in
+        force.
+        """
         return Frame(self, Mode.CROSS)
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for library code: updates, reductions to a destination, devices."""
+        """The methods for library code: updates, reductions to a destination, devices.
+        """
         return self._extended
 
     @property
@@ -119,14 +132,15 @@ class Strategy:
         return self.replica_mesh.num_replicas
 
     def scope(self) -> Scope:
-        """A context manager under which variables are created on all replicas, and this strategy is current.
+        """A context manager under which variables are created on all replicas, and this
+        strategy is current.
 
-        Build and compile the model in it; `fit`, `evaluate`, `predict` and saving work inside and outside. It can be
-        entered again, also inside itself.
+        Build and compile the model in it; `fit`, `evaluate`, `predict` and saving work
+        inside and outside. It can be entered again, also inside itself.
 
         Raises:
-            ContextError: Inside a `keras.distribution`; on entering it inside the scope of another strategy, or
-                inside `run`.
+            ContextError: Inside a `keras.distribution`; on entering it inside the scope
+                of another strategy, or inside `run`.
 
         Example:
             >>> import keras, keras_distribute as kd
@@ -139,29 +153,41 @@ class Strategy:
         return Scope(self)
 
     def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Runs `fn` on every replica, as one compiled program.
 
-        `fn` is traced by JAX, like a function under `jax.jit`, and compiled once for each function object and for each
-        structure, shape and dtype of its arguments. Python numbers, strings and other objects among the arguments are
-        part of the program: another value compiles another one. `fn` may read and assign variables of this strategy,
-        and call layers, losses, metrics and optimizers statefully.
+        `fn` is traced by JAX, like a function under `jax.jit`, and compiled once for
+        each function object and for each structure, shape and dtype of its arguments.
+        Python numbers, strings and other objects among the arguments are part of the
+        program: another value compiles another one. `fn` may read and assign variables
+        of this strategy, and call layers, losses, metrics and optimizers statefully.
 
         Args:
-            fn: The function of one replica. `kd.get_replica_context()` inside it is that replica's context.
-            args: Positional arguments. Of a `PerReplica`, each replica gets its component; arrays are the same on all.
+            fn: The function of one replica. `kd.get_replica_context()` inside it is
+                that replica's context.
+            args: Positional arguments. Of a `PerReplica`, each replica gets its
+                component; arrays are the same on all.
             kwargs: Named arguments, likewise.
             options: `kd.RunOptions`.
 
         Returns:
-            The structure that `fn` returns, with a `PerReplica` for each array; other objects as they are.
+            The structure that `fn` returns, with a `PerReplica` for each array; other
+            objects as they are.
 
         Raises:
-            ContextError: Inside another `run` (but in its `merge_call`), or inside a function that JAX traces.
-            ValueStructureError: For components whose ranks or dtypes differ, and for communication that would differ.
-            VariableScopeError: When `fn` assigns variables that are not this strategy's.
-            AggregationError: When the replicas would assign different values to a mirrored variable.
+            ContextError: Inside another `run` (but in its `merge_call`), or inside a
+                function that JAX traces.
+            ValueStructureError: For components whose ranks or dtypes differ, and for
+                communication that would differ.
+            VariableScopeError: When `fn` assigns variables that are not this
+                strategy's.
+            AggregationError: When the replicas would assign different values to a
+                mirrored variable.
 
         Example:
             >>> import keras_distribute as kd
@@ -174,24 +200,31 @@ class Strategy:
         """
         self._check_run(fn, args, kwargs, options)
         if context.frame().per_replica:
-            return replica_context.run_in_merge_call(self, fn, tuple(args), dict(kwargs or {}))
+            return replica_context.run_in_merge_call(
+                self, fn, tuple(args), dict(kwargs or {})
+            )
         return program.run(self, fn, tuple(args), dict(kwargs or {}), options=options)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """One array from a value that differs per replica.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            value: A `PerReplica`, or a structure of them. What is the same on all replicas can only be averaged.
-            axis: `None`: element by element over the replicas. A number or several: over those dimensions of the
-                components too, whose sizes may differ; the mean divides by the true number of elements.
+            value: A `PerReplica`, or a structure of them. What is the same on all
+                replicas can only be averaged.
+            axis: `None`: element by element over the replicas. A number or several:
+                over those dimensions of the components too, whose sizes may differ; the
+                mean divides by the true number of elements.
 
         Returns:
             An array on every replica. The mean of integers is a float.
 
         Raises:
             ContextError: Inside `run`; use `all_reduce` of the replica context there.
-            ValueStructureError: For a dimension that does not exist, and for the sum of a common value.
+            ValueStructureError: For a dimension that does not exist, and for the sum of
+                a common value.
 
         Example:
             >>> import keras_distribute as kd
@@ -213,14 +246,17 @@ class Strategy:
         for one in axes:
             if not checks.is_integer(one):
                 checks.instance("axis", one, (), "An axis is an integer.", "axis=0")
-        return structures.mapped(lambda leaf: self.reduce_one(op, leaf, axes), value, is_value)
+        return structures.mapped(
+            lambda leaf: self.reduce_one(op, leaf, axes), value, is_value
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' components joined along `axis`, in replica order.
 
         Args:
-            value: A `PerReplica` whose components have one shape but for `axis`, or a structure of them. What is the
-                same on all replicas is returned as it is, as in TensorFlow.
+            value: A `PerReplica` whose components have one shape but for `axis`, or a
+                structure of them. What is the same on all replicas is returned as it
+                is, as in TensorFlow.
             axis: The dimension to join along.
 
         Returns:
@@ -254,11 +290,12 @@ class Strategy:
         return structures.mapped(gather_leaf, value, is_value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of `value` on this process's replicas, in replica order; `(value,)` if it has none.
+        """The components of `value` on this process's replicas, in replica order;
+        `(value,)` if it has none.
 
         Args:
-            value: A result of `run`, a distributed variable, or anything else. Of a structure, the structure of each
-                replica.
+            value: A result of `run`, a distributed variable, or anything else. Of a
+                structure, the structure of each replica.
         """
         if isinstance(value, DistributedValues | DistributedVariable):
             return value.values
@@ -267,17 +304,25 @@ class Strategy:
         leaves, structure = structures.flatten(value, is_value)
         count = len(self.replica_mesh.local_replicas)
         parts = [
-            leaf.values if isinstance(leaf, DistributedValues | DistributedVariable) else (leaf,) * count
+            leaf.values
+            if isinstance(leaf, DistributedValues | DistributedVariable)
+            else (leaf,) * count
             for leaf in leaves
         ]
-        return tuple(jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(count))
+        return tuple(
+            jax.tree.unflatten(structure, [part[i] for part in parts])
+            for i in range(count)
+        )
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
         """A `PerReplica` of what `value_fn` returns for each replica.
 
         Args:
-            value_fn: Called once for each replica of this process with a `kd.experimental.ValueContext`. Returns an
-                array, any other object, or a structure of them, of the same structure for each replica.
+            value_fn: Called once for each replica of this process with a
+                `kd.experimental.ValueContext`. Returns an array, any other object, or a
+                structure of them, of the same structure for each replica.
 
         Raises:
             ContextError: Inside `run`.
@@ -294,12 +339,18 @@ class Strategy:
             "strategy.experimental_distribute_values_from_function(lambda context: ...)",
         )
         mesh = self.replica_mesh
-        made = [value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas]
+        made = [
+            value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas
+        ]
 
         def distributed(components: Sequence[Any]) -> PerReplica:
             own = list(map(values.form_of, components))
-            forms = agreement.exchange("experimental_distribute_values_from_function", own, mesh.num_processes)
-            return PerReplica.of(components, mesh, [form for part in forms for form in part])
+            forms = agreement.exchange(
+                "experimental_distribute_values_from_function", own, mesh.num_processes
+            )
+            return PerReplica.of(
+                components, mesh, [form for part in forms for form in part]
+            )
 
         return values.regroup(made, distributed)
 
@@ -309,15 +360,20 @@ class Strategy:
         mesh = self.replica_mesh
         return InputContext(mesh.num_processes, mesh.process_index, mesh.num_replicas)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
-        """A dataset of global batches as one whose elements have a component for each replica.
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """A dataset of global batches as one whose elements have a component for each
+        replica.
 
-        Each batch is split over the replicas as TensorFlow does: each takes `ceil(rows / num_replicas)` rows, in
-        order, until none are left; the last ones may get fewer, or none. `run` takes such elements as they are.
+        Each batch is split over the replicas as TensorFlow does: each takes `ceil(rows
+        / num_replicas)` rows, in order, until none are left; the last ones may get
+        fewer, or none. `run` takes such elements as they are.
 
         Args:
-            dataset: A `tf.data.Dataset`, a Grain `MapDataset`, `IterDataset` or `DataLoader`, a torch `DataLoader`, a
-                `keras.utils.PyDataset`, a generator of tuples, or a `kd.ArrayDataset`; batched, by global batches.
+            dataset: A `tf.data.Dataset`, a Grain `MapDataset`, `IterDataset` or
+                `DataLoader`, a torch `DataLoader`, a `keras.utils.PyDataset`, a
+                generator of tuples, or a `kd.ArrayDataset`; batched, by global batches.
             options: `kd.InputOptions`.
 
         Returns:
@@ -334,22 +390,31 @@ class Strategy:
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
-        self._require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
-        return sharing.distribute(dataset, self.replica_mesh, self.input_context, options)
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
+        return sharing.distribute(
+            dataset, self.replica_mesh, self.input_context, options
+        )
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
     ) -> Any:
         """A distributed dataset from a function that makes the pipeline of one process.
 
         Args:
-            dataset_fn: Called once in each process, with its `kd.InputContext`; returns a dataset of per-replica
-                batches. Consecutive batches go to consecutive replicas.
-            options: `kd.InputOptions`; with `InputReplicationMode.PER_REPLICA` the function is called once for each
-                replica of the process, and each gets the batches of its own dataset.
+            dataset_fn: Called once in each process, with its `kd.InputContext`; returns
+                a dataset of per-replica batches. Consecutive batches go to consecutive
+                replicas.
+            options: `kd.InputOptions`; with `InputReplicationMode.PER_REPLICA` the
+                function is called once for each replica of the process, and each gets
+                the batches of its own dataset.
 
         Returns:
-            A `kd.DistributedDataset`; under the default strategy what `dataset_fn` returns.
+            A `kd.DistributedDataset`; under the default strategy what `dataset_fn`
+            returns.
 
         Raises:
             ContextError: Inside `run`.
@@ -365,24 +430,34 @@ class Strategy:
             >>> [[part.tolist() for part in batch.values] for batch in dataset]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        self._require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
-        return sharing.distribute_from_function(dataset_fn, self.replica_mesh, self.input_context, options)
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
+        return sharing.distribute_from_function(
+            dataset_fn, self.replica_mesh, self.input_context, options
+        )
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
-        """How a variable is divided over the logical devices of a replica; for library code. Here never."""
+        """How a variable is divided over the logical devices of a replica; for library
+        code. Here never.
+        """
         return Layout()
 
     def check_layouts(self, paths: Sequence[str]) -> None:
-        """Warns of layouts that no variable has, before a model with variables of these paths is trained. Here none."""
+        """Warns of layouts that no variable has, before a model with variables of these
+        paths is trained. Here none.
+        """
 
     def summary(self, *objects: Any, batch_size: int | None = None) -> StrategySummary:
         """The replicas, and what stands on each: print it, or let a notebook show it.
 
         Args:
-            *objects: What has variables: models, layers, optimizers, metrics, variables. Of a compiled model, those of
-                its optimizer and metrics are included; an optimizer makes its slots in the first step. For a loop of
+            *objects: What has variables: models, layers, optimizers, metrics,
+                variables. Of a compiled model, those of its optimizer and metrics are
+                included; an optimizer makes its slots in the first step. For a loop of
                 your own name them all: `strategy.summary(model, optimizer, accuracy)`.
-            batch_size: Of the global batch, to see how many rows each replica gets of it.
+            batch_size: Of the global batch, to see how many rows each replica gets of
+                it.
 
         Returns:
             A `kd.StrategySummary`.
@@ -422,7 +497,9 @@ class Strategy:
         return StrategySummary(self, objects, batch_size)
 
     def group(self, value: Any, name: str | None = None) -> Any:
-        """`value` itself: updates are ordered by the data they use, so there is nothing to group."""
+        """`value` itself: updates are ordered by the data they use, so there is nothing
+        to group.
+        """
         return value
 
     def make_replica_context(self) -> ReplicaContext:
@@ -433,12 +510,20 @@ class Strategy:
         context.require_cross_replica(what, fix, self)
 
     def _check_run(self, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
-        context.require_cross_replica("strategy.run", "call the function directly: it already runs on every replica.")
+        context.require_cross_replica(
+            "strategy.run",
+            "call the function directly: it already runs on every replica.",
+        )
         current = context.frame()
         foreign = context.has_strategy() and current.strategy is not self
-        if current.mode is Mode.UPDATE or foreign or (current.per_replica and current.strategy is not self):
+        if (
+            current.mode is Mode.UPDATE
+            or foreign
+            or (current.per_replica and current.strategy is not self)
+        ):
             raise ContextError(
-                "strategy.run was called inside the program or the scope of another call or strategy.",
+                "strategy.run was called inside the program or the scope of another "
+                "call or strategy.",
                 received=context.describe(current),
                 fix="call strategy.run in the scope of the same strategy, or in none.",
             )
@@ -457,11 +542,14 @@ class Strategy:
         """`reduce` of one value, for both halves of the strategy."""
         if isinstance(leaf, PerReplica):
             self._check_complete(leaf)
-            return collectives.reduce_values(self.extended.cross_device_ops, op, leaf, axes)
+            return collectives.reduce_values(
+                self.extended.cross_device_ops, op, leaf, axes
+            )
         array = self._plain(leaf)
         if isinstance(array, jax.core.Tracer):
             raise ContextError(
-                "In a step of fit, and in any other traced function, there is nothing to reduce.",
+                "In a step of fit, and in any other traced function, there is nothing "
+                "to reduce.",
                 received=f"{leaf!r} in {context.describe(context.frame())}",
                 fix="use the value as it is: a step of fit sees the global batch.",
             )
@@ -471,19 +559,25 @@ class Strategy:
         if self.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):
             raise ValueStructureError(
                 "The sum of a value that is the same on every replica is not defined.",
-                received=f"{leaf!r} in the cross-replica context of {self.num_replicas_in_sync} replicas.",
-                fix='pass a result of strategy.run, or multiply: value * strategy.num_replicas_in_sync; "MEAN" works.',
+                received=f"{leaf!r} in the cross-replica context of "
+                f"{self.num_replicas_in_sync} replicas.",
+                fix="pass a result of strategy.run, or multiply: value * "
+                'strategy.num_replicas_in_sync; "MEAN" works.',
             )
         return jnp.sum(array, axes)
 
     def _check_complete(self, value: PerReplica) -> None:
-        """Raises for components that only their own processes know, before a program over all of them."""
+        """Raises for components that only their own processes know, before a program
+        over all of them.
+        """
         liveness.together(self.replica_mesh.num_processes)
         if self.replica_mesh.num_processes > 1 and value.is_on_host:
             raise ValueStructureError(
-                "The components of other processes can be had only of arrays of one rank and one dtype.",
+                "The components of other processes can be had only of arrays of one "
+                "rank and one dtype.",
                 received=f"{value!r} on process {self.replica_mesh.process_index}.",
-                fix="arrays that differ in the sizes of their dimensions only, on all replicas.",
+                fix="arrays that differ in the sizes of their dimensions only, on all "
+                "replicas.",
             )
 
     def _plain(self, leaf: Any) -> jax.Array:
@@ -494,7 +588,8 @@ class Strategy:
             raise StructureTypeError(
                 what,
                 received=f"a {type(leaf).__name__}.",
-                fix="strategy.experimental_local_results(value) gives the objects themselves.",
+                fix="strategy.experimental_local_results(value) gives the objects "
+                "themselves.",
             )
         return as_array(leaf, what)
 
@@ -507,11 +602,14 @@ class Strategy:
 
 
 def refuse_keras_distribution(strategy: Strategy) -> None:
-    """Raises `ContextError` where a `keras.distribution` is in force: both would place variables and batches."""
+    """Raises `ContextError` where a `keras.distribution` is in force: both would place
+    variables and batches.
+    """
     distribution = keras.distribution.distribution()
     if distribution is not None:
         raise ContextError(
-            "A Keras distribution and a strategy cannot both say where variables and batches go.",
+            "A Keras distribution and a strategy cannot both say where variables and "
+            "batches go.",
             received=f"{distribution!r} around {strategy!r}.",
             fix="keras.distribution.set_distribution(None) first.",
         )
@@ -521,14 +619,16 @@ def check_communication_dtype(dtype: Any) -> None:
     """Raises `StructureTypeError` for what is no dtype that gradients may travel in."""
     if not isinstance(dtype, str | None) or dtype not in (None, *_COMMUNICATION_DTYPES):
         raise StructureTypeError(
-            "communication_dtype is a narrower float, in which gradients are summed over the replicas.",
+            "communication_dtype is a narrower float, in which gradients are summed "
+            "over the replicas.",
             received=f"communication_dtype={checks.shown(dtype)}.",
             fix='"bfloat16", "float16", or None for the dtype that they have.',
         )
 
 
 def get_loss_reduction() -> ReduceOp:
-    """How to combine the replicas' losses: `ReduceOp.SUM`, since each replica's loss is a share of the global one.
+    """How to combine the replicas' losses: `ReduceOp.SUM`, since each replica's loss is
+    a share of the global one.
 
     Source: `tf.compat.v1.distribute.get_loss_reduction`.
     """

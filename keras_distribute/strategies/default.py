@@ -1,4 +1,6 @@
-"""The default strategy: what is in force where the user chose none. One replica, nothing compiled, Keras as it is."""
+"""The default strategy: what is in force where the user chose none. One replica,
+nothing compiled, Keras as it is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from keras_distribute.types import RunOptions
 
 
 class DefaultStrategy(Strategy):
-    """The strategy of code that uses none: `run` calls the function, and variables are Keras's own."""
+    """The strategy of code that uses none: `run` calls the function, and variables are
+    Keras's own.
+    """
 
     def __init__(self) -> None:
         super().__init__(mesh=None)
@@ -43,24 +47,36 @@ class DefaultStrategy(Strategy):
         return self._replica_frame
 
     def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, options: RunOptions | None = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` in the context of the only replica; nothing is compiled."""
         self._check_run(fn, args, kwargs, options)
         with context.entered(self._replica_frame):
             return fn(*args, **(kwargs or {}))
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
         """`dataset` itself."""
-        self._require_cross_replica("experimental_distribute_dataset", "call it outside strategy.run")
+        self._require_cross_replica(
+            "experimental_distribute_dataset", "call it outside strategy.run"
+        )
         sharing.checked(options)
         return dataset
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
     ) -> Any:
         """What `dataset_fn` returns."""
-        self._require_cross_replica("distribute_datasets_from_function", "call it outside strategy.run")
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "call it outside strategy.run"
+        )
         sharing.checked(options)
         sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)
@@ -68,5 +84,7 @@ class DefaultStrategy(Strategy):
 
 @functools.cache
 def default_strategy() -> DefaultStrategy:
-    """The only default strategy; made when first asked for, so that importing starts no JAX client."""
+    """The only default strategy; made when first asked for, so that importing starts no
+    JAX client.
+    """
     return DefaultStrategy()

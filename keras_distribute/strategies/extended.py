@@ -1,4 +1,6 @@
-"""`StrategyExtended`: the half of a strategy that library code uses. Knows no strategy by name."""
+"""`StrategyExtended`: the half of a strategy that library code uses. Knows no strategy
+by name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class StrategyExtended:
-    """The part of a strategy for library code. Source: `tf.distribute.StrategyExtended`."""
+    """The part of a strategy for library code. Source:
+    `tf.distribute.StrategyExtended`.
+    """
 
     def __init__(self, strategy: Strategy, cross_device_ops: CrossDeviceOps) -> None:
         self._strategy = strategy
@@ -35,8 +39,12 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that run the replicas, in replica order; of several logical ones, the first."""
-        return tuple(f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.first_devices)
+        """The names of the devices that run the replicas, in replica order; of several
+        logical ones, the first.
+        """
+        return tuple(
+            f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.first_devices
+        )
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -59,17 +67,24 @@ class StrategyExtended:
         return self._owner(v) is self._strategy
 
     def value_container(self, value: Any) -> Any:
-        """The variable or value that a component belongs to: here always `value` itself."""
+        """The variable or value that a component belongs to: here always `value`
+        itself.
+        """
         return value
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """The sum or mean of a `PerReplica` over the replicas, on every replica.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            value: A `PerReplica`; what is the same on all replicas can only be averaged.
+            value: A `PerReplica`; what is the same on all replicas can only be
+                averaged.
             destinations: Accepted for compatibility: the result is on every replica.
             options: How to pack and communicate.
 
@@ -84,7 +99,9 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """`reduce_to` of several values together; one result for each pair of a value and its destinations."""
+        """`reduce_to` of several values together; one result for each pair of a value
+        and its destinations.
+        """
         op = ReduceOp.parse(reduce_op)
         context.require_cross_replica(
             "reduce_to",
@@ -94,9 +111,13 @@ class StrategyExtended:
         pairs = checked_pairs(value_destination_pairs)
         options = CommunicationOptions.checked(options)
         results: list[Any] = [None] * len(pairs)
-        differing = [i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)]
+        differing = [
+            i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)
+        ]
         liveness.together(self._strategy.replica_mesh.num_processes)
-        reduced = self._cross_device_ops.batch_reduce(op, [pairs[i] for i in differing], options)
+        reduced = self._cross_device_ops.batch_reduce(
+            op, [pairs[i] for i in differing], options
+        )
         for i, result in zip(differing, reduced, strict=True):
             results[i] = result
         for i, (value, _) in enumerate(pairs):
@@ -105,20 +126,29 @@ class StrategyExtended:
         return results
 
     def update(
-        self, var: Any, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, group: bool = True
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+        group: bool = True,
     ) -> Any:
-        """Calls `fn(var, *args, **kwargs)` to update one variable on every replica, in the update context.
+        """Calls `fn(var, *args, **kwargs)` to update one variable on every replica, in
+        the update context.
 
         Args:
             var: A variable of this strategy.
-            fn: Assigns to it. Of a `PerReplica` argument it gets each replica's component.
+            fn: Assigns to it. Of a `PerReplica` argument it gets each replica's
+                component.
             args: Further arguments.
             kwargs: Named arguments.
-            group: Whether to return nothing of the components; `False` returns them as a tuple.
+            group: Whether to return nothing of the components; `False` returns them as
+                a tuple.
 
         Raises:
             VariableScopeError: For a variable of another strategy, or of none.
-            AggregationError: When the copies of a mirrored variable would come to differ.
+            AggregationError: When the copies of a mirrored variable would come to
+                differ.
         """
         if not self.variable_created_in_scope(var):
             raise VariableScopeError(
@@ -136,20 +166,35 @@ class StrategyExtended:
             with context.entered(Frame(self._strategy, Mode.UPDATE)):
                 result = fn(var, *args, **(kwargs or {}))
             return result if group else (result,)
-        if current.per_replica and current.replica_context is not None:  # As TensorFlow does: a merge_call.
+        if (
+            current.per_replica and current.replica_context is not None
+        ):  # As TensorFlow does: a merge_call.
             return current.replica_context.merge_call(
-                lambda strategy, *a: strategy.extended.update(var, fn, a, kwargs, group), args=tuple(args)
+                lambda strategy, *a: strategy.extended.update(
+                    var, fn, a, kwargs, group
+                ),
+                args=tuple(args),
             )
         if current.per_replica:
             local = [a.local if isinstance(a, PerReplica) else a for a in args]
             with context.entered(Frame(self._strategy, Mode.UPDATE, per_replica=True)):
                 result = fn(var, *local, **(kwargs or {}))
             return result if group else (result,)
-        result = program.run(self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE)
-        return result if group else jax.tree.map(self._strategy.experimental_local_results, result, is_leaf=is_value)
+        result = program.run(
+            self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE
+        )
+        return (
+            result
+            if group
+            else jax.tree.map(
+                self._strategy.experimental_local_results, result, is_leaf=is_value
+            )
+        )
 
     def _owner(self, variable: Any) -> Strategy:
-        return getattr(variable, "distribute_strategy", None) or context.default_strategy()
+        return (
+            getattr(variable, "distribute_strategy", None) or context.default_strategy()
+        )
 
 
 def check_arguments(what: str, args: Any, kwargs: Any, fix: str) -> None:

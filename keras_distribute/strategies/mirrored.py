@@ -13,28 +13,35 @@ from keras_distribute.strategies.base import Strategy
 
 
 class MirroredStrategy(Strategy):
-    """Trains one model on several devices of one host, each with a copy of the variables and a part of each batch.
+    """Trains one model on several devices of one host, each with a copy of the
+    variables and a part of each batch.
 
-    Source: `tf.distribute.MirroredStrategy`. Differs from TF: `fit`, `evaluate` and `predict` give the numbers of one
-    device for the same global batches, whatever the number of replicas and the size of the last batch; and with one
-    device, `run` returns `PerReplica` values all the same.
+    Source: `tf.distribute.MirroredStrategy`. Differs from TF: `fit`, `evaluate` and
+    `predict` give the numbers of one device for the same global batches, whatever the
+    number of replicas and the size of the last batch; and with one device, `run`
+    returns `PerReplica` values all the same.
 
     Args:
-        devices: Names or `jax.Device`s, one for each replica; by default all accelerators of this host, else all its
-            CPU devices.
-        cross_device_ops: How `run` reduces gradients and values over the replicas; by default each by itself, as XLA
-            does best.
-        shard_optimizer_state: Whether each replica keeps only its part of the optimizer's slots, such as Adam's
-            moments, and updates that part of the weights. The numbers are the same; the slots take `1 / num_replicas`
-            of the memory, but for those of weights without an axis that the number of replicas divides. For `fit`; in
-            `run` each replica gathers the slots for the time of the step.
-        communication_dtype: `"bfloat16"` or `"float16"`: gradients are rounded to it, summed over the replicas in it,
-            and half as many bytes travel. `None`, the default, sums them as they are: then the numbers are those of one
-            device. In `fit` it has an effect where each replica computes the gradients of its own rows: for models of
-            built-in layers without random numbers, on batches whose rows divide.
+        devices: Names or `jax.Device`s, one for each replica; by default all
+            accelerators of this host, else all its CPU devices.
+        cross_device_ops: How `run` reduces gradients and values over the replicas; by
+            default each by itself, as XLA does best.
+        shard_optimizer_state: Whether each replica keeps only its part of the
+            optimizer's slots, such as Adam's moments, and updates that part of the
+            weights. The numbers are the same; the slots take `1 / num_replicas` of the
+            memory, but for those of weights without an axis that the number of replicas
+            divides. For `fit`; in `run` each replica gathers the slots for the time of
+            the step.
+        communication_dtype: `"bfloat16"` or `"float16"`: gradients are rounded to it,
+            summed over the replicas in it, and half as many bytes travel. `None`, the
+            default, sums them as they are: then the numbers are those of one device. In
+            `fit` it has an effect where each replica computes the gradients of its own
+            rows: for models of built-in layers without random numbers, on batches whose
+            rows divide.
 
     Raises:
-        DeviceError: For devices that do not exist, are named twice, or are of different kinds.
+        DeviceError: For devices that do not exist, are named twice, or are of different
+            kinds.
         StructureTypeError: For another `communication_dtype`.
 
     Example:
@@ -57,4 +64,9 @@ class MirroredStrategy(Strategy):
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))
-        super().__init__(ReplicaMesh.of(found), cross_device_ops, shard_optimizer_state, communication_dtype)
+        super().__init__(
+            ReplicaMesh.of(found),
+            cross_device_ops,
+            shard_optimizer_state,
+            communication_dtype,
+        )

@@ -1,4 +1,6 @@
-"""`MultiWorkerMirroredStrategy`: one replica on each device of every process of a cluster."""
+"""`MultiWorkerMirroredStrategy`: one replica on each device of every process of a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,42 @@ from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 
-# Gloo sums each array by itself, and takes about 0.4 ms or more for it (`benchmarks/processes.py`).
+# Gloo sums each array by itself, and takes about 0.4 ms or more for it
+# (`benchmarks/processes.py`).
 _CPU_PACK_BYTES = 4 * 2**20
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Trains one model on the devices of several processes, each with a copy of the variables and a part of each batch.
+    """Trains one model on the devices of several processes, each with a copy of the
+    variables and a part of each batch.
 
-    Every process runs the same script; create the strategy first thing in it, before any array, model or variable. A
-    process keeps its rows of each global batch, or reads data of its own (`kd.InputOptions.auto_shard_policy`); what
-    `fit`, `evaluate` and `predict` return is the same in every process, and the same as on one device. Files and
-    the progress bar are the chief's, which is process 0.
-    Source: `tf.distribute.MultiWorkerMirroredStrategy`. Differs from TF: batch sizes are global for every kind of data;
-    processes with unequal data take as many steps as the longest; the cluster is found by whatever started the
-    processes, not by `TF_CONFIG` alone; without a cluster it is a `MirroredStrategy`.
+    Every process runs the same script; create the strategy first thing in it, before
+    any array, model or variable. A process keeps its rows of each global batch, or
+    reads data of its own (`kd.InputOptions.auto_shard_policy`); what `fit`, `evaluate`
+    and `predict` return is the same in every process, and the same as on one device.
+    Files and the progress bar are the chief's, which is process 0. Source:
+    `tf.distribute.MultiWorkerMirroredStrategy`. Differs from TF: batch sizes are global
+    for every kind of data; processes with unequal data take as many steps as the
+    longest; the cluster is found by whatever started the processes, not by `TF_CONFIG`
+    alone; without a cluster it is a `MirroredStrategy`.
 
     Args:
-        cluster_resolver: Says which processes train together; by default `kd.cluster_resolver.automatic_resolver()`.
-        communication_options: `bytes_per_pack` is the size of the buffers that gradients are packed into, by default
-            4 MiB between processes on CPUs, and elsewhere left to XLA; `timeout_seconds` how long another process may
-            be silent; `implementation` must be one that the devices have.
-        shard_optimizer_state: As of `kd.MirroredStrategy`. Then a read of a slot (`variable.numpy()`) involves all
-            processes, as saving does.
+        cluster_resolver: Says which processes train together; by default
+            `kd.cluster_resolver.automatic_resolver()`.
+        communication_options: `bytes_per_pack` is the size of the buffers that
+            gradients are packed into, by default 4 MiB between processes on CPUs, and
+            elsewhere left to XLA; `timeout_seconds` how long another process may be
+            silent; `implementation` must be one that the devices have.
+        shard_optimizer_state: As of `kd.MirroredStrategy`. Then a read of a slot
+            (`variable.numpy()`) involves all processes, as saving does.
         communication_dtype: As of `kd.MirroredStrategy`.
 
     Raises:
-        ClusterError: Where the cluster makes no sense, JAX has started already, or the processes do not find each
-            other.
+        ClusterError: Where the cluster makes no sense, JAX has started already, or the
+            processes do not find each other.
         DeviceError: For NCCL without GPUs.
-        StructureTypeError: For a resolver or options that are none, and for another `communication_dtype`.
+        StructureTypeError: For a resolver or options that are none, and for another
+            `communication_dtype`.
 
     Example:
         >>> import keras_distribute as kd
@@ -71,20 +80,32 @@ class MultiWorkerMirroredStrategy(Strategy):
         checks.flag("shard_optimizer_state", shard_optimizer_state)
         check_communication_dtype(communication_dtype)
         self._resolver = cluster_resolver or automatic_resolver()
-        processes.start(self._resolver.topology(), type(self._resolver).__name__, options.timeout_seconds)
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        processes.start(
+            self._resolver.topology(),
+            type(self._resolver).__name__,
+            options.timeout_seconds,
+        )
+        devices = sorted(
+            jax.devices(), key=lambda device: (device.process_index, device.id)
+        )
         platform = devices[0].platform
         if platform == "cpu":
             config.check_pool(jax.local_device_count())
-        if options.implementation is CommunicationImplementation.NCCL and platform != "gpu":
+        if (
+            options.implementation is CommunicationImplementation.NCCL
+            and platform != "gpu"
+        ):
             raise DeviceError(
                 "NCCL is for GPUs.",
                 received=f"CommunicationImplementation.NCCL on {platform} devices.",
-                fix="CommunicationImplementation.AUTO, which is Gloo on CPUs and ICI on TPUs.",
+                fix="CommunicationImplementation.AUTO, which is Gloo on CPUs and ICI "
+                "on TPUs.",
             )
         packed = _CPU_PACK_BYTES if platform == "cpu" and jax.process_count() > 1 else 0
         ops = NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack or packed)
-        super().__init__(ReplicaMesh.of(devices), ops, shard_optimizer_state, communication_dtype)
+        super().__init__(
+            ReplicaMesh.of(devices), ops, shard_optimizer_state, communication_dtype
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -11,8 +11,8 @@ from keras_distribute.strategies.base import Strategy
 class OneDeviceStrategy(Strategy):
     """Puts variables and computation on one device.
 
-    Code written for several replicas runs through the same compiled path, which makes it a place to test that code.
-    Source: `tf.distribute.OneDeviceStrategy`.
+    Code written for several replicas runs through the same compiled path, which makes
+    it a place to test that code. Source: `tf.distribute.OneDeviceStrategy`.
 
     Args:
         device: `"GPU:0"`, `"/cpu:1"`, or a `jax.Device`.

@@ -1,4 +1,5 @@
-"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each."""
+"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +22,44 @@ from keras_distribute.variables import Layout
 
 
 class TPUStrategy(Strategy):
-    """Trains one model on the devices of a TPU: of one chip, one host, or a slice of many.
+    """Trains one model on the devices of a TPU: of one chip, one host, or a slice of
+    many.
 
-    Each device is a replica, or `experimental_device_assignment` makes several *logical devices* one replica: then
-    tensors can be divided over them in the model's code, and variables by `layout_map`, beside the batch, which is
-    divided over the replicas. The numbers are those of one logical device.
+    Each device is a replica, or `experimental_device_assignment` makes several *logical
+    devices* one replica: then tensors can be divided over them in the model's code, and
+    variables by `layout_map`, beside the batch, which is divided over the replicas. The
+    numbers are those of one logical device.
 
     On a slice every host runs the same script; create the strategy first thing in it.
-    Source: `tf.distribute.TPUStrategy`. Differs from TF: the program is always partitioned by XLA's SPMD partitioner,
-    which has no single logical device to place a value on; `tpu`, `layout_map`, `shard_optimizer_state` and
-    `num_logical_devices` are new.
+    Source: `tf.distribute.TPUStrategy`. Differs from TF: the program is always
+    partitioned by XLA's SPMD partitioner, which has no single logical device to place a
+    value on; `tpu`, `layout_map`, `shard_optimizer_state` and `num_logical_devices` are
+    new.
 
     Args:
-        tpu_cluster_resolver: Names the TPU; by default `kd.cluster_resolver.TPUClusterResolver("")`, this machine's.
+        tpu_cluster_resolver: Names the TPU; by default
+            `kd.cluster_resolver.TPUClusterResolver("")`, this machine's.
             `TPUClusterResolver("cpu")` runs the same program on CPU devices.
-        experimental_device_assignment: The devices of each replica; by default one each, all of them.
-        experimental_spmd_xla_partitioning: As in TensorFlow, `True` refuses `experimental_assign_to_logical_device`.
+        experimental_device_assignment: The devices of each replica; by default one
+            each, all of them.
+        experimental_spmd_xla_partitioning: As in TensorFlow, `True` refuses
+            `experimental_assign_to_logical_device`.
         tpu: A short way for `TPUClusterResolver(tpu)`.
-        layout_map: How variables are divided over the logical devices of a replica: a `keras.distribution.LayoutMap`,
-            or a dictionary from regular expressions of their paths to a name or `None` for each dimension,
-            `{".*dense.*kernel": (None, "logical")}`. The slots of an optimizer are divided like their weights.
-        shard_optimizer_state: As of `kd.MirroredStrategy`: the slots are divided among the replicas, too.
+        layout_map: How variables are divided over the logical devices of a replica: a
+            `keras.distribution.LayoutMap`, or a dictionary from regular expressions of
+            their paths to a name or `None` for each dimension, `{".*dense.*kernel":
+            (None, "logical")}`. The slots of an optimizer are divided like their
+            weights.
+        shard_optimizer_state: As of `kd.MirroredStrategy`: the slots are divided among
+            the replicas, too.
 
     Raises:
-        DeviceError: Where there is no TPU, or the assignment is for another one, or has a replica on several hosts.
+        DeviceError: Where there is no TPU, or the assignment is for another one, or has
+            a replica on several hosts.
         ClusterError: Where the hosts do not find each other.
         StructureTypeError: For arguments of other types.
-        ValueStructureError: For both a resolver and a name, and for layouts of axes that do not exist.
+        ValueStructureError: For both a resolver and a name, and for layouts of axes
+            that do not exist.
 
     Example:
         >>> import numpy as np, keras_distribute as kd
@@ -88,7 +100,8 @@ class TPUStrategy(Strategy):
             experimental_device_assignment,
             DeviceAssignment | None,
             "The devices of the replicas are given as a DeviceAssignment.",
-            "kd.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2])",
+            "kd.tpu.experimental.DeviceAssignment.build(topology, "
+            "computation_shape=[1, 1, 1, 2])",
         )
         spmd = experimental_spmd_xla_partitioning
         checks.flag("experimental_spmd_xla_partitioning", spmd)
@@ -101,9 +114,13 @@ class TPUStrategy(Strategy):
             if experimental_device_assignment is None
             else _assigned(experimental_device_assignment, devices)
         )
-        super().__init__(ReplicaMesh.of_groups(groups), shard_optimizer_state=shard_optimizer_state)
+        super().__init__(
+            ReplicaMesh.of_groups(groups), shard_optimizer_state=shard_optimizer_state
+        )
         self._spmd = spmd
-        self._layouts = None if layout_map is None else Layouts(layout_map, self.replica_mesh)
+        self._layouts = (
+            None if layout_map is None else Layouts(layout_map, self.replica_mesh)
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -112,23 +129,33 @@ class TPUStrategy(Strategy):
 
     @property
     def num_logical_devices(self) -> int:
-        """How many logical devices each replica has: the product of `partition_dimensions`. Not in TensorFlow."""
+        """How many logical devices each replica has: the product of
+        `partition_dimensions`. Not in TensorFlow.
+        """
         return self.replica_mesh.num_logical
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
-        """How a variable is divided over the logical devices of a replica, by `layout_map`."""
+        """How a variable is divided over the logical devices of a replica, by
+        `layout_map`.
+        """
         return Layout() if self._layouts is None else self._layouts.of(path, shape)
 
     def check_layouts(self, paths: Sequence[str]) -> None:
-        """Warns of layouts that no variable has, before a model with variables of these paths is trained."""
+        """Warns of layouts that no variable has, before a model with variables of these
+        paths is trained.
+        """
         if self._layouts is not None:
             self._layouts.warn_of_unused(paths)
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, for one logical device to work on; here each of them does, since they share one program.
+    def experimental_assign_to_logical_device(
+        self, tensor: Any, logical_device_id: int
+    ) -> Any:
+        """`tensor`, for one logical device to work on; here each of them does, since
+        they share one program.
 
-        Source: `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`. Differs from TF: the value is
-        whole on every logical device of the replica, not on one; the numbers are the same.
+        Source: `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+        Differs from TF: the value is whole on every logical device of the replica, not
+        on one; the numbers are the same.
 
         Args:
             tensor: An array, of any shape.
@@ -138,13 +165,15 @@ class TPUStrategy(Strategy):
             The same numbers.
 
         Raises:
-            ValueStructureError: For another number, and with `experimental_spmd_xla_partitioning=True`, as in
-                TensorFlow.
+            ValueStructureError: For another number, and with
+                `experimental_spmd_xla_partitioning=True`, as in TensorFlow.
         """
         if self._spmd:
             raise ValueStructureError(
-                "One SPMD program runs on all logical devices: no value can be assigned to one of them.",
-                received="experimental_assign_to_logical_device with experimental_spmd_xla_partitioning=True.",
+                "One SPMD program runs on all logical devices: no value can be "
+                "assigned to one of them.",
+                received="experimental_assign_to_logical_device with "
+                "experimental_spmd_xla_partitioning=True.",
                 fix="kd.TPUStrategy(..., experimental_spmd_xla_partitioning=False), or "
                 "experimental_replicate_to_logical_devices.",
             )
@@ -158,33 +187,41 @@ class TPUStrategy(Strategy):
             error=ValueStructureError,
         )
         context.require_own("experimental_assign_to_logical_device", self)
-        return logical.replicate(self.replica_mesh, tensor, "experimental_assign_to_logical_device")
+        return logical.replicate(
+            self.replica_mesh, tensor, "experimental_assign_to_logical_device"
+        )
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """`tensor`, divided over the logical devices of its replica: each works on one part.
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """`tensor`, divided over the logical devices of its replica: each works on one
+        part.
 
-        In `run` the tensor is one replica's. In a step of `fit` it is the global batch, whose rows stay divided over
-        the replicas: `[1, 2, 1, 1]` divides the height of images in both. Outside of programs the array is put on the
-        devices like this, the same on each replica.
-        Source: `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+        In `run` the tensor is one replica's. In a step of `fit` it is the global batch,
+        whose rows stay divided over the replicas: `[1, 2, 1, 1]` divides the height of
+        images in both. Outside of programs the array is put on the devices like this,
+        the same on each replica. Source:
+        `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
 
         Args:
             tensor: An array, of any shape.
-            partition_dimensions: Into how many parts each dimension is divided; the product is the number of logical
-                devices of a replica.
+            partition_dimensions: Into how many parts each dimension is divided; the
+                product is the number of logical devices of a replica.
 
         Returns:
             The same numbers.
 
         Raises:
-            ValueStructureError: For another number of dimensions, another product, or a dimension that does not divide.
+            ValueStructureError: For another number of dimensions, another product, or a
+                dimension that does not divide.
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
         context.require_own("experimental_split_to_logical_devices", self)
         return logical.split(self.replica_mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, whole on every logical device of its replica: each works on all of it.
+        """`tensor`, whole on every logical device of its replica: each works on all of
+        it.
 
         Source: `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
 
@@ -206,21 +243,35 @@ class TPUStrategy(Strategy):
         return f"TPUStrategy({mesh.num_replicas} replica(s) x {mesh.num_logical} logical device(s), {kind})"
 
 
-def _assigned(assignment: DeviceAssignment, devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Device]]:
+def _assigned(
+    assignment: DeviceAssignment, devices: Sequence[Sequence[jax.Device]]
+) -> list[list[jax.Device]]:
     """The devices of each replica; the replicas of a process follow each other."""
     topology = assignment.topology
     expected = (len(devices), len(devices[0]))
     if (topology.num_tasks, topology.num_tpus_per_task) != expected:
         raise DeviceError(
             "The device assignment is for another TPU than this one.",
-            received=f"{topology!r}, where there are {expected[0]} task(s) x {expected[1]} device(s).",
-            fix="build it from what kd.tpu.experimental.initialize_tpu_system(resolver) returns here.",
+            received=f"{topology!r}, where there are {expected[0]} task(s) x "
+            f"{expected[1]} device(s).",
+            fix="build it from what "
+            "kd.tpu.experimental.initialize_tpu_system(resolver) returns here.",
         )
     if assignment.num_replicas < 1:
-        raise DeviceError("A strategy has at least one replica.", received="none.", fix="num_replicas=1")
+        raise DeviceError(
+            "A strategy has at least one replica.",
+            received="none.",
+            fix="num_replicas=1",
+        )
     places = assignment.core_assignment
     numbers = [
-        [(topology.task_ordinal_at_coordinates(p), topology.tpu_device_ordinal_at_coordinates(p)) for p in replica]
+        [
+            (
+                topology.task_ordinal_at_coordinates(p),
+                topology.tpu_device_ordinal_at_coordinates(p),
+            )
+            for p in replica
+        ]
         for replica in places
     ]
     flat = [number for replica in numbers for number in replica]
@@ -228,7 +279,10 @@ def _assigned(assignment: DeviceAssignment, devices: Sequence[Sequence[jax.Devic
         raise DeviceError(
             "A device belongs to one replica.",
             received=f"core_assignment={places.tolist()}.",
-            fix="kd.tpu.experimental.DeviceAssignment.build(topology, ...), which shares none.",
+            fix="kd.tpu.experimental.DeviceAssignment.build(topology, ...), which "
+            "shares none.",
         )
-    groups = [[devices[task][ordinal] for task, ordinal in replica] for replica in numbers]
+    groups = [
+        [devices[task][ordinal] for task, ordinal in replica] for replica in numbers
+    ]
     return sorted(groups, key=lambda group: group[0].process_index)

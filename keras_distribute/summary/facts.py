@@ -1,4 +1,6 @@
-"""The numbers of a summary: devices, variables, bytes on each device. Knows nothing of how they are shown."""
+"""The numbers of a summary: devices, variables, bytes on each device. Knows nothing of
+how they are shown.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class DeviceFacts:
         model: What JAX calls it, such as `"NVIDIA H100"`.
         replica: The replica that runs on it.
         process: The process that it belongs to.
-        bytes_in_use: Of its memory, by everything; `None` where JAX does not know, as on CPUs and in other processes.
+        bytes_in_use: Of its memory, by everything; `None` where JAX does not know, as
+            on CPUs and in other processes.
         bytes_limit: How much JAX may use; `None` likewise.
     """
 
@@ -48,9 +51,10 @@ class VariableFacts:
 
     Args:
         path: Its path in Keras.
-        group: `"weights"` (trained), `"state"` (other state of layers), `"optimizer"` or `"metrics"`.
-        kind: `"mirrored"`, `"divided"`, `"sync-on-read (sum)"` and so on; `"Keras's own"` under the default strategy;
-            `"not of this strategy"`.
+        group: `"weights"` (trained), `"state"` (other state of layers), `"optimizer"`
+            or `"metrics"`.
+        kind: `"mirrored"`, `"divided"`, `"sync-on-read (sum)"` and so on; `"Keras's
+            own"` under the default strategy; `"not of this strategy"`.
         shape: Its shape.
         dtype: Its dtype.
         num_bytes: The bytes of its value.
@@ -91,7 +95,9 @@ def _memory(device: jax.Device, is_local: bool) -> tuple[int | None, int | None]
     return stats.get("bytes_in_use"), stats.get("bytes_limit")
 
 
-def of_variables(strategy: Strategy, objects: Sequence[Any]) -> tuple[VariableFacts, ...]:
+def of_variables(
+    strategy: Strategy, objects: Sequence[Any]
+) -> tuple[VariableFacts, ...]:
     """The variables of models, layers, optimizers and metrics, each once, by group.
 
     Raises:
@@ -102,12 +108,16 @@ def of_variables(strategy: Strategy, objects: Sequence[Any]) -> tuple[VariableFa
     for thing in objects:
         for group, variable in _variables_of(thing):
             found.setdefault(id(variable), (group, variable))
-    facts = [_of_variable(strategy, group, variable) for group, variable in found.values()]
+    facts = [
+        _of_variable(strategy, group, variable) for group, variable in found.values()
+    ]
     return tuple(sorted(facts, key=lambda fact: GROUPS.index(fact.group)))
 
 
 def unbuilt(objects: Sequence[Any]) -> list[str]:
-    """The names of models and optimizers that will make variables when they are used first."""
+    """The names of models and optimizers that will make variables when they are used
+    first.
+    """
     things = [*objects, *(_optimizer_of(thing) for thing in objects)]
     return [thing.name for thing in things if getattr(thing, "built", True) is False]
 
@@ -117,7 +127,9 @@ def _optimizer_of(thing: Any) -> Any:
 
 
 def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
-    """The variables of one object, with their groups; those of a model are the four groups that its steps carry."""
+    """The variables of one object, with their groups; those of a model are the four
+    groups that its steps carry.
+    """
     if isinstance(thing, keras.Variable):
         yield ("weights" if thing.trainable else "state"), thing
     elif isinstance(thing, keras.optimizers.Optimizer):
@@ -135,12 +147,17 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
         raise StructureTypeError(
             "A summary is of things that have variables.",
             received=f"{checks.shown(thing)}, a {type(thing).__name__}.",
-            fix="strategy.summary(model), or its layers, optimizers, metrics and variables.",
+            fix="strategy.summary(model), or its layers, optimizers, metrics and "
+            "variables.",
         )
 
 
-def _of_variable(strategy: Strategy, group: str, variable: keras.Variable) -> VariableFacts:
-    array = variable.stored if isinstance(variable, DistributedVariable) else variable.value
+def _of_variable(
+    strategy: Strategy, group: str, variable: keras.Variable
+) -> VariableFacts:
+    array = (
+        variable.stored if isinstance(variable, DistributedVariable) else variable.value
+    )
     if array is None:  # Its creation waits for the end of a stateless scope.
         array = variable.value
     shape = tuple(variable.shape)
@@ -157,7 +174,9 @@ def _of_variable(strategy: Strategy, group: str, variable: keras.Variable) -> Va
 
 def _bytes_on(array: jax.Array, mesh: ReplicaMesh) -> tuple[int, ...]:
     each = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return tuple(each if device in array.sharding.device_set else 0 for device in mesh.devices)
+    return tuple(
+        each if device in array.sharding.device_set else 0 for device in mesh.devices
+    )
 
 
 def _kind(strategy: Strategy, variable: keras.Variable, array: jax.Array) -> str:

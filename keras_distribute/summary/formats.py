@@ -1,4 +1,6 @@
-"""Tables of words as plain text, for rich terminals, and as HTML. Knows nothing of what they say."""
+"""Tables of words as plain text, for rich terminals, and as HTML. Knows nothing of what
+they say.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def as_text(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
 
 def _text_table(table: Table) -> str:
     lines = [table.header, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+    widths = [
+        max(len(line[column]) for line in lines) for column in range(len(table.header))
+    ]
     rule = "  " + _RULE * (sum(widths) + 2 * (len(widths) - 1))
 
     def aligned(line: Sequence[str]) -> str:
@@ -40,11 +44,23 @@ def as_rich(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> Any:
     from rich import box, console, text
     from rich import table as rich_table
 
-    parts: list[Any] = [text.Text(heading, style="bold"), *(text.Text(note) for note in notes)]
+    parts: list[Any] = [
+        text.Text(heading, style="bold"),
+        *(text.Text(note) for note in notes),
+    ]
     for table in tables:
-        drawn = rich_table.Table(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        drawn = rich_table.Table(
+            title=table.title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+        )
         for column, name in enumerate(table.header):
-            drawn.add_column(name, justify="right" if column in table.right else "left", overflow="fold")
+            drawn.add_column(
+                name,
+                justify="right" if column in table.right else "left",
+                overflow="fold",
+            )
         for number, row in enumerate(table.rows):
             last = table.total and number == len(table.rows) - 1
             drawn.add_row(*map(text.Text, row), style="bold" if last else None)
@@ -52,8 +68,12 @@ def as_rich(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> Any:
     return console.Group(*parts)
 
 
-def as_html(heading: str, notes: Sequence[str], tables: Sequence[Table], svg: str) -> str:
-    """For notebooks: the picture, and the tables, of which all but the second are folded up."""
+def as_html(
+    heading: str, notes: Sequence[str], tables: Sequence[Table], svg: str
+) -> str:
+    """For notebooks: the picture, and the tables, of which all but the second are
+    folded up.
+    """
     words = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     folded = "".join(
         f"<details{_OPEN if table.total else ''}><summary>{html.escape(table.title)}</summary>"
@@ -75,4 +95,6 @@ def _html_table(table: Table) -> str:
         )
 
     body = "".join(line(row, "td") for row in table.rows)
-    return f"<table><thead>{line(table.header, 'th')}</thead><tbody>{body}</tbody></table>"
+    return (
+        f"<table><thead>{line(table.header, 'th')}</thead><tbody>{body}</tbody></table>"
+    )

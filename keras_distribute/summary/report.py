@@ -1,4 +1,6 @@
-"""`StrategySummary`: what `Strategy.summary` returns. How it is drawn is in the files beside this one."""
+"""`StrategySummary`: what `Strategy.summary` returns. How it is drawn is in the files
+beside this one.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,22 @@ if TYPE_CHECKING:
 
 
 class StrategySummary:
-    """The devices of a strategy, and what stands on each: text when printed, tables and a picture in a notebook.
+    """The devices of a strategy, and what stands on each: text when printed, tables and
+    a picture in a notebook.
 
     Made by `Strategy.summary`. It holds the numbers of the moment it was made.
 
     Attributes:
         strategy: The strategy in words, such as `"MirroredStrategy"`.
         num_replicas: The number of replicas.
-        devices: An entry for each device, in replica order, with its `name`, `model`, `replica`, `process`, and
-            `bytes_in_use` and `bytes_limit` of its memory where JAX knows them, else `None`.
+        devices: An entry for each device, in replica order, with its `name`, `model`,
+            `replica`, `process`, and `bytes_in_use` and `bytes_limit` of its memory
+            where JAX knows them, else `None`.
         batch_size: The rows of the global batch, or `None`.
         rows: The rows of that batch on each replica; empty without a batch size.
-        variables: An entry for each variable, with its `path`, `group`, `kind`, `shape`, `dtype`, the `num_bytes` of
-            its value, and `bytes_on`, the bytes on each device.
+        variables: An entry for each variable, with its `path`, `group`, `kind`,
+            `shape`, `dtype`, the `num_bytes` of its value, and `bytes_on`, the bytes on
+            each device.
 
     Example:
         >>> import keras, keras_distribute as kd
@@ -42,7 +47,9 @@ class StrategySummary:
         ((3, 2), (32, 32))
     """
 
-    def __init__(self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None) -> None:
+    def __init__(
+        self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None
+    ) -> None:
         if batch_size is not None:
             checks.count(
                 "batch_size",
@@ -56,14 +63,22 @@ class StrategySummary:
         self.num_replicas = mesh.num_replicas
         self.devices: tuple[DeviceFacts, ...] = facts.of_devices(mesh)
         self.batch_size = batch_size
-        self.rows = tuple(piece_sizes(batch_size, mesh.num_replicas)) if batch_size else ()
-        self.variables: tuple[VariableFacts, ...] = facts.of_variables(strategy, objects)
+        self.rows = (
+            tuple(piece_sizes(batch_size, mesh.num_replicas)) if batch_size else ()
+        )
+        self.variables: tuple[VariableFacts, ...] = facts.of_variables(
+            strategy, objects
+        )
         self._unbuilt = facts.unbuilt(objects)
 
     @property
     def bytes_on_each(self) -> tuple[int, ...]:
         """The bytes of all variables on each device, in the order of `devices`."""
-        return tables.totals(self.variables) if self.variables else (0,) * len(self.devices)
+        return (
+            tables.totals(self.variables)
+            if self.variables
+            else (0,) * len(self.devices)
+        )
 
     @property
     def heading(self) -> str:
@@ -79,13 +94,22 @@ class StrategySummary:
         """What a reader should know besides the tables, in sentences."""
         lines: list[str] = []
         if self.batch_size is not None:
-            lines.append(f"A global batch of {self.batch_size} rows: {tables.rows_in_words(self.rows)}.")
-        lines += [f"{name} is not built yet: it makes variables when it is used first." for name in self._unbuilt]
-        foreign = [variable.path for variable in self.variables if variable.kind == FOREIGN]
+            lines.append(
+                f"A global batch of {self.batch_size} rows: "
+                f"{tables.rows_in_words(self.rows)}."
+            )
+        lines += [
+            f"{name} is not built yet: it makes variables when it is used first."
+            for name in self._unbuilt
+        ]
+        foreign = [
+            variable.path for variable in self.variables if variable.kind == FOREIGN
+        ]
         if foreign:
             named = ", ".join(foreign[:5]) + (" and others" if len(foreign) > 5 else "")
             lines.append(
-                f"{_count(len(foreign), 'variable')} not of this strategy: {named}. Create what a step uses inside "
+                f"{_count(len(foreign), 'variable')} not of this strategy: {named}. "
+                "Create what a step uses inside "
                 "`with strategy.scope():`."
             )
         return lines
@@ -96,19 +120,24 @@ class StrategySummary:
             checks.count("max_variables", max_variables)
         found = [tables.of_devices(self.devices, self.rows)]
         if self.variables:
-            found += [tables.of_groups(self.variables), tables.of_each(self.variables, max_variables)]
+            found += [
+                tables.of_groups(self.variables),
+                tables.of_each(self.variables, max_variables),
+            ]
         return found
 
     def text(self, max_variables: int | None = 30) -> str:
         """The whole as plain text.
 
         Args:
-            max_variables: How many variables to list at most; the largest ones then. `None` for all.
+            max_variables: How many variables to list at most; the largest ones then.
+                `None` for all.
         """
         return formats.as_text(self.heading, self.notes, self.tables(max_variables))
 
     def svg(self) -> str:
-        """The picture, as the text of an SVG file: a column for each replica, a line for each group of variables.
+        """The picture, as the text of an SVG file: a column for each replica, a line
+        for each group of variables.
 
         Words are drawn in the colour of the text around it.
         """

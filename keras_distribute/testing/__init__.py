@@ -1,4 +1,6 @@
-"""What tests of distributed programs need: several processes on this host, with their logs, time limits and faults."""
+"""What tests of distributed programs need: several processes on this host, with their
+logs, time limits and faults.
+"""
 
 from keras_distribute.testing import combinations as combinations
 from keras_distribute.testing.combinations import NamedStrategy as NamedStrategy

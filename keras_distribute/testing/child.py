@@ -1,4 +1,6 @@
-"""What each process of a `MultiProcessRunner` runs: finds the function, calls it, and writes what came of it."""
+"""What each process of a `MultiProcessRunner` runs: finds the function, calls it, and
+writes what came of it.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,8 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     sys.stdout.flush()
-    if code:  # Without the end of JAX's runtime, which would wait for the other processes.
+    if (
+        code
+    ):  # Without the end of JAX's runtime, which would wait for the other processes.
         sys.stderr.flush()
         os._exit(code)

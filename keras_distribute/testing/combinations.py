@@ -1,6 +1,8 @@
-"""Tests that run under many strategies: named strategies, and a decorator for pytest that combines them with the rest.
+"""Tests that run under many strategies: named strategies, and a decorator for pytest
+that combines them with the rest.
 
-Source: TensorFlow's `tf.__internal__.distribute.combinations` and `strategy_combinations`, whose names these are.
+Source: TensorFlow's `tf.__internal__.distribute.combinations` and
+`strategy_combinations`, whose names these are.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def _cpus(*numbers: int) -> list[str]:
 
 
 def _named(name: str, *devices: int) -> NamedStrategy:
-    return NamedStrategy(name, lambda: MirroredStrategy(_cpus(*devices)), max(devices) + 1)
+    return NamedStrategy(
+        name, lambda: MirroredStrategy(_cpus(*devices)), max(devices) + 1
+    )
 
 
 def _over_processes(num_processes: int, num_devices: int) -> NamedStrategy:
@@ -67,11 +71,15 @@ def _over_processes(num_processes: int, num_devices: int) -> NamedStrategy:
 
 
 default_strategy = NamedStrategy("default_strategy", context.default_strategy)
-one_device_strategy = NamedStrategy("one_device_strategy", lambda: OneDeviceStrategy("cpu:0"))
+one_device_strategy = NamedStrategy(
+    "one_device_strategy", lambda: OneDeviceStrategy("cpu:0")
+)
 mirrored_strategy_with_one_cpu = _named("mirrored_strategy_with_one_cpu", 0)
 mirrored_strategy_with_two_cpus = _named("mirrored_strategy_with_two_cpus", 0, 1)
 mirrored_strategy_with_cpu_1_and_2 = _named("mirrored_strategy_with_cpu_1_and_2", 1, 2)
-mirrored_strategy_with_eight_cpus = _named("mirrored_strategy_with_eight_cpus", *range(8))
+mirrored_strategy_with_eight_cpus = _named(
+    "mirrored_strategy_with_eight_cpus", *range(8)
+)
 multi_worker_mirrored_2x1_cpu = _over_processes(2, 1)
 multi_worker_mirrored_2x2_cpu = _over_processes(2, 2)
 multi_worker_mirrored_4x1_cpu = _over_processes(4, 1)
@@ -94,7 +102,8 @@ def cpu_devices(num_devices: int) -> list[str]:
         num_devices: How many.
 
     Raises:
-        DeviceError: Where JAX has started with fewer. Call `kd.config.set_cpu_devices` in `conftest.py`.
+        DeviceError: Where JAX has started with fewer. Call `kd.config.set_cpu_devices`
+            in `conftest.py`.
 
     Example:
         >>> import keras_distribute as kd
@@ -107,17 +116,22 @@ def cpu_devices(num_devices: int) -> list[str]:
         raise DeviceError(
             f"The test needs {num_devices} CPU devices.",
             received=f"{available}.",
-            fix=f"kd.config.set_cpu_devices({num_devices}) in conftest.py, before JAX is used.",
+            fix=f"kd.config.set_cpu_devices({num_devices}) in conftest.py, before JAX "
+            "is used.",
         )
     return _cpus(*range(num_devices))
 
 
-def combine(**choices: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: pytest runs the test once for each combination of what its arguments may be.
+def combine(
+    **choices: Sequence[Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: pytest runs the test once for each combination of what its arguments
+    may be.
 
-    A `NamedStrategy` is created, and given to the test as a strategy. Under one of several processes the test function
-    runs in each of them, without pytest: what it raises in one of them fails the test. Fixtures then have to be values
-    that can be pickled, such as `tmp_path`. Needs `pip install pytest`.
+    A `NamedStrategy` is created, and given to the test as a strategy. Under one of
+    several processes the test function runs in each of them, without pytest: what it
+    raises in one of them fails the test. Fixtures then have to be values that can be
+    pickled, such as `tmp_path`. Needs `pip install pytest`.
 
     Args:
         **choices: For each argument, what it may be.
@@ -157,16 +171,30 @@ def combine(**choices: Sequence[Any]) -> Callable[[Callable[..., None]], Callabl
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
             given = dict(zip(names, args, strict=False)) | kwargs
-            processes = {v.num_processes for v in given.values() if isinstance(v, NamedStrategy)}
+            processes = {
+                v.num_processes for v in given.values() if isinstance(v, NamedStrategy)
+            }
             several = max(processes, default=1)
             if several == 1:
                 test(**_created(given))
                 return
-            devices = max(v.num_devices for v in given.values() if isinstance(v, NamedStrategy))
-            strategies = {k: v.create for k, v in given.items() if isinstance(v, NamedStrategy)}
+            devices = max(
+                v.num_devices for v in given.values() if isinstance(v, NamedStrategy)
+            )
+            strategies = {
+                k: v.create for k, v in given.items() if isinstance(v, NamedStrategy)
+            }
             place = (test.__module__, inspect.getsourcefile(test), test.__qualname__)
             rest = {k: v for k, v in given.items() if k not in strategies}
-            run_in_processes(run_one, several, place, strategies, rest, cpu_devices=devices, timeout=_TEST_SECONDS)
+            run_in_processes(
+                run_one,
+                several,
+                place,
+                strategies,
+                rest,
+                cpu_devices=devices,
+                timeout=_TEST_SECONDS,
+            )
 
         values = list(itertools.product(*choices.values()))
         ids = ["-".join(str(value) for value in each) for each in values]
@@ -176,7 +204,11 @@ def combine(**choices: Sequence[Any]) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
-def run_one(place: tuple[str, str, str], strategies: dict[str, Callable[[], Strategy]], rest: dict[str, Any]) -> None:
+def run_one(
+    place: tuple[str, str, str],
+    strategies: dict[str, Callable[[], Strategy]],
+    rest: dict[str, Any],
+) -> None:
     """In a process of its own: calls a test with new strategies.
 
     Args:
@@ -193,4 +225,7 @@ def run_one(place: tuple[str, str, str], strategies: dict[str, Callable[[], Stra
 
 
 def _created(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.create() if isinstance(value, NamedStrategy) else value for name, value in given.items()}
+    return {
+        name: value.create() if isinstance(value, NamedStrategy) else value
+        for name, value in given.items()
+    }

@@ -1,4 +1,6 @@
-"""Faults at a place of one's choice: one process raises, dies, freezes or dawdles there."""
+"""Faults at a place of one's choice: one process raises, dies, freezes or dawdles
+there.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,20 @@ ACTIONS = ("raise", "kill", "terminate", "freeze", "delay")
 
 
 class Fault(keras.callbacks.Callback):
-    """Something that goes wrong in one process, once, at a moment of a `fit`, or where `now` is called in a loop.
+    """Something that goes wrong in one process, once, at a moment of a `fit`, or where
+    `now` is called in a loop.
 
-    Under the launcher only the first start of the job has the fault; what is started again has not.
+    Under the launcher only the first start of the job has the fault; what is started
+    again has not.
 
     Args:
-        action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it (`SIGTERM`), `"freeze"` it
-            (`SIGSTOP`: nobody will wake it), or `"delay"` it.
+        action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it
+            (`SIGTERM`), `"freeze"` it (`SIGSTOP`: nobody will wake it), or `"delay"`
+            it.
         process: The number of the process; `None` for all.
         moment: When, in a `fit`: the name of a callback's method without `on_`.
-        step: How many steps the optimizer has taken by then, at least; for a loop, what `now` is given.
+        step: How many steps the optimizer has taken by then, at least; for a loop, what
+            `now` is given.
         error: What to raise.
         seconds: How long to delay.
 
@@ -72,8 +78,16 @@ class Fault(keras.callbacks.Callback):
         checks.number("seconds", seconds, zero=True)
         what, fix = "An exception is raised.", 'error=OSError("no network")'
         checks.instance("error", error, Exception | None, what, fix)
-        self._action, self._process, self._moment, self._step = action, process, moment, step
-        self._error, self._seconds = error or RuntimeError("a fault that was injected"), seconds
+        self._action, self._process, self._moment, self._step = (
+            action,
+            process,
+            moment,
+            step,
+        )
+        self._error, self._seconds = (
+            error or RuntimeError("a fault that was injected"),
+            seconds,
+        )
         self.came = False
         setattr(self, f"on_{moment}", self._at_the_moment)
 
@@ -89,7 +103,12 @@ class Fault(keras.callbacks.Callback):
         """
         checks.count("step", step)
         first = os.environ.get("KERAS_DISTRIBUTE_RESTARTS", "0") == "0"
-        if self.came or not first or step < self._step or self._process not in (None, process_index()):
+        if (
+            self.came
+            or not first
+            or step < self._step
+            or self._process not in (None, process_index())
+        ):
             return
         self.came = True
         if self._action == "raise":
@@ -97,5 +116,9 @@ class Fault(keras.callbacks.Callback):
         if self._action == "delay":
             time.sleep(self._seconds)
             return
-        number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[self._action]
+        number = {
+            "kill": signal.SIGKILL,
+            "terminate": signal.SIGTERM,
+            "freeze": signal.SIGSTOP,
+        }[self._action]
         os.kill(os.getpid(), number)

@@ -21,7 +21,11 @@ def check_private(folder: Path) -> None:
     """
     status = os.lstat(folder)
     mode = stat.S_IMODE(status.st_mode)
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not mode & (stat.S_IRWXG | stat.S_IRWXO)
+    ):
         return
     raise ClusterError(
         "Processes leave what they say to each other in a folder of the user alone.",

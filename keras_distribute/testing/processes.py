@@ -1,4 +1,6 @@
-"""Runs a function in several processes of this host, as one job, and brings back what each returned."""
+"""Runs a function in several processes of this host, as one job, and brings back what
+each returned.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ class ProcessResult:
 
     Args:
         index: Its number.
-        exit_code: 0 where the function returned; 128 and the number of the signal for one that was killed.
+        exit_code: 0 where the function returned; 128 and the number of the signal for
+            one that was killed.
         value: What the function returned, else `None`.
-        error: The exception that it raised, as text; `None` where it returned, or was killed.
+        error: The exception that it raised, as text; `None` where it returned, or was
+            killed.
         log: What it wrote, the last lines of it.
     """
 
@@ -47,22 +51,25 @@ class ProcessResult:
 
 
 class MultiProcessRunner:
-    """Runs a function in several processes of this host, which find each other as those of a cluster do.
+    """Runs a function in several processes of this host, which find each other as those
+    of a cluster do.
 
-    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. Used as a `with` block, it never leaves a process
-    behind.
+    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. Used as a `with`
+    block, it never leaves a process behind.
 
     Args:
-        function: At the top of a module, and with a name: each process imports it from its file.
+        function: At the top of a module, and with a name: each process imports it from
+            its file.
         num_processes: How many.
         args: For the function; they can be pickled, as its result can.
         kwargs: Likewise.
-        cpu_devices: The virtual CPU devices of each; `None` for the accelerators of this host, shared by all.
+        cpu_devices: The virtual CPU devices of each; `None` for the accelerators of
+            this host, shared by all.
         timeout: Seconds until all are killed.
         environment: Further variables.
         echo: Whether to print what they write, with the number of the process in front.
-        by_value: Whether to send the function itself, by `cloudpickle`, and not its name: for one that is no part of a
-            file, such as a cell of a notebook.
+        by_value: Whether to send the function itself, by `cloudpickle`, and not its
+            name: for one that is no part of a file, such as a cell of a notebook.
 
     Raises:
         BackendError: For `by_value` without `cloudpickle`.
@@ -126,13 +133,22 @@ class MultiProcessRunner:
         }
         (self._folder / "call").write_bytes(pickle.dumps(call))
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        cpus = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices), "XLA_FLAGS": "", "NPROC": ""}
+        cpus = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(cpu_devices),
+            "XLA_FLAGS": "",
+            "NPROC": "",
+        }
         own = gpus() if cpu_devices is None else []
 
         def variables(place: int) -> Mapping[str, str]:
             return {
                 **paths,
-                **(share_of_gpus(own, place, num_processes) if cpu_devices is None else cpus),
+                **(
+                    share_of_gpus(own, place, num_processes)
+                    if cpu_devices is None
+                    else cpus
+                ),
                 **(environment or {}),
             }
 
@@ -152,7 +168,10 @@ class MultiProcessRunner:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -177,12 +196,16 @@ class MultiProcessRunner:
         """What a process has written so far, the last lines of it."""
         return "".join(self._job.workers[index].lines)
 
-    def join(self, timeout: float | None = None, *, until_failure: bool = False) -> list[ProcessResult]:
-        """Waits until all have ended, and kills those that have not when the time is up.
+    def join(
+        self, timeout: float | None = None, *, until_failure: bool = False
+    ) -> list[ProcessResult]:
+        """Waits until all have ended, and kills those that have not when the time is
+        up.
 
         Args:
             timeout: Seconds; by default that of the runner.
-            until_failure: Whether those that have not ended some seconds after another one has failed are killed, too.
+            until_failure: Whether those that have not ended some seconds after another
+                one has failed are killed, too.
 
         Returns:
             One result for each process.
@@ -190,7 +213,9 @@ class MultiProcessRunner:
         Raises:
             ClusterError: When the time was up; with the logs of all.
         """
-        in_time = self._job.wait(self._timeout if timeout is None else timeout, until_failure=until_failure)
+        in_time = self._job.wait(
+            self._timeout if timeout is None else timeout, until_failure=until_failure
+        )
         if until_failure and self._job.first_failure():
             self._job.wait(_FOLLOWING_SECONDS, until_failure=False)
         running = [worker.index for worker in self._job.running()]
@@ -198,9 +223,12 @@ class MultiProcessRunner:
         results = [self._result(index) for index in range(self._num_processes)]
         if not in_time:
             raise ClusterError(
-                f"{self._name} did not end in time in process {', '.join(map(str, running))}.",
-                received=f"{self._num_processes} processes, {self._timeout:.0f} seconds." + _logs(results),
-                fix="look at the logs; the process that waits is not always the one that is wrong.",
+                f"{self._name} did not end in time in process "
+                f"{', '.join(map(str, running))}.",
+                received=f"{self._num_processes} processes, {self._timeout:.0f} "
+                "seconds." + _logs(results),
+                fix="look at the logs; the process that waits is not always the one "
+                "that is wrong.",
             )
         return results
 
@@ -216,7 +244,9 @@ class MultiProcessRunner:
         if file.exists():
             check_private(self._folder)
             value, error = pickle.loads(file.read_bytes())
-        return ProcessResult(index, worker.exit_code or 0, value, error, "".join(worker.lines))
+        return ProcessResult(
+            index, worker.exit_code or 0, value, error, "".join(worker.lines)
+        )
 
 
 def run_in_processes(
@@ -269,10 +299,13 @@ def values_of(results: Sequence[ProcessResult]) -> list[Any]:
     """
     failed = [result for result in results if result.exit_code]
     if failed:
-        own = [result for result in failed if result.exit_code != FOLLOWING_CODE] or failed
+        own = [
+            result for result in failed if result.exit_code != FOLLOWING_CODE
+        ] or failed
         first = next((result for result in own if result.error), own[0])
         raise ClusterError(
-            f"{len(failed)} of {len(results)} processes failed; process {first.index} with exit code "
+            f"{len(failed)} of {len(results)} processes failed; process {first.index} "
+            "with exit code "
             f"{first.exit_code}.",
             received=(first.error or "no exception.") + _logs(failed),
             fix="look at the first exception; the others often follow from it.",
@@ -285,7 +318,8 @@ def _pickled(function: Callable[..., Any]) -> bytes:
         import cloudpickle
     except ImportError as error:
         raise BackendError(
-            "A function that is no part of a file is sent to other processes by cloudpickle.",
+            "A function that is no part of a file is sent to other processes by "
+            "cloudpickle.",
             received=f"{error}.",
             fix="pip install cloudpickle",
         ) from error
@@ -293,7 +327,10 @@ def _pickled(function: Callable[..., Any]) -> bytes:
 
 
 def _logs(results: Sequence[ProcessResult]) -> str:
-    return "".join(f"\n--- process {r.index} (exit code {r.exit_code}) ---\n{r.log}" for r in results)
+    return "".join(
+        f"\n--- process {r.index} (exit code {r.exit_code}) ---\n{r.log}"
+        for r in results
+    )
 
 
 def _echo(index: int, line: str) -> None:

@@ -1,4 +1,6 @@
-"""`DeviceAssignment`: which devices of a TPU's mesh are the logical devices of each replica."""
+"""`DeviceAssignment`: which devices of a TPU's mesh are the logical devices of each
+replica.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ _Numbers = Sequence[int] | np.ndarray[Any, Any]
 class DeviceOrderMode(enum.IntEnum):
     """How replicas and their logical devices follow each other in the mesh.
 
-    `RING`: each beside the one before, and the last beside the first. `MESH`: row by row. `AUTO`: rings, where the
-    replicas fill the whole mesh. Source: `tf.tpu.experimental.DeviceOrderMode`.
+    `RING`: each beside the one before, and the last beside the first. `MESH`: row by
+    row. `AUTO`: rings, where the replicas fill the whole mesh. Source:
+    `tf.tpu.experimental.DeviceOrderMode`.
     """
 
     AUTO = 0
@@ -31,14 +34,15 @@ class DeviceOrderMode(enum.IntEnum):
 
 
 class DeviceAssignment:
-    """Which devices of a TPU make up each replica. Made by `build`; by hand from their coordinates.
+    """Which devices of a TPU make up each replica. Made by `build`; by hand from their
+    coordinates.
 
     Source: `tf.tpu.experimental.DeviceAssignment`.
 
     Args:
         topology: The mesh.
-        core_assignment: Integers of shape `(num_replicas, num_cores_per_replica, 4)`: for each replica and each of its
-            logical devices, where it is in the mesh.
+        core_assignment: Integers of shape `(num_replicas, num_cores_per_replica, 4)`:
+            for each replica and each of its logical devices, where it is in the mesh.
 
     Raises:
         DeviceError: For anything else, and for places where there is no device.
@@ -61,10 +65,15 @@ class DeviceAssignment:
             raise DeviceError(
                 "An assignment has the shape (replicas, logical devices of each, 4).",
                 received=f"core_assignment of shape {cores.shape}.",
-                fix="DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], num_replicas=4)",
+                fix="DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], "
+                "num_replicas=4)",
             )
         outside = cores[((cores < 0) | (cores >= topology.mesh_shape)).any(-1)]
-        missing = [place for place in cores.reshape(-1, RANK) if not len(outside) and _missing(topology, place)]
+        missing = [
+            place
+            for place in cores.reshape(-1, RANK)
+            if not len(outside) and _missing(topology, place)
+        ]
         for place in [*outside, *missing]:
             raise DeviceError(
                 "A logical device is one of the mesh's.",
@@ -90,7 +99,9 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> Array:
-        """Where the logical devices are; integers of shape `(num_replicas, num_cores_per_replica, 4)`."""
+        """Where the logical devices are; integers of shape `(num_replicas,
+        num_cores_per_replica, 4)`.
+        """
         return self._cores
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
@@ -105,7 +116,8 @@ class DeviceAssignment:
         return self._cores[replica, core]
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas whose logical device of this number is in that process, in order.
+        """The replicas whose logical device of this number is in that process, in
+        order.
 
         Raises:
             DeviceError: Where there is none.
@@ -116,12 +128,16 @@ class DeviceAssignment:
             replica
             for replica in range(self.num_replicas)
             if logical_core in range(self.num_cores_per_replica)
-            and self._topology.task_ordinal_at_coordinates(self._cores[replica, logical_core]) == task_id
+            and self._topology.task_ordinal_at_coordinates(
+                self._cores[replica, logical_core]
+            )
+            == task_id
         ]
         if not found:
             raise DeviceError(
                 f"No replica has its logical device {logical_core} in task {task_id}.",
-                received=f"{self.num_replicas} replica(s) x {self.num_cores_per_replica} logical device(s) on "
+                received=f"{self.num_replicas} replica(s) x "
+                f"{self.num_cores_per_replica} logical device(s) on "
                 f"{self._topology!r}.",
                 fix="numbers from 0 on.",
             )
@@ -132,12 +148,16 @@ class DeviceAssignment:
         place = self._core(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(place)
 
-    def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+    def host_device(
+        self, replica: int = 0, logical_core: int = 0, job: str | None = None
+    ) -> str:
         """The name of the CPU of a logical device's host, as TensorFlow writes it."""
         place = self._core(replica, logical_core)
         return self._topology.cpu_device_name_at_coordinates(place, job)
 
-    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+    def tpu_device(
+        self, replica: int = 0, logical_core: int = 0, job: str | None = None
+    ) -> str:
         """The name of a logical device, as TensorFlow writes it."""
         place = self._core(replica, logical_core)
         return self._topology.tpu_device_name_at_coordinates(place, job)
@@ -150,18 +170,22 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """The assignment of a block of devices to each of `num_replicas` replicas, close together. TensorFlow's.
+        """The assignment of a block of devices to each of `num_replicas` replicas,
+        close together. TensorFlow's.
 
         Args:
             topology: The mesh, or its serialized form.
-            computation_shape: The size of a replica's block in x, y, z and the cores of a chip; the product is the
-                number of its logical devices. One device, if `None`.
-            computation_stride: How far the devices of a block are from each other in each direction; 1, if `None`.
+            computation_shape: The size of a replica's block in x, y, z and the cores of
+                a chip; the product is the number of its logical devices. One device, if
+                `None`.
+            computation_stride: How far the devices of a block are from each other in
+                each direction; 1, if `None`.
             num_replicas: How many blocks.
             device_order_mode: How they follow each other.
 
         Raises:
-            DeviceError: For numbers that are not positive, and for blocks that do not fit.
+            DeviceError: For numbers that are not positive, and for blocks that do not
+                fit.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -182,25 +206,37 @@ class DeviceAssignment:
         if any(size > room for size, room in zip(footprint, mesh, strict=True)):
             raise DeviceError(
                 "A replica's block of devices is larger than the mesh.",
-                received=f"computation_shape={list(shape)} x computation_stride={list(stride)} in {topology!r}.",
+                received=f"computation_shape={list(shape)} x "
+                f"computation_stride={list(stride)} in {topology!r}.",
                 fix=f"a computation_shape of at most {list(mesh)}.",
             )
-        room = tuple(m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True))
+        room = tuple(
+            m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True)
+        )
         if num_replicas > math.prod(room):
             raise DeviceError(
                 f"Only {math.prod(room)} replica(s) of this shape fit.",
-                received=f"num_replicas={num_replicas}, computation_shape={list(shape)}, "
+                received=f"num_replicas={num_replicas}, "
+                f"computation_shape={list(shape)}, "
                 f"computation_stride={list(stride)} in {topology!r}.",
                 fix=f"num_replicas={math.prod(room)}",
             )
         if len(topology.missing_devices):
-            return DeviceAssignment(topology, _in_task_order(topology, shape, stride, num_replicas))
+            return DeviceAssignment(
+                topology, _in_task_order(topology, shape, stride, num_replicas)
+            )
         grid = _grid(num_replicas, room)
-        as_rings = shape[-1] == mesh[-1] and math.prod(stride) == 1 and num_replicas == math.prod(room)
+        as_rings = (
+            shape[-1] == mesh[-1]
+            and math.prod(stride) == 1
+            and num_replicas == math.prod(room)
+        )
         if device_order_mode is DeviceOrderMode.RING and not as_rings:
             raise DeviceError(
-                "Replicas form rings where they fill the mesh, without strides, with all cores of each chip.",
-                received=f"DeviceOrderMode.RING for {num_replicas} replica(s) of computation_shape={list(shape)}, "
+                "Replicas form rings where they fill the mesh, without strides, with "
+                "all cores of each chip.",
+                received=f"DeviceOrderMode.RING for {num_replicas} replica(s) of "
+                f"computation_shape={list(shape)}, "
                 f"computation_stride={list(stride)} in {topology!r}.",
                 fix="DeviceOrderMode.AUTO",
             )
@@ -235,20 +271,28 @@ def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
 
 
 def _grid(num_replicas: int, room: tuple[int, ...]) -> tuple[int, ...]:
-    """How many replicas follow each other in each direction: near to a cube, the narrowest direction chosen first.
+    """How many replicas follow each other in each direction: near to a cube, the
+    narrowest direction chosen first.
 
-    Among equally narrow ones the cores of a chip come first, then x, y, z: neighbours should share a chip or a host.
+    Among equally narrow ones the cores of a chip come first, then x, y, z: neighbours
+    should share a chip or a host.
     """
     grid = [0] * RANK
     left = num_replicas
-    order = sorted(range(RANK), key=lambda axis: (room[axis], (axis + 1) % RANK)) if num_replicas else []
+    order = (
+        sorted(range(RANK), key=lambda axis: (room[axis], (axis + 1) % RANK))
+        if num_replicas
+        else []
+    )
     for position, axis in enumerate(order):
         grid[axis] = min(math.ceil(left ** (1 / (RANK - position))), room[axis])
         left = -(-left // grid[axis])
     return tuple(grid)
 
 
-def _rings(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+def _rings(
+    shape: tuple[int, ...], grid: tuple[int, ...]
+) -> list[list[tuple[int, ...]]]:
     """A ring of replicas, each a ring of chips with all their cores."""
     x, y, z, cores = shape
     inner = [(*chip, core) for chip in ring(x, y, z) for core in range(cores)]
@@ -259,26 +303,48 @@ def _rings(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[list[tuple[int
 
 
 def _blocks(
-    num_replicas: int, shape: tuple[int, ...], stride: tuple[int, ...], grid: tuple[int, ...]
+    num_replicas: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    grid: tuple[int, ...],
 ) -> np.ndarray[Any, Any]:
-    """Replicas row by row, the cores of a chip before x, y, z; strided ones interleaved with their neighbours."""
+    """Replicas row by row, the cores of a chip before x, y, z; strided ones interleaved
+    with their neighbours.
+    """
     x, y, z, cores = map(range, grid)
-    numbers = itertools.islice(((i, j, k, core) for k in z for j in y for i in x for core in cores), num_replicas)
-    own = np.asarray(list(itertools.product(*(range(0, n * s, s) for n, s in zip(shape, stride, strict=True)))))
-    place, steps = np.asarray(list(numbers)).reshape(num_replicas, RANK), np.asarray(stride)
+    numbers = itertools.islice(
+        ((i, j, k, core) for k in z for j in y for i in x for core in cores),
+        num_replicas,
+    )
+    own = np.asarray(
+        list(
+            itertools.product(
+                *(range(0, n * s, s) for n, s in zip(shape, stride, strict=True))
+            )
+        )
+    )
+    place, steps = (
+        np.asarray(list(numbers)).reshape(num_replicas, RANK),
+        np.asarray(stride),
+    )
     corners = place // steps * (steps * np.asarray(shape)) + place % steps
     return own + corners[:, None, :]
 
 
 def _in_task_order(
-    topology: Topology, shape: tuple[int, ...], stride: tuple[int, ...], num_replicas: int
+    topology: Topology,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    num_replicas: int,
 ) -> np.ndarray[Any, Any]:
     """The devices of a mesh with gaps, one after the other."""
     size, places = math.prod(shape), topology.device_coordinates.reshape(-1, RANK)
     if math.prod(stride) > 1 or num_replicas * size > len(places):
         raise DeviceError(
-            "In a mesh with missing devices replicas take the devices one after the other.",
-            received=f"{num_replicas} replica(s) of {size} with computation_stride={list(stride)}, of {len(places)} "
+            "In a mesh with missing devices replicas take the devices one after the "
+            "other.",
+            received=f"{num_replicas} replica(s) of {size} with "
+            f"computation_stride={list(stride)}, of {len(places)} "
             "devices.",
             fix=f"computation_stride=None and num_replicas={len(places) // size}",
         )

@@ -1,4 +1,6 @@
-"""The devices that a resolver names: found, started on every host, and laid out as a mesh."""
+"""The devices that a resolver names: found, started on every host, and laid out as a
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,22 @@ from keras_distribute.tpu.topology import RANK, Topology
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Starts JAX on the TPU that a resolver names, on all of its hosts, and says how its devices are laid out.
+    """Starts JAX on the TPU that a resolver names, on all of its hosts, and says how
+    its devices are laid out.
 
-    On several hosts call it first thing in the program, before any array, model or variable; `kd.TPUStrategy` does the
-    same, if it was not done before.
-    Source: `tf.tpu.experimental.initialize_tpu_system`. Differs from TF: nothing is connected to from outside, and no
-    memory is cleared: JAX holds the chips from its start to the end of the process.
+    On several hosts call it first thing in the program, before any array, model or
+    variable; `kd.TPUStrategy` does the same, if it was not done before. Source:
+    `tf.tpu.experimental.initialize_tpu_system`. Differs from TF: nothing is connected
+    to from outside, and no memory is cleared: JAX holds the chips from its start to the
+    end of the process.
 
     Args:
         cluster_resolver: By default `kd.cluster_resolver.TPUClusterResolver("")`.
 
     Returns:
-        Where the devices are. CPU devices in the place of a TPU (`TPUClusterResolver("cpu")`) are laid out like chips
-        of one core, in a mesh near to a square: eight of them like a `v5e-8`, 2 by 4.
+        Where the devices are. CPU devices in the place of a TPU
+        (`TPUClusterResolver("cpu")`) are laid out like chips of one core, in a mesh
+        near to a square: eight of them like a `v5e-8`, 2 by 4.
 
     Raises:
         DeviceError: Where this machine has no TPU.
@@ -50,8 +55,8 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
 def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
     """Forgets what was compiled for the TPU.
 
-    Source: `tf.tpu.experimental.shutdown_tpu_system`. Differs from TF: arrays and variables stay, and the chips are
-    free for another process when this one ends.
+    Source: `tf.tpu.experimental.shutdown_tpu_system`. Differs from TF: arrays and
+    variables stay, and the chips are free for another process when this one ends.
 
     Args:
         cluster_resolver: As of `initialize_tpu_system`.
@@ -94,17 +99,27 @@ def tpu_devices(resolver: ClusterResolver) -> list[list[jax.Device]]:
     elif devices[0].platform != "tpu":
         raise DeviceError(
             "This machine has no TPU that JAX can use.",
-            received=f"{type(resolver).__name__} where JAX has {len(devices)} {devices[0].platform} device(s).",
-            fix="to run the same program on CPU devices, kd.config.set_cpu_devices(8) first thing in it, and "
-            'kd.TPUStrategy(tpu="cpu"), or TPU_NAME=cpu in the environment. On Colab or Kaggle choose a TPU for the '
-            "notebook; on a TPU virtual machine, pip install 'jax[tpu]', and leave JAX_PLATFORMS unset.",
+            received=f"{type(resolver).__name__} where JAX has {len(devices)} "
+            f"{devices[0].platform} device(s).",
+            fix="to run the same program on CPU devices, kd.config.set_cpu_devices(8) "
+            "first thing in it, and "
+            'kd.TPUStrategy(tpu="cpu"), or TPU_NAME=cpu in the environment. On Colab '
+            "or Kaggle choose a TPU for the "
+            "notebook; on a TPU virtual machine, pip install 'jax[tpu]', and leave "
+            "JAX_PLATFORMS unset.",
         )
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return [list(group) for _, group in itertools.groupby(ordered, key=lambda device: device.process_index)]
+    return [
+        list(group)
+        for _, group in itertools.groupby(
+            ordered, key=lambda device: device.process_index
+        )
+    ]
 
 
 def topology_of(devices: Sequence[Sequence[jax.Device]]) -> Topology:
-    """The mesh of the devices of each process. Several slices follow each other in z."""
+    """The mesh of the devices of each process. Several slices follow each other in z.
+    """
     counts = {len(own) for own in devices}
     if len(counts) > 1:
         raise DeviceError(
@@ -113,16 +128,23 @@ def topology_of(devices: Sequence[Sequence[jax.Device]]) -> Topology:
             fix="hosts of one kind.",
         )
     flat = [device for own in devices for device in own]
-    places = np.asarray(_places_of_chips(flat) if hasattr(flat[0], "coords") else _places_in_plane(len(flat)))
+    places = np.asarray(
+        _places_of_chips(flat)
+        if hasattr(flat[0], "coords")
+        else _places_in_plane(len(flat))
+    )
     return Topology(
-        mesh_shape=places.max(0) + 1, device_coordinates=places.reshape(len(devices), len(devices[0]), RANK)
+        mesh_shape=places.max(0) + 1,
+        device_coordinates=places.reshape(len(devices), len(devices[0]), RANK),
     )
 
 
 def _places_of_chips(devices: Sequence[jax.Device]) -> list[tuple[int, ...]]:
     chips = np.asarray([(*device.coords, device.core_on_chip) for device in devices])
     chips -= chips.min(0)
-    slices = np.asarray([getattr(device, "slice_index", None) or 0 for device in devices])
+    slices = np.asarray(
+        [getattr(device, "slice_index", None) or 0 for device in devices]
+    )
     chips[:, 2] += slices * (chips[:, 2].max() + 1)
     return [tuple(map(int, chip)) for chip in chips]
 

@@ -18,14 +18,18 @@ _LARGEST = 2**24  # Places of a mesh; the largest slice that there is has some 2
 
 
 class Topology:
-    """The mesh of a TPU slice: how large it is, and where each device of each host is in it.
+    """The mesh of a TPU slice: how large it is, and where each device of each host is
+    in it.
 
-    Usually what `kd.tpu.experimental.initialize_tpu_system` returns.
-    Source: `tf.tpu.experimental.Topology`. A task is a process, and its devices have their order there.
+    Usually what `kd.tpu.experimental.initialize_tpu_system` returns. Source:
+    `tf.tpu.experimental.Topology`. A task is a process, and its devices have their
+    order there.
 
     Args:
-        serialized: What `serialized()` returned, here or in TensorFlow; then the other arguments are ignored.
-        mesh_shape: Four positive integers: the size of the mesh in x, y, z, and the cores of a chip.
+        serialized: What `serialized()` returned, here or in TensorFlow; then the other
+            arguments are ignored.
+        mesh_shape: Four positive integers: the size of the mesh in x, y, z, and the
+            cores of a chip.
         device_coordinates: Integers of shape `(tasks, devices of each, 4)`.
 
     Raises:
@@ -55,22 +59,27 @@ class Topology:
         self._mesh_shape = integers("mesh_shape", mesh_shape)
         if self._mesh_shape.shape != (RANK,) or np.any(self._mesh_shape < 1):
             raise DeviceError(
-                "The shape of a TPU's mesh is four positive integers: x, y, z, and the cores of a chip.",
+                "The shape of a TPU's mesh is four positive integers: x, y, z, and the "
+                "cores of a chip.",
                 received=f"mesh_shape={checks.shown(mesh_shape)}.",
                 fix="mesh_shape=[2, 2, 1, 2]",
             )
         coordinates = integers("device_coordinates", device_coordinates)
         if coordinates.ndim != 3 or coordinates.shape[2] != RANK:
             raise DeviceError(
-                "The coordinates of the devices have the shape (tasks, devices of each task, 4).",
+                "The coordinates of the devices have the shape (tasks, devices of each "
+                "task, 4).",
                 received=f"device_coordinates of shape {coordinates.shape}.",
                 fix="device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]",
             )
-        outside = coordinates[((coordinates < 0) | (coordinates >= self._mesh_shape)).any(-1)]
+        outside = coordinates[
+            ((coordinates < 0) | (coordinates >= self._mesh_shape)).any(-1)
+        ]
         if len(outside):
             raise DeviceError(
                 "Each device is inside of the mesh.",
-                received=f"coordinates {outside[0].tolist()} in a mesh of shape {self._mesh_shape.tolist()}.",
+                received=f"coordinates {outside[0].tolist()} in a mesh of shape "
+                f"{self._mesh_shape.tolist()}.",
                 fix="coordinates from 0 to the size of the mesh less 1.",
             )
         if math.prod(self._mesh_shape.tolist()) > _LARGEST:
@@ -88,7 +97,9 @@ class Topology:
 
     @property
     def mesh_shape(self) -> Array:
-        """The size of the mesh in x, y, z, and the cores of a chip; an integer array of shape `(4,)`."""
+        """The size of the mesh in x, y, z, and the cores of a chip; an integer array of
+        shape `(4,)`.
+        """
         return self._mesh_shape
 
     @property
@@ -98,12 +109,16 @@ class Topology:
 
     @property
     def device_coordinates(self) -> Array:
-        """Where each device is; an integer array of shape `(tasks, devices of each, 4)`."""
+        """Where each device is; an integer array of shape `(tasks, devices of each,
+        4)`.
+        """
         return self._coordinates
 
     @property
     def missing_devices(self) -> np.ndarray[Any, Any]:
-        """The places of the mesh without a device; an integer array of shape `(how many, 4)`."""
+        """The places of the mesh without a device; an integer array of shape `(how
+        many, 4)`.
+        """
         return np.argwhere(self._tasks < 0)
 
     @property
@@ -116,11 +131,15 @@ class Topology:
         """How many devices each process has."""
         return self._coordinates.shape[1]
 
-    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
+    def task_ordinal_at_coordinates(
+        self, device_coordinates: Sequence[int] | Array
+    ) -> int:
         """The process whose device is at these coordinates; -1 for none."""
         return int(self._tasks[self._place(device_coordinates)])
 
-    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int] | Array) -> int:
+    def tpu_device_ordinal_at_coordinates(
+        self, device_coordinates: Sequence[int] | Array
+    ) -> int:
         """The number of the device at these coordinates in its process; -1 for none."""
         return int(self._ordinals[self._place(device_coordinates)])
 
@@ -130,16 +149,23 @@ class Topology:
         if not four or not ((place >= 0) & (place < shape)).all():
             raise DeviceError(
                 "The coordinates of a device are four integers inside of the mesh.",
-                received=f"device_coordinates={checks.shown(device_coordinates)} in {self!r}.",
+                received=f"device_coordinates={checks.shown(device_coordinates)} in "
+                f"{self!r}.",
                 fix="coordinates of topology.device_coordinates.",
             )
         return tuple(place.tolist())
 
-    def cpu_device_name_at_coordinates(self, device_coordinates: Sequence[int] | Array, job: str | None = None) -> str:
-        """The name of the host's CPU for the device at these coordinates, as TensorFlow writes it."""
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int] | Array, job: str | None = None
+    ) -> str:
+        """The name of the host's CPU for the device at these coordinates, as TensorFlow
+        writes it.
+        """
         return f"{_of_job(job)}/task:{self.task_ordinal_at_coordinates(device_coordinates)}/device:CPU:0"
 
-    def tpu_device_name_at_coordinates(self, device_coordinates: Sequence[int] | Array, job: str | None = None) -> str:
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int] | Array, job: str | None = None
+    ) -> str:
         """The name of the device at these coordinates, as TensorFlow writes it."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
@@ -148,7 +174,12 @@ class Topology:
     def serialized(self) -> bytes:
         """The topology as bytes, which TensorFlow reads, too."""
         tasks, devices, _ = self._coordinates.shape
-        return wire.encoded(self._mesh_shape.tolist(), tasks, devices, self._coordinates.ravel().tolist())
+        return wire.encoded(
+            self._mesh_shape.tolist(),
+            tasks,
+            devices,
+            self._coordinates.ravel().tolist(),
+        )
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self._mesh_shape.tolist()))
@@ -188,7 +219,8 @@ def _parsed(serialized: bytes) -> tuple[list[int], Array]:
     if min(tasks, devices) < 0 or len(numbers) != tasks * devices * len(shape):
         raise DeviceError(
             "A serialized topology has the coordinates of each device of each task.",
-            received=f"{len(numbers)} numbers for {tasks} task(s) of {devices} device(s) in {len(shape)} dimensions.",
+            received=f"{len(numbers)} numbers for {tasks} task(s) of {devices} "
+            f"device(s) in {len(shape)} dimensions.",
             fix="pass what Topology.serialized() returned.",
         )
     coordinates = integers("device_coordinates", numbers)

@@ -1,7 +1,8 @@
 """TensorFlow's `TopologyProto` in bytes, written and read without TensorFlow.
 
-The fields are those of `tensorflow/core/protobuf/tpu/topology.proto`: lists of `int32` under 1 (the shape of the mesh)
-and 4 (the coordinates), numbers under 2 (tasks) and 3 (devices a task). The encoding is protocol buffers' own:
+The fields are those of `tensorflow/core/protobuf/tpu/topology.proto`: lists of `int32`
+under 1 (the shape of the mesh) and 4 (the coordinates), numbers under 2 (tasks) and 3
+(devices a task). The encoding is protocol buffers' own:
 https://protobuf.dev/programming-guides/encoding.
 """
 
@@ -15,10 +16,19 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LISTS, _NUMBERS = (1, 4), (2, 3)
 
 
-def encoded(shape: list[int], num_tasks: int, devices_per_task: int, coordinates: list[int]) -> bytes:
-    """The bytes of a topology; numbers that are 0 and empty lists are left out, as protocol buffers do."""
+def encoded(
+    shape: list[int], num_tasks: int, devices_per_task: int, coordinates: list[int]
+) -> bytes:
+    """The bytes of a topology; numbers that are 0 and empty lists are left out, as
+    protocol buffers do.
+    """
     parts: list[bytes] = []
-    for field, value in ((1, shape), (2, num_tasks), (3, devices_per_task), (4, coordinates)):
+    for field, value in (
+        (1, shape),
+        (2, num_tasks),
+        (3, devices_per_task),
+        (4, coordinates),
+    ):
         if isinstance(value, list) and value:
             packed = b"".join(map(_varint, value))
             parts.append(_varint(field << 3 | _BYTES) + _varint(len(packed)) + packed)
@@ -38,7 +48,9 @@ def decoded(data: bytes) -> tuple[list[int], int, int, list[int]]:
     try:
         for field, value in _fields(data):
             if field in lists:
-                lists[field] += [value] if isinstance(value, int) else list(_varints(value))
+                lists[field] += (
+                    [value] if isinstance(value, int) else list(_varints(value))
+                )
             elif field in numbers and isinstance(value, int):
                 numbers[field] = value
     except (IndexError, ValueError) as error:

@@ -1,1 +1,3 @@
-"""How `fit`, `evaluate` and `predict` run on a strategy, and gradients for custom loops."""
+"""How `fit`, `evaluate` and `predict` run on a strategy, and gradients for custom
+loops.
+"""

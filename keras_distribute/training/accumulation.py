@@ -1,12 +1,14 @@
 """Gradient accumulation in `fit` that communicates gradients only when it updates.
 
-In a step over the global batch XLA reduces a gradient where it is computed, at each micro-step. Here the forward pass
-runs per replica (`forward.py`), and each replica's own gradients are added to its accumulators, which are summed on the
-last micro-step only.
+In a step over the global batch XLA reduces a gradient where it is computed, at each
+micro-step. Here the forward pass runs per replica (`forward.py`), and each replica's
+own gradients are added to its accumulators, which are summed on the last micro-step
+only.
 
-This needs a forward pass that treats each row by itself. Where that is not certain (layers or steps of the user's own,
-an `add_loss` on activations, rows that do not divide, loss scaling) the step stays the global one: exact, and reducing
-at each micro-step.
+This needs a forward pass that treats each row by itself. Where that is not certain
+(layers or steps of the user's own, an `add_loss` on activations, rows that do not
+divide, loss scaling) the step stays the global one: exact, and reducing at each
+micro-step.
 """
 
 from __future__ import annotations
@@ -27,18 +29,30 @@ Step = Callable[[Any, Any], Any]
 
 
 def accumulator_indices(trainer: Any) -> list[int]:
-    """Where the optimizer's variables are accumulators that a step can keep per replica; empty if it cannot."""
+    """Where the optimizer's variables are accumulators that a step can keep per
+    replica; empty if it cannot.
+    """
     optimizer = trainer.optimizer
     if optimizer is None or compat_optimizer.is_loss_scaling(optimizer):
         return []
     accumulation = compat_optimizer.accumulation(optimizer)
-    if accumulation is None or compat.has_own_step(trainer) or not compat.treats_rows_alone(trainer):
+    if (
+        accumulation is None
+        or compat.has_own_step(trainer)
+        or not compat.treats_rows_alone(trainer)
+    ):
         return []
-    own = {id(variable) for variable in accumulation[2] if isinstance(variable, SyncOnReadVariable)}
+    own = {
+        id(variable)
+        for variable in accumulation[2]
+        if isinstance(variable, SyncOnReadVariable)
+    }
     return [i for i, variable in enumerate(optimizer.variables) if id(variable) in own]
 
 
-def accumulating(trainer: Any, strategy: Strategy, indices: list[int], global_step: Step) -> Step:
+def accumulating(
+    trainer: Any, strategy: Strategy, indices: list[int], global_step: Step
+) -> Step:
     """A training step whose state holds the accumulators per replica."""
 
     def step(state: Any, data: Any) -> Any:
@@ -49,17 +63,29 @@ def accumulating(trainer: Any, strategy: Strategy, indices: list[int], global_st
         slots = list(slots)
         for i in indices:
             slots[i] = jnp.sum(slots[i], 0)
-        logs, (trained, others, slots, metrics) = global_step((trained, others, slots, metrics), data)
+        logs, (trained, others, slots, metrics) = global_step(
+            (trained, others, slots, metrics), data
+        )
         for i in indices:
-            slots[i] = jnp.zeros((strategy.num_replicas_in_sync, *slots[i].shape), slots[i].dtype).at[0].set(slots[i])
+            slots[i] = (
+                jnp.zeros(
+                    (strategy.num_replicas_in_sync, *slots[i].shape), slots[i].dtype
+                )
+                .at[0]
+                .set(slots[i])
+            )
         return logs, (trained, others, slots, metrics)
 
     return step
 
 
-def _local_step(trainer: Any, strategy: Strategy, indices: list[int], state: Any, data: Any) -> Any:
+def _local_step(
+    trainer: Any, strategy: Strategy, indices: list[int], state: Any, data: Any
+) -> Any:
     trained, others, slots, metrics = state
-    result = local.of_each_replica(trainer, strategy, list, trained, others, metrics, data)
+    result = local.of_each_replica(
+        trainer, strategy, list, trained, others, metrics, data
+    )
     if result is None:
         return None
     logs, grads, others, metrics = result
@@ -68,14 +94,23 @@ def _local_step(trainer: Any, strategy: Strategy, indices: list[int], state: Any
 
 
 def _apply(
-    optimizer: Any, strategy: Strategy, indices: list[int], trained: list[Any], slots: list[Any], grads: list[Any]
+    optimizer: Any,
+    strategy: Strategy,
+    indices: list[int],
+    trained: list[Any],
+    slots: list[Any],
+    grads: list[Any],
 ) -> Any:
-    """The optimizer's step on the summed accumulators where it updates; elsewhere it discards what it gets."""
+    """The optimizer's step on the summed accumulators where it updates; elsewhere it
+    discards what it gets.
+    """
     accumulation = compat_optimizer.accumulation(optimizer)
     assert accumulation is not None
     steps, counter, accumulators = accumulation
     variables = optimizer.variables
-    count = slots[next(i for i, variable in enumerate(variables) if variable is counter)]
+    count = slots[
+        next(i for i, variable in enumerate(variables) if variable is counter)
+    ]
     updates = (count + 1) % steps == 0
     place = {id(variables[i]): i for i in indices}
     order = [place[id(accumulator)] for accumulator in accumulators]
@@ -84,7 +119,10 @@ def _apply(
     summed = lax.cond(
         updates,
         lambda: forward.summed(totals, strategy),
-        lambda: [jnp.zeros(shape, total.dtype) for shape, total in zip(shapes, totals, strict=True)],
+        lambda: [
+            jnp.zeros(shape, total.dtype)
+            for shape, total in zip(shapes, totals, strict=True)
+        ],
     )
     slots = list(slots)
     for i, shape in zip(order, shapes, strict=True):

@@ -1,9 +1,11 @@
-"""Puts a global batch on the devices of a strategy, and takes it apart again inside the step.
+"""Puts a global batch on the devices of a strategy, and takes it apart again inside the
+step.
 
-The rows of an array are split over the replicas. Where their number does not divide, rows are added for the transfer
-and sliced off inside the compiled step, before anything is computed: each replica holds at most
-`ceil(rows / num_replicas)` of them, none enters a number, and XLA keeps the uneven split throughout the step; or each
-replica has them all (`compiled.py`).
+The rows of an array are split over the replicas. Where their number does not divide,
+rows are added for the transfer and sliced off inside the compiled step, before anything
+is computed: each replica holds at most `ceil(rows / num_replicas)` of them, none enters
+a number, and XLA keeps the uneven split throughout the step; or each replica has them
+all (`compiled.py`).
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ class Placed(NamedTuple):
 
     Args:
         data: The structure of placed arrays.
-        rows: The true number of rows of each leaf, or of each replica's part of it, or `WHOLE`.
-        spread: The rows of the first leaf, and the number of replicas that they are spread over evenly.
+        rows: The true number of rows of each leaf, or of each replica's part of it, or
+            `WHOLE`.
+        spread: The rows of the first leaf, and the number of replicas that they are
+            spread over evenly.
     """
 
     data: Any
@@ -44,23 +48,31 @@ class Placed(NamedTuple):
     spread: Spread
 
 
-def place(batch: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None = None, *, traced: bool = True) -> Placed:
+def place(
+    batch: Any,
+    mesh: ReplicaMesh,
+    sizes: Sequence[int] | None = None,
+    *,
+    traced: bool = True,
+) -> Placed:
     """The batch on the devices of `mesh`.
 
     Args:
-        batch: A structure of arrays whose axis 0 is the rows; arrays without dimensions, and sparse ones, go to every
-            replica whole.
+        batch: A structure of arrays whose axis 0 is the rows; arrays without
+            dimensions, and sparse ones, go to every replica whole.
         mesh: Where to.
-        sizes: The rows of each replica, over all processes: the batch holds those of this process alone. Otherwise it
-            is the whole batch, the same in every process.
-        traced: Whether `trim` will be called in a compiled step. Otherwise an array whose rows do not divide goes to
-            every replica whole.
+        sizes: The rows of each replica, over all processes: the batch holds those of
+            this process alone. Otherwise it is the whole batch, the same in every
+            process.
+        traced: Whether `trim` will be called in a compiled step. Otherwise an array
+            whose rows do not divide goes to every replica whole.
 
     Returns:
         The batch, ready for a step; a batch that is placed already as it is.
 
     Raises:
-        InputError: For arrays of several processes that do not have the rows of the batch.
+        InputError: For arrays of several processes that do not have the rows of the
+            batch.
     """
     if isinstance(batch, Placed):
         return batch
@@ -70,10 +82,17 @@ def place(batch: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None = None, *, 
     rows: list[int | tuple[int, ...]] = []
     spread: Spread | None = None
     for leaf in leaves:
-        array = leaf if isinstance(leaf, jax.Array) or _is_sparse(leaf) else np.asarray(leaf)
+        array = (
+            leaf
+            if isinstance(leaf, jax.Array) or _is_sparse(leaf)
+            else np.asarray(leaf)
+        )
         if mesh.num_processes > 1 and array.ndim:
             own, true = _own_rows(array, mesh, sizes)
-            spread = spread or (sum(sizes or (array.shape[0],)), replicas if true == WHOLE else 1)
+            spread = spread or (
+                sum(sizes or (array.shape[0],)),
+                replicas if true == WHOLE else 1,
+            )
             placed.append(own)
             rows.append(true)
             continue
@@ -86,7 +105,9 @@ def place(batch: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None = None, *, 
             continue
         if extra:
             numpy_like = jnp if isinstance(array, jax.Array) else np
-            array = numpy_like.concatenate([array, numpy_like.repeat(array[-1:], extra, axis=0)])
+            array = numpy_like.concatenate(
+                [array, numpy_like.repeat(array[-1:], extra, axis=0)]
+            )
         placed.append(mesh.put_split(array))
         rows.append(count if extra else WHOLE)
     return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))
@@ -104,16 +125,24 @@ def place_whole(batch: Any, mesh: ReplicaMesh) -> Placed:
         said = agreement.exchange("a batch", own, mesh.num_processes)
         if any(other != said[0] for other in said):
             raise InputError(
-                "The processes were given different batches, but a batch given to a model is the global one.",
-                received="; ".join(f"process {i}: {[shape for shape, _ in other]}" for i, other in enumerate(said))
+                "The processes were given different batches, but a batch given to a "
+                "model is the global one.",
+                received="; ".join(
+                    f"process {i}: {[shape for shape, _ in other]}"
+                    for i, other in enumerate(said)
+                )
                 + ", or other values.",
-                fix="pass the same batch in every process, or fit a dataset with kd.AutoShardPolicy.OFF.",
+                fix="pass the same batch in every process, or fit a dataset with "
+                "kd.AutoShardPolicy.OFF.",
             )
     return place(batch, mesh)
 
 
-def _own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> tuple[jax.Array, int | tuple[int, ...]]:
-    """The rows of this process as its part of those of all, each replica's filled up to the largest; and which count.
+def _own_rows(
+    array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None
+) -> tuple[jax.Array, int | tuple[int, ...]]:
+    """The rows of this process as its part of those of all, each replica's filled up to
+    the largest; and which count.
 
     Args:
         array: The rows of this process, or all.
@@ -135,13 +164,16 @@ def _own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> tup
     if array.shape[0] != sum(mine):
         raise InputError(
             "The arrays of a batch have the same number of rows.",
-            received=f"{array.shape[0]} rows beside {sum(mine)} on process {mesh.process_index}.",
+            received=f"{array.shape[0]} rows beside {sum(mine)} on process "
+            f"{mesh.process_index}.",
             fix="make every array of an element have the batch as its first dimension.",
         )
     each = max(sizes)
     if any(size < each for size in mine):
         filled = np.zeros((len(mine), each, *array.shape[1:]), array.dtype)
-        for place_of, size, stop in zip(filled, mine, itertools.accumulate(mine), strict=True):
+        for place_of, size, stop in zip(
+            filled, mine, itertools.accumulate(mine), strict=True
+        ):
             place_of[:size] = array[stop - size : stop]
         array = filled.reshape(-1, *array.shape[1:])
     total = sum(sizes)
@@ -153,10 +185,14 @@ def _own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> tup
 
 
 def trim(batch: Any, rows: Rows, sharding: NamedSharding) -> Any:
-    """Slices the placed `batch` to its true rows, inside a compiled step, and spreads these as `sharding` says."""
+    """Slices the placed `batch` to its true rows, inside a compiled step, and spreads
+    these as `sharding` says.
+    """
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
     trimmed = [
-        leaf if true == WHOLE else lax.with_sharding_constraint(_true_rows(leaf, true), sharding)
+        leaf
+        if true == WHOLE
+        else lax.with_sharding_constraint(_true_rows(leaf, true), sharding)
         for leaf, true in zip(leaves, rows, strict=True)
     ]
     return jax.tree.unflatten(structure, trimmed)
@@ -166,7 +202,9 @@ def _true_rows(leaf: Any, true: int | tuple[int, ...]) -> Any:
     if isinstance(true, int):
         return leaf[:true]
     each = leaf.shape[0] // len(true)
-    return jnp.concatenate([leaf[i * each : i * each + size] for i, size in enumerate(true)])
+    return jnp.concatenate(
+        [leaf[i * each : i * each + size] for i, size in enumerate(true)]
+    )
 
 
 def _is_sparse(leaf: Any) -> bool:

@@ -1,4 +1,5 @@
-"""The public methods of trainers that a thread is in, and the feeds that they opened."""
+"""The public methods of trainers that a thread is in, and the feeds that they opened.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def group_sizes_of(trainer: Any) -> Any:
 
 
 def group_sizes() -> epochs.Sizes | None:
-    """What sizes the groups of steps of this method, if it is a `fit` that may group them."""
+    """What sizes the groups of steps of this method, if it is a `fit` that may group
+    them.
+    """
     call = innermost()
     if call is None or call.name != "fit" or callbacks.see_steps(call.trainer):
         return None

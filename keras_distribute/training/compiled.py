@@ -24,11 +24,15 @@ from keras_distribute.training.state import ArrayState, StepState, is_held
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
-_kept: list[batches.Placed] | None = None  # The batches of the last call, while somebody wants to look at them.
+_kept: list[batches.Placed] | None = (
+    None  # The batches of the last call, while somebody wants to look at them.
+)
 
 
 def keep_batches(keep: bool) -> None:
-    """Whether to keep the batches of the last step, or group of steps, of which `kept_batches` tells."""
+    """Whether to keep the batches of the last step, or group of steps, of which
+    `kept_batches` tells.
+    """
     global _kept
     _kept = [] if keep else None
 
@@ -45,8 +49,8 @@ class CompiledStep:
         strategy: Where it runs.
         step: From the state and the global batch to the logs and the new state.
         groups: The variables behind the state.
-        packing: How the state is carried that `step` takes; `None` for Keras's groups of
-            values.
+        packing: How the state is carried that `step` takes; `None` for Keras's groups
+            of values.
         shardings: Of the new state, where it is not on every replica.
         components: Where in the groups the variables are whose components on the
             replicas `step` takes.
@@ -65,7 +69,11 @@ class CompiledStep:
     ) -> None:
         self._mesh = strategy.replica_mesh
         self._strategy, self._step = strategy, step
-        self._packing, self._shardings, self._components = packing, shardings, components
+        self._packing, self._shardings, self._components = (
+            packing,
+            shardings,
+            components,
+        )
         self._plain = plain or step
         self._on_arrays: CompiledStep | None = None
         self._begin(groups)
@@ -87,8 +95,8 @@ class CompiledStep:
         """Runs one step.
 
         Args:
-            state: What `StrategyTrainer._get_jax_state` gave Keras; or groups of arrays,
-                from a model that keeps its state by itself.
+            state: What `StrategyTrainer._get_jax_state` gave Keras; or groups of
+                arrays, from a model that keeps its state by itself.
             data: A batch, placed or not.
 
         Returns:
@@ -101,8 +109,11 @@ class CompiledStep:
             return self._one_on_arrays(state, placed)
         return self._one(self._holder(state), placed), state
 
-    def several(self, state: State, data: Sequence[Any], size: int) -> tuple[Any, State]:
-        """Runs a step for each batch: `size` of one form in one dispatch, where that is no slower.
+    def several(
+        self, state: State, data: Sequence[Any], size: int
+    ) -> tuple[Any, State]:
+        """Runs a step for each batch: `size` of one form in one dispatch, where that is
+        no slower.
 
         Returns:
             The logs of the last one, and `state`.
@@ -126,7 +137,8 @@ class CompiledStep:
         return logs, state
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them at once."""
+        """The compiled program for a batch of this form, or for `size` of them at once.
+        """
         key = (size, _form(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
@@ -141,11 +153,15 @@ class CompiledStep:
         made.logs = found["logs"]
         return made
 
-    def traced(self, state: State, placed: batches.Placed, size: int = 1) -> tuple[Any, int]:
-        """The program that a call with such arrays runs, traced but not run: the devices need not be there.
+    def traced(
+        self, state: State, placed: batches.Placed, size: int = 1
+    ) -> tuple[Any, int]:
+        """The program that a call with such arrays runs, traced but not run: the
+        devices need not be there.
 
         Args:
-            state: The groups of Keras's state, each array as a `jax.ShapeDtypeStruct` with its sharding.
+            state: The groups of Keras's state, each array as a `jax.ShapeDtypeStruct`
+                with its sharding.
             placed: A batch, likewise; `planning.placed_form` makes it.
             size: As for `several`.
 
@@ -175,7 +191,9 @@ class CompiledStep:
         program = self.executable(group[0], len(group))
         return self._launch(holder, program, [each.data for each in group])
 
-    def _launch(self, holder: StepState | ArrayState, program: Executable, data: Any) -> Any:
+    def _launch(
+        self, holder: StepState | ArrayState, program: Executable, data: Any
+    ) -> Any:
         """The logs of a step; its state lands with the holder."""
         program.compile()  # Before `lock` is taken: others may run steps meanwhile.
         with timing.of("dispatch"), launches.lock:
@@ -213,7 +231,9 @@ class CompiledStep:
     def _jitted(
         self, placed: batches.Placed, size: int, carried: list[Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The program for a form of batch, and where its trace leaves the logs' structure."""
+        """The program for a form of batch, and where its trace leaves the logs'
+        structure.
+        """
         function, outputs = self._function(placed, carried), self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated
@@ -259,7 +279,9 @@ class CompiledStep:
         def global_steps(state: Any, data: Sequence[Any]) -> Any:
             def body(state: Any, data: Any) -> Any:
                 logs, new = step(state, data)
-                return jax.tree.unflatten(self._structure, _leaves_like(state, new)), logs
+                return jax.tree.unflatten(
+                    self._structure, _leaves_like(state, new)
+                ), logs
 
             stacked = jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *data)
             state, logs = lax.scan(body, state, stacked)
@@ -268,9 +290,10 @@ class CompiledStep:
         return global_steps
 
     def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not be read."""
-        # An uneven split cannot leave a program; of what is split over processes, no one
-        # of them could read all.
+        """Where logs and predictions are: as XLA likes, unless that could not be read.
+        """
+        # An uneven split cannot leave a program; of what is split over processes, no
+        # one of them could read all.
         even = all(count == batches.WHOLE for count in placed.rows)
         return None if even and self._mesh.num_processes == 1 else self._mesh.replicated
 
@@ -279,10 +302,12 @@ class CompiledStep:
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
-        scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of 75
-        kinds of operation in such a program, those that scatter were wrong alone.
+        scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
+        75 kinds of operation in such a program, those that scatter were wrong alone.
         """
-        if not self._mesh.logical_axes or all(count == batches.WHOLE for count in placed.rows):
+        if not self._mesh.logical_axes or all(
+            count == batches.WHOLE for count in placed.rows
+        ):
             return False
         key = _form(placed)
         if key not in self._scatters:
@@ -290,8 +315,12 @@ class CompiledStep:
             self._scatters[key] = self._has(placed, carried, "scatter")
         return self._scatters[key]
 
-    def _can_scan(self, group: list[batches.Placed], carried: list[Any] | None = None) -> bool:
-        """Whether a loop on the device is as fast as one here: XLA runs convolutions in a loop slowly on a CPU."""
+    def _can_scan(
+        self, group: list[batches.Placed], carried: list[Any] | None = None
+    ) -> bool:
+        """Whether a loop on the device is as fast as one here: XLA runs convolutions in
+        a loop slowly on a CPU.
+        """
         key = _form(group[0])
         if key not in self._scans:
             on_cpu = self._mesh.devices[0].platform == "cpu"
@@ -299,7 +328,9 @@ class CompiledStep:
             self._scans[key] = not slow and not self._is_whole(group[0], carried)
         return self._scans[key]
 
-    def _has(self, placed: batches.Placed, carried: list[Any] | None, primitive: str) -> bool:
+    def _has(
+        self, placed: batches.Placed, carried: list[Any] | None, primitive: str
+    ) -> bool:
         program, _ = self._jitted(placed, 1, carried)
         with launches.tracing:
             traced = program.trace(carried or self._form_of_state(), placed.data)
@@ -331,7 +362,8 @@ class CompiledStep:
 
 
 def _leaves_like(old: Any, new: Any) -> list[Any]:
-    """The new state's arrays, in the form of the old one's: a step may be the user's own.
+    """The new state's arrays, in the form of the old one's: a step may be the user's
+    own.
 
     Raises:
         ValueStructureError: Where they cannot be.
@@ -344,7 +376,8 @@ def _leaves_like(old: Any, new: Any) -> list[Any]:
     if returned != structure or shapes[0] != shapes[1]:
         raise ValueStructureError(
             "A step returns the state that it was given, with new values.",
-            received=f"{returned} with the shapes {shapes[1]}, for {structure} with the shapes {shapes[0]}.",
+            received=f"{returned} with the shapes {shapes[1]}, for {structure} with "
+            f"the shapes {shapes[0]}.",
             fix="return (logs, state) from train_step and test_step, with a list of "
             "values for each group in the order that they came in.",
         )
@@ -357,7 +390,12 @@ def _alike(group: Sequence[batches.Placed]) -> bool:
 
 def _form(placed: batches.Placed) -> Any:
     leaves, structure = jax.tree.flatten(placed.data)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), placed.rows, placed.spread
+    return (
+        structure,
+        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+        placed.rows,
+        placed.spread,
+    )
 
 
 def _stacked(leaves: Sequence[Any], mesh: Any) -> Any:

@@ -30,7 +30,12 @@ class StrategyEpochIterator(JAXEpochIterator):
 
     def _get_iterator(self) -> Any:
         call = calls.innermost()
-        if call is not None and call.name == "predict" and self._is_read_by_us() and compat.is_unbuilt(call.trainer):
+        if (
+            call is not None
+            and call.name == "predict"
+            and self._is_read_by_us()
+            and compat.is_unbuilt(call.trainer)
+        ):
             return self._first_batch()  # To build the model; `reset` follows.
         ours = steps.takes_host_batches()
         if ours or calls.followed_fit() is not None:

@@ -1,4 +1,6 @@
-"""What `fit`, `evaluate` and `predict` read: Keras's data adapters and distributed datasets, fed to the steps."""
+"""What `fit`, `evaluate` and `predict` read: Keras's data adapters and distributed
+datasets, fed to the steps.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
 
 
 class DatasetAdapter(compat.DataAdapter):
-    """A distributed dataset as the `x` of `fit`: the rows of all replicas are one batch.
+    """A distributed dataset as the `x` of `fit`: the rows of all replicas are one
+    batch.
 
     Args:
         dataset: What is read.
@@ -73,8 +76,14 @@ class DatasetAdapter(compat.DataAdapter):
         return None
 
 
-def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, Any], strategy: Strategy | None) -> Any:
-    """The adapter of the `x` of `fit`: ours for a distributed dataset, Keras's for everything else.
+def choose_adapter(
+    original: Callable[..., Any],
+    x: Any,
+    arguments: dict[str, Any],
+    strategy: Strategy | None,
+) -> Any:
+    """The adapter of the `x` of `fit`: ours for a distributed dataset, Keras's for
+    everything else.
 
     Args:
         original: Keras's choice.
@@ -86,7 +95,8 @@ def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, An
         for name in ("y", "sample_weight", "class_weight"):
             if arguments.get(name) is not None:
                 raise InputError(
-                    f"A distributed dataset already holds all that a step needs; {name} cannot be added.",
+                    "A distributed dataset already holds all that a step needs; "
+                    f"{name} cannot be added.",
                     received=f"{x!r} with {name}.",
                     fix="yield (x, y, sample_weight) from the dataset.",
                 )
@@ -110,12 +120,16 @@ def look(adapter: Any) -> Iterator[Any]:
     """The first batch, on the host; `fit` will read it again."""
     with contextlib.suppress(StopIteration):
         if isinstance(adapter, DatasetAdapter):
-            yield _with_rows(adapter.dataset.layout.whole(adapter.dataset.layout.peek()))
+            yield _with_rows(
+                adapter.dataset.layout.whole(adapter.dataset.layout.peek())
+            )
         else:
             yield _source(adapter).peek().data
 
 
-def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, followed: bool) -> Feed:
+def feed(
+    adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, followed: bool
+) -> Feed:
     """The batches of one pass, on the devices ahead of the steps that take them.
 
     Args:
@@ -144,7 +158,9 @@ def feed(adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, f
 
 
 def host_feed(adapter: Any, per_epoch: int | None) -> Feed:
-    """The batches of one pass on the host, for a model without a strategy whose `fit` is to have positions."""
+    """The batches of one pass on the host, for a model without a strategy whose `fit`
+    is to have positions.
+    """
     return Feed(*_reading(adapter), per_epoch)
 
 
@@ -153,8 +169,12 @@ def claim(adapter: Any) -> None:
     _reading(adapter)
 
 
-def _reading(adapter: Any, platform: str = "cpu") -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
-    """What opens a pass, what makes of a batch what the step takes, and how many to have ready."""
+def _reading(
+    adapter: Any, platform: str = "cpu"
+) -> tuple[Callable[[], Reader], Callable[[Batch], Any], int]:
+    """What opens a pass, what makes of a batch what the step takes, and how many to
+    have ready.
+    """
     if isinstance(adapter, DatasetAdapter):
         layout = adapter.dataset.layout
         return layout.open, layout.whole, adapter.dataset.steps_ahead
@@ -163,10 +183,16 @@ def _reading(adapter: Any, platform: str = "cpu") -> tuple[Callable[[], Reader],
 
 
 def _with_rows(data: Any) -> Any:
-    """The batch, or where this process has no rows of it, one with a row of zeros: a model is built by its form."""
+    """The batch, or where this process has no rows of it, one with a row of zeros: a
+    model is built by its form.
+    """
 
     def one_row(leaf: Any) -> Any:
-        return np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype) if np.shape(leaf)[:1] == (0,) else leaf
+        return (
+            np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype)
+            if np.shape(leaf)[:1] == (0,)
+            else leaf
+        )
 
     return jax.tree.map(one_row, data, is_leaf=compat.is_sparse)
 
@@ -178,6 +204,8 @@ def _data(batch: Batch) -> Any:
 def _source(adapter: Any) -> Source:
     source = getattr(adapter, _SOURCE, None)
     if source is None:
-        source = source_of_adapter(adapter, getattr(adapter, _STREAM, None), hooks=False)
+        source = source_of_adapter(
+            adapter, getattr(adapter, _STREAM, None), hooks=False
+        )
         setattr(adapter, _SOURCE, source)
     return source

@@ -29,7 +29,8 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
         leaves = jax.tree.leaves(structure, is_leaf=_is_value)
         if any(map(_is_value, leaves)):
             raise InputError(
-                "fit, evaluate and predict take global batches, and divide them over the replicas by themselves.",
+                "fit, evaluate and predict take global batches, and divide them over "
+                "the replicas by themselves.",
                 received=f"{name}={checks.shown(structure)}.",
                 fix="the arrays or dataset that the value was made of; or "
                 "strategy.run(step, args=(value,)) in a loop of your own.",

@@ -1,8 +1,10 @@
-"""The training step of a model with many small weights: they are one long weight to the optimizer.
+"""The training step of a model with many small weights: they are one long weight to the
+optimizer.
 
-Most optimizers treat each element of a weight by itself, so it makes no difference to them how elements are grouped
-into weights; to the program it does: one update in place of hundreds, and one reduction over the replicas. Weights and
-slots stay in their buffers from step to step, and only the forward pass takes the weights apart.
+Most optimizers treat each element of a weight by itself, so it makes no difference to
+them how elements are grouped into weights; to the program it does: one update in place
+of hundreds, and one reduction over the replicas. Weights and slots stay in their
+buffers from step to step, and only the forward pass takes the weights apart.
 """
 
 from __future__ import annotations
@@ -43,11 +45,19 @@ class FlatStep:
         state: State,
         places: Sequence[Place],
     ) -> None:
-        self._trainer, self._strategy, self._optimizer, self._order = trainer, strategy, optimizer, order
+        self._trainer, self._strategy, self._optimizer, self._order = (
+            trainer,
+            strategy,
+            optimizer,
+            order,
+        )
         self._small, count = small, len(state[_WEIGHTS])
         self._large = [i for i in range(count) if i not in set(small)]
         self._ones, self._slots_of = order.places(count)
-        slots = [[(_SLOTS, self._slots_of[i][j]) for i in small] for j in range(len(self._slots_of[0]))]
+        slots = [
+            [(_SLOTS, self._slots_of[i][j]) for i in small]
+            for j in range(len(self._slots_of[0]))
+        ]
         self._num_buffers = 1 + len(slots)
         divided = [False] + [strategy.shards_optimizer_state] * len(slots)
         self.packing = Packing(
@@ -60,26 +70,42 @@ class FlatStep:
         self._local = local.is_possible(trainer, strategy)
 
     @staticmethod
-    def of(trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]) -> FlatStep | None:
-        """The step, for a model with many small weights and an optimizer that allows it; otherwise `None`."""
+    def of(
+        trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]
+    ) -> FlatStep | None:
+        """The step, for a model with many small weights and an optimizer that allows
+        it; otherwise `None`.
+        """
         weights = state[_WEIGHTS]
         if strategy.shards_optimizer_state and strategy.replica_mesh.num_processes > 1:
             return None  # To take divided buffers apart needs all processes, and one that fails is alone.
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [
-            i for i, w in enumerate(weights) if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
+            i
+            for i, w in enumerate(weights)
+            if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
         ]
         if len(small) < packing.MANY or compat.has_own_step(trainer):
             return None
-        with context.entered(context.default_strategy().top_frame):  # It makes small optimizers, to look at them.
-            order = compat_optimizer.slots_by_element(trainer.optimizer, trainer.trainable_variables)
+        with context.entered(
+            context.default_strategy().top_frame
+        ):  # It makes small optimizers, to look at them.
+            order = compat_optimizer.slots_by_element(
+                trainer.optimizer, trainer.trainable_variables
+            )
         if order is None or not _slots_match(order, weights, state[_SLOTS]):
             return None
-        large = [(w.shape, w.dtype.name) for i, w in enumerate(weights) if i not in set(small)]
+        large = [
+            (w.shape, w.dtype.name)
+            for i, w in enumerate(weights)
+            if i not in set(small)
+        ]
         size = sum(weights[i].size for i in small)
         size += -size % strategy.num_replicas_in_sync
         with context.entered(context.default_strategy().top_frame):
-            optimizer = compat_optimizer.same_for(trainer.optimizer, [((size,), weights[0].dtype.name), *large])
+            optimizer = compat_optimizer.same_for(
+                trainer.optimizer, [((size,), weights[0].dtype.name), *large]
+            )
         return FlatStep(trainer, strategy, optimizer, order, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
@@ -94,19 +120,27 @@ class FlatStep:
         return logs, self._packed(weights, slots, state, others, metrics)
 
     def _gradients(self, weights: list[Any], state: State, data: Any) -> Any:
-        """The logs, the gradients of the carried weights, and the new values of the other groups."""
+        """The logs, the gradients of the carried weights, and the new values of the
+        other groups.
+        """
         trainer, others, metrics = self._trainer, state[_OTHERS], state[_METRICS]
         if self._local:
-            result = local.gradients(trainer, self._strategy, self._restored, weights, others, metrics, data)
+            result = local.gradients(
+                trainer, self._strategy, self._restored, weights, others, metrics, data
+            )
             if result is not None:
                 return result
         run = forward.over_all(trainer, self._restored)
-        return forward.loss_and_gradients(trainer, run, self._restored, weights, weights, others, metrics, data)
+        return forward.loss_and_gradients(
+            trainer, run, self._restored, weights, weights, others, metrics, data
+        )
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
         values: list[Any] = [None] * (len(self._small) + len(self._large))
-        for i, value in zip(self._small, self.packing.parts(0, weights[0]), strict=True):
+        for i, value in zip(
+            self._small, self.packing.parts(0, weights[0]), strict=True
+        ):
             values[i] = value
         for i, value in zip(self._large, weights[1:], strict=True):
             values[i] = value
@@ -124,7 +158,14 @@ class FlatStep:
                 carried[place] = slots[j]
         return carried
 
-    def _packed(self, weights: list[Any], carried: list[Any], state: State, others: Any, metrics: Any) -> Packed:
+    def _packed(
+        self,
+        weights: list[Any],
+        carried: list[Any],
+        state: State,
+        others: Any,
+        metrics: Any,
+    ) -> Packed:
         ones, own = self._order.places(1 + len(self._large))
         values, slots = list(state[_WEIGHTS]), list(state[_SLOTS])
         for i, value in zip(self._large, weights[1:], strict=True):
@@ -136,7 +177,10 @@ class FlatStep:
                 slots[j] = carried[place]
         new = (values, others, slots, metrics)
         flat = [weights[0], *(carried[place] for place in own[0])]
-        rest = [self.packing.joined(new, i) for i in range(self._num_buffers, len(self.packing.buffers))]
+        rest = [
+            self.packing.joined(new, i)
+            for i in range(self._num_buffers, len(self.packing.buffers))
+        ]
         return Packed([*flat, *rest], self.packing.without_packed(new))
 
     def _unpacked(self, packed: Packed) -> State:
@@ -144,17 +188,25 @@ class FlatStep:
         state: State = tuple(list(group) for group in packed.single)
         for i in range(self._num_buffers, len(self.packing.buffers)):
             places: list[Place] = self.packing.buffers[i]
-            for (group, index), value in zip(places, self.packing.parts(i, packed.buffers[i]), strict=True):
+            for (group, index), value in zip(
+                places, self.packing.parts(i, packed.buffers[i]), strict=True
+            ):
                 state[group][index] = value
         return state
 
 
-def _slots_match(order: compat_optimizer.SlotOrder, weights: list[Any], slots: list[Any]) -> bool:
-    """Whether the optimizer's variables are what `order` says, each slot like its weight."""
+def _slots_match(
+    order: compat_optimizer.SlotOrder, weights: list[Any], slots: list[Any]
+) -> bool:
+    """Whether the optimizer's variables are what `order` says, each slot like its
+    weight.
+    """
     ones, own = order.places(len(weights))
     if len(ones) + sum(map(len, own)) != len(slots):
         return False
     dtypes = [[slots[place].dtype for place in places] for places in own]
     return all(dtype == dtypes[0] for dtype in dtypes) and all(
-        slots[place].shape == weight.shape for weight, places in zip(weights, own, strict=True) for place in places
+        slots[place].shape == weight.shape
+        for weight, places in zip(weights, own, strict=True)
+        for place in places
     )

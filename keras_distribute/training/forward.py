@@ -1,10 +1,13 @@
-"""The forward pass of a training step, and its gradients: over the global batch, or per replica.
+"""The forward pass of a training step, and its gradients: over the global batch, or per
+replica.
 
-Over the global batch XLA reduces each gradient where it is computed. Per replica, each has a copy of the weights, and
-the gradients with respect to the copies are its own: what to reduce, and when, is left to the caller. The outputs are
-the global predictions in both cases, from which loss and metrics are computed as ever.
+Over the global batch XLA reduces each gradient where it is computed. Per replica, each
+has a copy of the weights, and the gradients with respect to the copies are its own:
+what to reduce, and when, is left to the caller. The outputs are the global predictions
+in both cases, from which loss and metrics are computed as ever.
 
-The second needs a forward pass that treats each row by itself (`_compat.rows`), and rows that divide.
+The second needs a forward pass that treats each row by itself (`_compat.rows`), and
+rows that divide.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ _SPLIT, _SAME = PartitionSpec(REPLICA_AXIS), PartitionSpec()
 
 
 def over_all(trainer: Any, restore: Restore) -> Forward:
-    """The forward pass over the global batch: from weights, other variables and inputs to predictions, others, losses.
+    """The forward pass over the global batch: from weights, other variables and inputs
+    to predictions, others, losses.
 
     Args:
         trainer: The model.
-        restore: From weights as they are carried to the values of the trainable variables.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
     """
 
     def forward(weights: list[Any], others: list[Any], x: Any) -> Any:
@@ -46,15 +51,23 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
 
 
 def per_replica(
-    trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: list[Any], x: Any
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: list[Any],
+    x: Any,
 ) -> Forward | None:
-    """The forward pass per replica, from copies of the weights; `None` where its parts do not make up the whole.
+    """The forward pass per replica, from copies of the weights; `None` where its parts
+    do not make up the whole.
 
     Args:
         trainer: The model.
         strategy: Its strategy.
-        restore: From weights as they are carried to the values of the trainable variables.
-        weights: Examples of what the result will be called with, without the axis of copies.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+        weights: Examples of what the result will be called with, without the axis of
+            copies.
         others: Likewise.
         x: Likewise, the global batch.
     """
@@ -63,41 +76,78 @@ def per_replica(
     rows = leaves[0].shape[0]
     if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
         return None
-    averaged = [isinstance(variable, SyncOnReadVariable) for variable in trainer.non_trainable_variables]
+    averaged = [
+        isinstance(variable, SyncOnReadVariable)
+        for variable in trainer.non_trainable_variables
+    ]
     kinds: dict[str, Any] = {}
 
     def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
-        with context.entered(Frame(strategy, Mode.REPLICA, strategy.make_replica_context(), per_replica=True)):
-            predictions, others, losses = compat.forward(trainer, restore(weights), others, x)
+        with context.entered(
+            Frame(
+                strategy,
+                Mode.REPLICA,
+                strategy.make_replica_context(),
+                per_replica=True,
+            )
+        ):
+            predictions, others, losses = compat.forward(
+                trainer, restore(weights), others, x
+            )
         outputs, kinds["structure"] = jax.tree.flatten(predictions)
         masks = [compat.get_keras_mask(output) for output in outputs]
         kinds["masked"] = [mask is not None for mask in masks]
         others = [
-            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype) if mean else value
+            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
+            if mean
+            else value
             for value, mean in zip(others, averaged, strict=True)
         ]
-        return outputs, [mask for mask in masks if mask is not None], others, list(losses)
+        return (
+            outputs,
+            [mask for mask in masks if mask is not None],
+            others,
+            list(losses),
+        )
 
     def shape(value: Any, divided: bool = False) -> jax.ShapeDtypeStruct:
         own = (value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape
         return jax.ShapeDtypeStruct(own, value.dtype)
 
-    arguments = (list(map(shape, weights)), list(map(shape, others)), jax.tree.map(lambda leaf: shape(leaf, True), x))
+    arguments = (
+        list(map(shape, weights)),
+        list(map(shape, others)),
+        jax.tree.map(lambda leaf: shape(leaf, True), x),
+    )
     with strategy.replica_mesh.tracing():
         program, (outputs, masks, _, _) = jax.make_jaxpr(
             one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
         )(*arguments)
     same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
-    equal = replication.equal_on_all_replicas(program, same)[len(outputs) + len(masks) :]
-    if not all(equal) or any(o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]):
+    equal = replication.equal_on_all_replicas(program, same)[
+        len(outputs) + len(masks) :
+    ]
+    if not all(equal) or any(
+        o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]
+    ):
         return None
 
     evaluate = core.jaxpr_as_fun(program)
     ends = list(itertools.accumulate([len(outputs), len(masks), len(others)]))
 
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
-        results = [jnp.asarray(r) for r in evaluate(*[copy[0] for copy in copies], *others, *jax.tree.leaves(x))]
-        return results[: ends[0]], results[ends[0] : ends[1]], results[ends[1] : ends[2]], results[ends[2] :]
+        results = [
+            jnp.asarray(r)
+            for r in evaluate(
+                *[copy[0] for copy in copies], *others, *jax.tree.leaves(x)
+            )
+        ]
+        return (
+            results[: ends[0]],
+            results[ends[0] : ends[1]],
+            results[ends[1] : ends[2]],
+            results[ends[2] :],
+        )
 
     mapped = strategy.replica_mesh.over_replicas(
         body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
@@ -115,35 +165,55 @@ def per_replica(
 
 
 def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
-    """A copy of each weight for each replica, on it, divided over its logical devices as the weight is."""
+    """A copy of each weight for each replica, on it, divided over its logical devices
+    as the weight is.
+    """
     replicas, mesh = strategy.num_replicas_in_sync, strategy.replica_mesh
 
     def copied(weight: Any) -> Any:
-        sharding = mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim) if mesh.logical_axes else mesh.split
-        return lax.with_sharding_constraint(jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding)
+        sharding = (
+            mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim)
+            if mesh.logical_axes
+            else mesh.split
+        )
+        return lax.with_sharding_constraint(
+            jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding
+        )
 
     return list(map(copied, weights))
 
 
 def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
-    """The sums over the replicas of gradients with respect to copies, on every replica."""
+    """The sums over the replicas of gradients with respect to copies, on every replica.
+    """
     ops, dtype = strategy.extended.cross_device_ops, strategy.communication_dtype
 
     def sum_of_all(copies: list[Any]) -> list[Any]:
         return collectives.sum_gradients(ops, [copy[0] for copy in copies], dtype)
 
-    return strategy.replica_mesh.over_replicas(sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME)(gradients)
+    return strategy.replica_mesh.over_replicas(
+        sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME
+    )(gradients)
 
 
 def loss_and_gradients(
-    trainer: Any, forward: Forward, restore: Restore, trained: Any, weights: Any, others: Any, metrics: Any, data: Any
+    trainer: Any,
+    forward: Forward,
+    restore: Restore,
+    trained: Any,
+    weights: Any,
+    others: Any,
+    metrics: Any,
+    data: Any,
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """Runs `forward`, computes the loss of all rows, and the gradients with respect to `weights`.
+    """Runs `forward`, computes the loss of all rows, and the gradients with respect to
+    `weights`.
 
     Args:
         trainer: The model.
         forward: One of the above.
-        restore: From weights as they are carried to the values of the trainable variables.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
         trained: The weights, once for all replicas: a loss may look at them.
         weights: What `forward` takes.
         others: The values of the other variables.
@@ -167,8 +237,17 @@ def loss_and_gradients(
             sample_weight=weight,
             training=True,
         )
-        return trainer.optimizer.scale_loss(loss), (loss, predictions, new_others, new_metrics)
+        return trainer.optimizer.scale_loss(loss), (
+            loss,
+            predictions,
+            new_others,
+            new_metrics,
+        )
 
-    (_, (loss, predictions, others, metrics)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    logs, metrics = compat.update_metrics(trainer, metrics, loss, x, y, predictions, weight)
+    (_, (loss, predictions, others, metrics)), grads = jax.value_and_grad(
+        loss_of, has_aux=True
+    )(weights)
+    logs, metrics = compat.update_metrics(
+        trainer, metrics, loss, x, y, predictions, weight
+    )
     return logs, grads, others, metrics

@@ -27,21 +27,28 @@ class _Recording(compat.StatelessScope):
         self.assigned[id(update[0])] = update[0]
 
 
-def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False) -> Callable[..., Any]:
-    """A function that calls `fn` and also returns the gradients of its result with respect to `variables`.
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False
+) -> Callable[..., Any]:
+    """A function that calls `fn` and also returns the gradients of its result with
+    respect to `variables`.
 
-    `fn` may be stateful Keras code: batch normalization's statistics, random states and metrics that it updates are
-    kept. Inside `Strategy.run` the gradients are this replica's own; `optimizer.apply` sums them over the replicas.
-    It takes the place of `tf.GradientTape`.
+    `fn` may be stateful Keras code: batch normalization's statistics, random states and
+    metrics that it updates are kept. Inside `Strategy.run` the gradients are this
+    replica's own; `optimizer.apply` sums them over the replicas. It takes the place of
+    `tf.GradientTape`.
 
     Args:
-        fn: Returns a scalar of a floating dtype; with `has_aux`, a pair of it and anything else.
-        variables: The variables to differentiate by, such as `model.trainable_variables` of a built model.
+        fn: Returns a scalar of a floating dtype; with `has_aux`, a pair of it and
+            anything else.
+        variables: The variables to differentiate by, such as
+            `model.trainable_variables` of a built model.
         has_aux: Whether `fn` returns a pair.
 
     Returns:
-        A function of the arguments of `fn` that returns `(result of fn, gradients)`, the gradients a list in the order
-        of `variables`, each of its variable's shape; zeros where the result does not depend on it.
+        A function of the arguments of `fn` that returns `(result of fn, gradients)`,
+        the gradients a list in the order of `variables`, each of its variable's shape;
+        zeros where the result does not depend on it.
 
     Raises:
         ValueStructureError: Without variables, or when `fn` does not return a scalar.
@@ -64,13 +71,15 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
         raise ValueStructureError(
             "There is no variable to differentiate by.",
             received="variables=[].",
-            fix="build the model first, model.build(input_shape), so that model.trainable_variables is not empty.",
+            fix="build the model first, model.build(input_shape), so that "
+            "model.trainable_variables is not empty.",
         )
     for target in targets:
         checks.instance("variables", target, keras.Variable, what, fix)
         if not keras.backend.is_float_dtype(target.dtype):
             raise StructureTypeError(
-                f"{target.path!r} is of the dtype {target.dtype}, which has no gradient.",
+                f"{target.path!r} is of the dtype {target.dtype}, which has no "
+                "gradient.",
                 received="a variable that is not floating.",
                 fix="pass trainable variables only.",
             )
@@ -88,10 +97,14 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
                 raise ValueStructureError(
                     "Only a scalar has gradients.",
                     received=f"a result of shape {loss.shape}.",
-                    fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or keras.ops.sum(loss).",
+                    fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or "
+                    "keras.ops.sum(loss).",
                 )
             assigned[:] = scope.assigned.values()
-            return loss, (aux, [scope.get_current_value(variable) for variable in assigned])
+            return loss, (
+                aux,
+                [scope.get_current_value(variable) for variable in assigned],
+            )
 
         values = [target.value for target in targets]
         (loss, (aux, updates)), grads = jax.value_and_grad(pure, has_aux=True)(values)
@@ -100,7 +113,9 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[Any], has_aux: bo
             if outer is None:
                 variable.assign(value)
             else:
-                outer.add_update((variable, value))  # Already what an assignment here means.
+                outer.add_update(
+                    (variable, value)
+                )  # Already what an assignment here means.
         return ((loss, aux) if has_aux else loss), grads
 
     return with_gradients

@@ -1,7 +1,9 @@
-"""`steps_per_execution="auto"`: how many steps of a `fit` to run in one dispatch, found by measuring them.
+"""`steps_per_execution="auto"`: how many steps of a `fit` to run in one dispatch, found
+by measuring them.
 
-The sizes are tried in turn, the next one as long as the one before was a gain, and as long as a group stays short
-enough for a progress bar that lives. Each costs a compilation, so there are few.
+The sizes are tried in turn, the next one as long as the one before was a gain, and as
+long as a group stays short enough for a progress bar that lives. Each costs a
+compilation, so there are few.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ class GroupSize:
         sizes: To try.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
         self._clock, self._sizes = clock, sizes
         self._index = 0
         self.settled = len(sizes) == 1
@@ -43,14 +49,18 @@ class GroupSize:
         self._begun = None
 
     def group_begins(self, size: int) -> None:
-        """Called before each group: the time between two calls is that of a group and all that belongs to it."""
+        """Called before each group: the time between two calls is that of a group and
+        all that belongs to it.
+        """
         if self.settled or size != self.size:
             self._begun = None
             return
         now = self._clock()
         if self._begun is not None and self._compiled:
             self._seconds.append(now - self._begun)
-        self._compiled = self._compiled or self._begun is not None  # The first group of a size compiles.
+        self._compiled = (
+            self._compiled or self._begun is not None
+        )  # The first group of a size compiles.
         self._begun = now
         if len(self._seconds) >= max(_GROUPS, _STEPS / size):
             self._judge(statistics.median(self._seconds) / size)
@@ -59,8 +69,16 @@ class GroupSize:
         if self._before is not None and seconds > GAIN * self._before:
             self._index, self.settled = self._index - 1, True
             return
-        if self._index + 1 == len(self._sizes) or self._sizes[self._index + 1] * seconds > LIVELY_SECONDS:
+        if (
+            self._index + 1 == len(self._sizes)
+            or self._sizes[self._index + 1] * seconds > LIVELY_SECONDS
+        ):
             self.settled = True
             return
-        self._before, self._seconds, self._compiled, self._begun = seconds, [], False, None
+        self._before, self._seconds, self._compiled, self._begun = (
+            seconds,
+            [],
+            False,
+            None,
+        )
         self._index += 1

@@ -1,11 +1,12 @@
 """The training step whose gradients are each replica's own until they are summed.
 
-In a step over the global batch XLA sums a gradient where the product that yields it is computed, and what follows the
-product, often a transposition, cannot become a part of it any more. Where each replica computes the gradient of its own
-rows as one device would, and the results are summed, the step is as fast as a loop by hand.
+In a step over the global batch XLA sums a gradient where the product that yields it is
+computed, and what follows the product, often a transposition, cannot become a part of
+it any more. Where each replica computes the gradient of its own rows as one device
+would, and the results are summed, the step is as fast as a loop by hand.
 
-This needs a forward pass that treats each row by itself (`forward.py`), and no random numbers: those of a global step
-are one device's.
+This needs a forward pass that treats each row by itself (`forward.py`), and no random
+numbers: those of a global step are one device's.
 """
 
 from __future__ import annotations
@@ -22,17 +23,27 @@ from keras_distribute.training.forward import Restore
 
 
 def is_possible(trainer: Any, strategy: Strategy) -> bool:
-    """Whether the parts of the replicas make up the forward pass, as far as the model alone can tell."""
+    """Whether the parts of the replicas make up the forward pass, as far as the model
+    alone can tell.
+    """
     several = strategy.num_replicas_in_sync > 1
-    return several and compat.treats_rows_alone(trainer) and not compat.draws_at_random(trainer)
+    return (
+        several
+        and compat.treats_rows_alone(trainer)
+        and not compat.draws_at_random(trainer)
+    )
 
 
 def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
-    """Keras's training step on local gradients; `global_step`, which may be the user's own, where that cannot be.
+    """Keras's training step on local gradients; `global_step`, which may be the user's
+    own, where that cannot be.
 
-    A scaled loss needs the optimizer's variables, which only Keras's own step has at hand.
+    A scaled loss needs the optimizer's variables, which only Keras's own step has at
+    hand.
     """
-    scales = trainer.optimizer is None or compat_optimizer.is_loss_scaling(trainer.optimizer)
+    scales = trainer.optimizer is None or compat_optimizer.is_loss_scaling(
+        trainer.optimizer
+    )
     if scales or compat.has_own_step(trainer) or not is_possible(trainer, strategy):
         return global_step
 
@@ -49,7 +60,13 @@ def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
 
 
 def gradients(
-    trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: Any, metrics: Any, data: Any
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: Any,
+    metrics: Any,
+    data: Any,
 ) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
     """`of_each_replica`, with the sums of the gradients in their place."""
     result = of_each_replica(trainer, strategy, restore, weights, others, metrics, data)
@@ -60,14 +77,22 @@ def gradients(
 
 
 def of_each_replica(
-    trainer: Any, strategy: Strategy, restore: Restore, weights: list[Any], others: Any, metrics: Any, data: Any
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: Any,
+    metrics: Any,
+    data: Any,
 ) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
-    """What `forward.loss_and_gradients` returns, each gradient with an axis for the replicas' own.
+    """What `forward.loss_and_gradients` returns, each gradient with an axis for the
+    replicas' own.
 
     Args:
         trainer: The model.
         strategy: Its strategy.
-        restore: From weights as they are carried to the values of the trainable variables.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
         weights: As they are carried.
         others: The values of the other variables.
         metrics: Those of the metrics.
@@ -83,4 +108,6 @@ def of_each_replica(
     if own is None:
         return None
     copies = forward.copies(weights, strategy)
-    return forward.loss_and_gradients(trainer, own, restore, weights, copies, others, metrics, data)
+    return forward.loss_and_gradients(
+        trainer, own, restore, weights, copies, others, metrics, data
+    )

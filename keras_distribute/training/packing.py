@@ -1,8 +1,10 @@
-"""How the state of a step travels from one step to the next: many small arrays as a few buffers.
+"""How the state of a step travels from one step to the next: many small arrays as a few
+buffers.
 
-A compiled step costs about 2 µs for each array on each device before it computes anything, so a thousand small arrays
-on 8 devices cost more than what is done with them. A large array costs no more than a small one, and copying it would,
-so large ones stay as they are.
+A compiled step costs about 2 µs for each array on each device before it computes
+anything, so a thousand small arrays on 8 devices cost more than what is done with them.
+A large array costs no more than a small one, and copying it would, so large ones stay
+as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Packing:
     Args:
         state: Groups of arrays, or of anything with their shapes and dtypes.
         mesh: The devices the state is on.
-        buffers: The places (group, index) of arrays that share a buffer in any case; of one dtype each.
+        buffers: The places (group, index) of arrays that share a buffer in any case; of
+            one dtype each.
         divided: Which of `buffers` are divided among the replicas.
         single: The places of arrays that share none.
     """
@@ -73,11 +76,19 @@ class Packing:
             if place not in taken and is_small(self._shape(place)):
                 small[self._shape(place).dtype].append(place)
         self.buffers += [places for places in small.values() if len(places) >= MANY]
-        self._shardings = [mesh.split if split else mesh.replicated for split in divided]
-        self._shardings += [mesh.replicated] * (len(self.buffers) - len(self._shardings))
-        self._join = jax.jit(lambda arrays: list(map(self._joined, arrays)), out_shardings=self._shardings)
+        self._shardings = [
+            mesh.split if split else mesh.replicated for split in divided
+        ]
+        self._shardings += [mesh.replicated] * (
+            len(self.buffers) - len(self._shardings)
+        )
+        self._join = jax.jit(
+            lambda arrays: list(map(self._joined, arrays)),
+            out_shardings=self._shardings,
+        )
         self._split = jax.jit(
-            lambda buffers: [self.parts(i, value) for i, value in enumerate(buffers)], out_shardings=mesh.replicated
+            lambda buffers: [self.parts(i, value) for i, value in enumerate(buffers)],
+            out_shardings=mesh.replicated,
         )
 
     def __bool__(self) -> bool:
@@ -85,11 +96,17 @@ class Packing:
 
     def pack(self, state: State) -> Packed:
         """The state with its buffers filled; to be called in a compiled program."""
-        return Packed([self.joined(state, i) for i in range(len(self.buffers))], self.without_packed(state))
+        return Packed(
+            [self.joined(state, i) for i in range(len(self.buffers))],
+            self.without_packed(state),
+        )
 
     def unpack(self, packed: Packed) -> State:
         """The state as it was."""
-        return self._filled(packed.single, [self.parts(i, value) for i, value in enumerate(packed.buffers)])
+        return self._filled(
+            packed.single,
+            [self.parts(i, value) for i, value in enumerate(packed.buffers)],
+        )
 
     def _filled(self, single: State, arrays: list[list[Any]]) -> State:
         state: State = tuple(list(group) for group in single)
@@ -98,7 +115,9 @@ class Packing:
                 state[group][index] = value
         return state
 
-    def around(self, step: Callable[[State, Any], tuple[Any, State]]) -> Callable[[Packed, Any], tuple[Any, Packed]]:
+    def around(
+        self, step: Callable[[State, Any], tuple[Any, State]]
+    ) -> Callable[[Packed, Any], tuple[Any, Packed]]:
         """A step on the packed state, from one on the state."""
 
         def packed_step(packed: Packed, data: Any) -> tuple[Any, Packed]:
@@ -109,11 +128,14 @@ class Packing:
 
     def pack_now(self, state: State) -> Packed:
         """The state packed, on the devices; single arrays are the same objects."""
-        arrays = [[state[group][index] for group, index in places] for places in self.buffers]
+        arrays = [
+            [state[group][index] for group, index in places] for places in self.buffers
+        ]
         return Packed(self._join(arrays), self.without_packed(state))
 
     def form_packed(self, state: State) -> Packed:
-        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding."""
+        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding.
+        """
         buffers = jax.eval_shape(lambda groups: self.pack(groups).buffers, state)
         placed = [
             jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=own)
@@ -131,11 +153,15 @@ class Packing:
 
     def joined(self, state: State, buffer: int) -> Any:
         """One buffer, from the arrays of a state."""
-        return self._joined([state[group][index] for group, index in self.buffers[buffer]])
+        return self._joined(
+            [state[group][index] for group, index in self.buffers[buffer]]
+        )
 
     def _joined(self, arrays: Sequence[Any]) -> Any:
         size = sum(array.size for array in arrays)
-        return parts.joined(arrays, size + -size % self._multiple)  # So that it can be divided.
+        return parts.joined(
+            arrays, size + -size % self._multiple
+        )  # So that it can be divided.
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""
@@ -156,9 +182,13 @@ class Packing:
         return self.form[place[0]][place[1]]
 
 
-def form_of(state: Sequence[Sequence[Any]]) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+def form_of(
+    state: Sequence[Sequence[Any]],
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
     """The shapes and dtypes of a state."""
-    return tuple(tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group) for group in state)
+    return tuple(
+        tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group) for group in state
+    )
 
 
 def is_small(array: Any) -> bool:

@@ -1,10 +1,12 @@
 """Takes a long buffer apart, with programs that compile quickly.
 
-XLA compiles one kernel for each slice at an offset that it knows, and for whatever it fuses the slice with: on a CPU
-about 20 ms each, 10 s and 400 MiB for a model of 320 small weights. Of slices at offsets that it does not know, those
-of one shape share their kernels, and so do the operations on them: half a second. So on CPUs each part is taken by a
-call that hands the next offset on, which XLA is told to leave a call, and the first offset is a zero that only we know
-to be one. Compilers for accelerators do well with plain slices.
+XLA compiles one kernel for each slice at an offset that it knows, and for whatever it
+fuses the slice with: on a CPU about 20 ms each, 10 s and 400 MiB for a model of 320
+small weights. Of slices at offsets that it does not know, those of one shape share
+their kernels, and so do the operations on them: half a second. So on CPUs each part is
+taken by a call that hands the next offset on, which XLA is told to leave a call, and
+the first offset is a zero that only we know to be one. Compilers for accelerators do
+well with plain slices.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ Shape = tuple[int, ...]
 
 
 def joined(arrays: Sequence[Any], size: int) -> Any:
-    """Arrays of one dtype, one after the other, in a buffer of `size` elements; zeros fill it up."""
+    """Arrays of one dtype, one after the other, in a buffer of `size` elements; zeros
+    fill it up.
+    """
     extra = size - sum(array.size for array in arrays)
     return jnp.concatenate([*map(jnp.ravel, arrays), jnp.zeros(extra, arrays[0].dtype)])
 
 
 def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list[Any]:
-    """The arrays that `joined` has put into a buffer; to be called in a compiled program.
+    """The arrays that `joined` has put into a buffer; to be called in a compiled
+    program.
 
     Args:
         buffer: One-dimensional.
@@ -45,7 +50,9 @@ def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _by_calls(buffer: Any, shapes: tuple[Shape, ...]) -> list[Any]:
-    offset = (buffer[0] > jnp.inf).astype(jnp.int32)  # Never, but no compiler knows that.
+    offset = (buffer[0] > jnp.inf).astype(
+        jnp.int32
+    )  # Never, but no compiler knows that.
     parts: list[Any] = []
     with set_xla_metadata(inlineable="false"):
         for shape in shapes:
@@ -65,7 +72,9 @@ def _forward(buffer: Any, shapes: tuple[Shape, ...]) -> tuple[list[Any], int]:
     return _by_calls(buffer, shapes), buffer.size
 
 
-def _backward(shapes: tuple[Shape, ...], size: int, cotangents: list[Any]) -> tuple[Any]:
+def _backward(
+    shapes: tuple[Shape, ...], size: int, cotangents: list[Any]
+) -> tuple[Any]:
     return (joined(cotangents, size),)
 
 

@@ -1,4 +1,6 @@
-"""A training step traced for devices that need not be there: the program that `fit` compiles, from shapes alone."""
+"""A training step traced for devices that need not be there: the program that `fit`
+compiles, from shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from keras_distribute.training.batches import WHOLE, Placed, Spread
 from keras_distribute.training.packing import State
 from keras_distribute.training.steps import compiled_step
 
-GROUPS = ("parameters", "other state", "optimizer", "metrics")  # Of a training step's state, in Keras's order.
+GROUPS = (
+    "parameters",
+    "other state",
+    "optimizer",
+    "metrics",
+)  # Of a training step's state, in Keras's order.
 
 
 class Plan(NamedTuple):
@@ -25,7 +32,8 @@ class Plan(NamedTuple):
     Args:
         traced: The `jax.stages.Traced` of the program that `fit` would call.
         num_steps: How many steps one call of it runs.
-        state: The state's groups, in the order of `GROUPS`: each array as a `jax.ShapeDtypeStruct` with its sharding.
+        state: The state's groups, in the order of `GROUPS`: each array as a
+            `jax.ShapeDtypeStruct` with its sharding.
         batch: The batch on the devices, likewise.
     """
 
@@ -36,12 +44,16 @@ class Plan(NamedTuple):
 
 
 def build(trainer: Any, strategy: Strategy, batch: Any) -> None:
-    """Creates what `fit` would create for the first batch: variables of layers, metrics and the optimizer."""
+    """Creates what `fit` would create for the first batch: variables of layers, metrics
+    and the optimizer.
+    """
     with context.entered(Frame(strategy, Mode.CROSS)):
         building.build(trainer, batch)
 
 
-def training_step(trainer: Any, strategy: Strategy, mesh: ReplicaMesh, batch: Any) -> Plan:
+def training_step(
+    trainer: Any, strategy: Strategy, mesh: ReplicaMesh, batch: Any
+) -> Plan:
     """Traces the training step of `trainer` for the devices of `mesh`.
 
     Args:

@@ -10,15 +10,24 @@ from keras_distribute.variables import DistributedVariable, read_before
 
 
 def written_once(model: Any, write: Callable[[], Any]) -> Any:
-    """Calls `write` in one of the processes that share the model, once all have read its variables.
+    """Calls `write` in one of the processes that share the model, once all have read
+    its variables.
 
     Args:
         model: A Keras model or layer.
-        write: Writes its files. What it returns or raises, every process returns or raises.
+        write: Writes its files. What it returns or raises, every process returns or
+            raises.
     """
-    variables = [*getattr(model, "variables", ()), *getattr(getattr(model, "optimizer", None), "variables", ())]
-    distributed = [variable for variable in variables if isinstance(variable, DistributedVariable)]
-    count = max((variable.replica_mesh.num_processes for variable in distributed), default=1)
+    variables = [
+        *getattr(model, "variables", ()),
+        *getattr(getattr(model, "optimizer", None), "variables", ()),
+    ]
+    distributed = [
+        variable for variable in variables if isinstance(variable, DistributedVariable)
+    ]
+    count = max(
+        (variable.replica_mesh.num_processes for variable in distributed), default=1
+    )
     if count == 1:
         return write()
     with read_before(distributed):

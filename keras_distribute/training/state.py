@@ -39,7 +39,8 @@ class StateGroup(Sequence[Any]):
         return self.variables[index].value
 
     def synchronized(self) -> None:
-        """Lets the variables show, by Keras's name for it, that they have their values."""
+        """Lets the variables show, by Keras's name for it, that they have their values.
+        """
         for variable in self.variables[:1]:
             if variable._link is not None:
                 variable._link[0].is_running = False
@@ -66,12 +67,19 @@ class StepState(Holder):
         packing: Packing | None,
         components: Collection[Place],
     ) -> None:
-        super().__init__(((g, i), variable) for g, group in enumerate(groups) for i, variable in enumerate(group))
+        super().__init__(
+            ((g, i), variable)
+            for g, group in enumerate(groups)
+            for i, variable in enumerate(group)
+        )
         self.groups, self._packing = groups, packing
         self._components = frozenset(components)
         self._unpacked: tuple[Any, State | None] = (None, None)
         self._stored: dict[Place, Any] = {}
-        labels = tuple([_Label((g, i)) for i in range(len(group))] for g, group in enumerate(groups))
+        labels = tuple(
+            [_Label((g, i)) for i in range(len(group))]
+            for g, group in enumerate(groups)
+        )
         carried: Any = labels
         if packing is not None:
             buffers = [_Label((-1, i)) for i in range(len(packing.buffers))]
@@ -93,11 +101,15 @@ class StepState(Holder):
     def as_groups(self) -> State:
         """The values as Keras's groups; of what is in buffers, too."""
         return tuple(
-            [self._element((g, i), variable) for i, variable in enumerate(group)] for g, group in enumerate(self.groups)
+            [self._element((g, i), variable) for i, variable in enumerate(group)]
+            for g, group in enumerate(self.groups)
         )
 
     def take(self) -> Any:
-        self._unpacked, self._stored = (None, None), {}  # The arrays end with their step.
+        self._unpacked, self._stored = (
+            (None, None),
+            {},
+        )  # The arrays end with their step.
         return super().take()
 
     def put(self, groups: State) -> None:
@@ -170,7 +182,9 @@ class ArrayState:
         self._sizes = [len(group) for group in groups]
         arrays = [array for group in groups for array in group]
         leaves = [
-            array if getattr(array, "sharding", None) == mesh.replicated else mesh.put_replicated(array)
+            array
+            if getattr(array, "sharding", None) == mesh.replicated
+            else mesh.put_replicated(array)
             for array in arrays
         ]
         self.landing: Landing = [(None, leaves)]

@@ -1,9 +1,11 @@
-"""Wires Keras's trainer to a strategy: each of its steps becomes one program over the global batch.
+"""Wires Keras's trainer to a strategy: each of its steps becomes one program over the
+global batch.
 
-The step that Keras or the user wrote (`train_step`, `test_step`, `predict_step`) is compiled as it is, on the whole
-batch; the batch is split over the replicas, the state is on each, and XLA inserts the communication. So any loss,
-mask, weight, metric or custom step means what it means on one device. What is meant to differ per replica is said in
-`replica_rules.py`.
+The step that Keras or the user wrote (`train_step`, `test_step`, `predict_step`) is
+compiled as it is, on the whole batch; the batch is split over the replicas, the state
+is on each, and XLA inserts the communication. So any loss, mask, weight, metric or
+custom step means what it means on one device. What is meant to differ per replica is
+said in `replica_rules.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from keras_distribute import context, launches
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import ContextError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import (
+    ContextError,
+    ValueStructureError,
+    VariableScopeError,
+)
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import accumulation, batches, feeds, local, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
@@ -44,25 +50,46 @@ def adopt(trainer: Any) -> None:
         raise ContextError(
             "A model belongs to the strategy under whose scope it was created.",
             received=f"a model of {own!r} in the scope of {current!r}.",
-            fix="create the model again in this scope, and load its weights: model.load_weights(path).",
+            fix="create the model again in this scope, and load its weights: "
+            "model.load_weights(path).",
         )
     setattr(trainer, _ATTRIBUTE, current)
 
 
 def strategy_of(trainer: Any) -> Strategy | None:
-    """The strategy that the trainer was created or compiled under, or of the scope around, or of its variables."""
-    return getattr(trainer, _ATTRIBUTE, None) or _current_strategy() or strategy_of_variables(trainer)
+    """The strategy that the trainer was created or compiled under, or of the scope
+    around, or of its variables.
+    """
+    return (
+        getattr(trainer, _ATTRIBUTE, None)
+        or _current_strategy()
+        or strategy_of_variables(trainer)
+    )
 
 
 def strategy_of_variables(trainer: Any) -> Strategy | None:
     """The strategy under whose scope the variables of a model were created."""
-    variables = [*getattr(trainer, "trainable_variables", []), *getattr(trainer, "non_trainable_variables", [])]
-    return next((v.distribute_strategy for v in variables if isinstance(v, DistributedVariable)), None)
+    variables = [
+        *getattr(trainer, "trainable_variables", []),
+        *getattr(trainer, "non_trainable_variables", []),
+    ]
+    return next(
+        (
+            v.distribute_strategy
+            for v in variables
+            if isinstance(v, DistributedVariable)
+        ),
+        None,
+    )
 
 
 def _current_strategy() -> Strategy | None:
-    """The strategy whose scope is open; `None` inside a Keras distribution opened in its scope."""
-    return context.scope_strategy() if keras.distribution.distribution() is None else None
+    """The strategy whose scope is open; `None` inside a Keras distribution opened in
+    its scope.
+    """
+    return (
+        context.scope_strategy() if keras.distribution.distribution() is None else None
+    )
 
 
 def frame_for(strategy: Strategy | None) -> Frame | None:
@@ -75,7 +102,9 @@ def frame_for(strategy: Strategy | None) -> Frame | None:
     if strategy is None:
         if current.strategy is context.default_strategy():
             return None
-        return context.default_strategy().top_frame  # A plain model, in a callback of another's fit.
+        return (
+            context.default_strategy().top_frame
+        )  # A plain model, in a callback of another's fit.
     if current.per_replica:
         raise ContextError(
             "A model's fit, evaluate and predict run on all replicas by themselves.",
@@ -91,19 +120,25 @@ def takes_host_batches() -> bool:
     return context.has_strategy() and keras.distribution.distribution() is None
 
 
-def choose_adapter(original: Callable[..., Any], x: Any, arguments: dict[str, Any]) -> Any:
+def choose_adapter(
+    original: Callable[..., Any], x: Any, arguments: dict[str, Any]
+) -> Any:
     """The data adapter for the `x` of `fit`."""
     strategy = context.get_strategy() if context.has_strategy() else None
     return feeds.choose_adapter(original, x, arguments, strategy)
 
 
 def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
-    """The batches of one pass, ready for the steps of `trainer`; an iterator with `release`."""
+    """The batches of one pass, ready for the steps of `trainer`; an iterator with
+    `release`.
+    """
     strategy = strategy_of(trainer)
     if strategy is None:
         return feeds.host_feed(adapter, per_epoch)
     followed = follower_of(trainer) is not None
-    return feeds.feed(adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch, followed)
+    return feeds.feed(
+        adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch, followed
+    )
 
 
 def refuse_empty() -> None:
@@ -120,17 +155,27 @@ def group_sizes(trainer: Any) -> GroupSize | None:
     strategy = strategy_of(trainer)
     if strategy is None:
         return None
-    # Several processes, which have to run the same programs, would measure different times.
-    return GroupSize() if strategy.replica_mesh.num_processes == 1 else GroupSize(sizes=(1,))
+    # Several processes, which have to run the same programs, would measure different
+    # times.
+    return (
+        GroupSize()
+        if strategy.replica_mesh.num_processes == 1
+        else GroupSize(sizes=(1,))
+    )
 
 
 def is_quiet() -> bool:
-    """Whether another process writes the files and the progress bar of the `fit` that begins."""
-    return context.has_strategy() and context.get_strategy().replica_mesh.process_index > 0
+    """Whether another process writes the files and the progress bar of the `fit` that
+    begins.
+    """
+    return (
+        context.has_strategy() and context.get_strategy().replica_mesh.process_index > 0
+    )
 
 
 def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
-    """A step that takes Keras's state and a batch of the host; `None` for a trainer without a strategy.
+    """A step that takes Keras's state and a batch of the host; `None` for a trainer
+    without a strategy.
 
     Args:
         trainer: The model.
@@ -171,15 +216,22 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         step = local.of(trainer, strategy, plain) if kind == "train" else plain
         packing = Packing(form, strategy.replica_mesh, single=places)
         carried_step = packing.around(step) if packing else step
-    # Where nothing is divided, a step of the user's own may return its groups as tuples or lists.
+    # Where nothing is divided, a step of the user's own may return its groups as tuples
+    # or lists.
     shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
-    return CompiledStep(strategy, carried_step, groups, packing or None, shardings, plain=plain)
+    return CompiledStep(
+        strategy, carried_step, groups, packing or None, shardings, plain=plain
+    )
 
 
 def _accumulating(
-    strategy: Strategy, trainer: Any, groups: list[list[Any]], indices: list[int], step: Step
+    strategy: Strategy,
+    trainer: Any,
+    groups: list[list[Any]],
+    indices: list[int],
+    step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
     shardings = sharding.of_state(groups, strategy.replica_mesh)
@@ -187,11 +239,15 @@ def _accumulating(
         shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
     step = accumulation.accumulating(trainer, strategy, indices, step)
     components = [(_SLOTS, i) for i in indices]
-    return CompiledStep(strategy, step, groups, shardings=shardings, components=components)
+    return CompiledStep(
+        strategy, step, groups, shardings=shardings, components=components
+    )
 
 
 def _step_of(trainer: Any, kind: str) -> Step:
-    """Keras's step, or the user's own, from the state and a batch to logs and the new state."""
+    """Keras's step, or the user's own, from the state and a batch to logs and the new
+    state.
+    """
     if kind != "predict":
         return getattr(trainer, f"{kind}_step")
 
@@ -218,15 +274,19 @@ class EagerStep:
         if mesh.num_processes > 1:
             raise ContextError(
                 "Steps over several processes are compiled.",
-                received=f"run_eagerly=True, or jit_compile=False, on {mesh.num_processes} processes.",
-                fix="leave both as they are; run eagerly under kd.MirroredStrategy in one process.",
+                received="run_eagerly=True, or jit_compile=False, on "
+                f"{mesh.num_processes} processes.",
+                fix="leave both as they are; run eagerly under kd.MirroredStrategy in "
+                "one process.",
             )
         self._strategy, self._step = strategy, step
         self._state: StepState | None = None
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step; see `CompiledStep`."""
-        placed, _, spread = batches.place(data, self._strategy.replica_mesh, traced=False)
+        placed, _, spread = batches.place(
+            data, self._strategy.replica_mesh, traced=False
+        )
         frame = Frame(self._strategy, Mode.CROSS, rows=spread[0], groups=spread[1])
         if not is_held(state):
             with context.entered(frame):
@@ -247,14 +307,19 @@ def _check_variables(strategy: Strategy, groups: list[list[Any]]) -> None:
         variable
         for group in groups
         for variable in group
-        if not (isinstance(variable, DistributedVariable) and variable.distribute_strategy is strategy)
+        if not (
+            isinstance(variable, DistributedVariable)
+            and variable.distribute_strategy is strategy
+        )
     ]
     if wrong:
         names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in wrong[:20])
         more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
         raise VariableScopeError(
-            f"{len(wrong)} variable(s) do not belong to the strategy of {strategy.num_replicas_in_sync} replica(s) "
+            f"{len(wrong)} variable(s) do not belong to the strategy of "
+            f"{strategy.num_replicas_in_sync} replica(s) "
             f"that the model runs on:\n    {names}{more}",
             received=f"{strategy!r}.",
-            fix="create the model, its optimizer and its metrics inside `with strategy.scope():`.",
+            fix="create the model, its optimizer and its metrics inside `with "
+            "strategy.scope():`.",
         )

@@ -39,7 +39,8 @@ _training: dict[int, tuple[int, str, str]] = {}
 
 
 class StrategyTrainer(JAXTrainer):
-    """The trainer of every `keras.Model`: on all replicas where a strategy is in force."""
+    """The trainer of every `keras.Model`: on all replicas where a strategy is in force.
+    """
 
     def __init__(self) -> None:
         steps.adopt(self)
@@ -86,7 +87,8 @@ class StrategyTrainer(JAXTrainer):
         metrics_variables: bool = False,
         purge_model_variables: bool = False,
     ) -> tuple[Any, ...]:
-        """What Keras hands to a step: the values, which stay with whoever holds them."""
+        """What Keras hands to a step: the values, which stay with whoever holds them.
+        """
         wanted = {
             "trainable_variables": trainable_variables,
             "non_trainable_variables": non_trainable_variables,
@@ -94,7 +96,9 @@ class StrategyTrainer(JAXTrainer):
             "metrics_variables": metrics_variables,
         }
         if steps.strategy_of(self) is None:
-            return super()._get_jax_state(**wanted, purge_model_variables=purge_model_variables)
+            return super()._get_jax_state(
+                **wanted, purge_model_variables=purge_model_variables
+            )
         groups = [getattr(self, name) for name in _GROUPS if wanted[name]]
         if optimizer_variables:
             optimizer = self.optimizer
@@ -102,7 +106,9 @@ class StrategyTrainer(JAXTrainer):
         return tuple(StateGroup(list(group)) for group in groups)
 
     def jax_state_sync(self) -> None:
-        """Gives the variables the values of a step that is not ours; the others have them."""
+        """Gives the variables the values of a step that is not ours; the others have
+        them.
+        """
         state = self._jax_state
         if steps.strategy_of(self) is None:
             compat.sync(self)
@@ -149,7 +155,9 @@ class StrategyTrainer(JAXTrainer):
             iterator = iterator.to_look_at()
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def _maybe_symbolic_build(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
         """Of Keras 3.16, which reads the first batch from the adapter itself."""
         looks = isinstance(iterator, StrategyEpochIterator) and data_batch is None
         first = iterator.to_look_at() if looks else iterator
@@ -161,7 +169,9 @@ class StrategyTrainer(JAXTrainer):
 
 def install() -> compat.Undo:
     """Makes `StrategyTrainer` the trainer of all models, and returns what undoes it."""
-    return compat.install(StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch)
+    return compat.install(
+        StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch
+    )
 
 
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,10 +196,14 @@ def _host_batch(original: Callable[..., Any], data: Any, layouts: Any) -> Any:
     """The batch as it is, but for Python numbers: Keras asks the leaves for a shape."""
     if not steps.takes_host_batches():
         return original(data, layouts)
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data)
+    return jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data
+    )
 
 
-def _called(trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _called(
+    trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Runs a public method of the trainer in its strategy's context, and cleans up."""
     frames, outer = context.stack.frames, calls.stack.calls
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
@@ -296,7 +310,8 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
 
 
 def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The next `size` batches, or those that are left; `StopIteration` where none is."""
+    """The next `size` batches, or those that are left; `StopIteration` where none is.
+    """
     batches = [next(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < size:

@@ -7,8 +7,9 @@
 | assigned in a replica   | aggregated first                | this replica's component                           |
 | assigned across replicas| every copy                      | so that a read across replicas gives the value back|
 
-Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice. Inside a program a stateless scope
-carries their values, as Keras does it; this room says what a read or an assignment means there.
+Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice.
+Inside a program a stateless scope carries their values, as Keras does it; this room
+says what a read or an assignment means there.
 """
 
 from keras_distribute.variables.base import DistributedVariable, Layout

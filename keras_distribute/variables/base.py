@@ -14,7 +14,11 @@ from jax.sharding import NamedSharding
 from keras_distribute import context, launches
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame
-from keras_distribute.errors import StructureTypeError, ValueStructureError, VariableScopeError
+from keras_distribute.errors import (
+    StructureTypeError,
+    ValueStructureError,
+    VariableScopeError,
+)
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.values import DistributedValues
 from keras_distribute.variables import reading
@@ -27,15 +31,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a variable is divided over the logical devices of a replica: for each dimension mesh axes, or `None`."""
+    """How a variable is divided over the logical devices of a replica: for each
+    dimension mesh axes, or `None`.
+    """
 
     axes: tuple[Any, ...] = ()
 
 
 class DistributedVariable(compat.Variable):
-    """Base of the variables that live on all replicas of a strategy; made by `keras.Variable` under its scope."""
+    """Base of the variables that live on all replicas of a strategy; made by
+    `keras.Variable` under its scope.
+    """
 
-    # Its own array, or where its holder has it. While there is a link, only that counts.
+    # Its own array, or where its holder has it. While there is a link, only that
+    # counts.
     _own: jax.Array | None = None
     _link: Link | None = None
 
@@ -48,11 +57,14 @@ class DistributedVariable(compat.Variable):
         self._direct_assign(value)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
-        self._initialize(self._convert_to_tensor(initializer(self._shape, dtype=self._dtype)))
+        self._initialize(
+            self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))
+        )
 
     @functools.cached_property
     def logical_axes(self) -> tuple[Any, ...]:
-        """How each dimension is divided over the logical devices of a replica: mesh axes, or `None`.
+        """How each dimension is divided over the logical devices of a replica: mesh
+        axes, or `None`.
 
         A slot of an optimizer has the layout of its weight, which Keras hands on.
         """
@@ -87,7 +99,8 @@ class DistributedVariable(compat.Variable):
 
     @property
     def _value(self) -> jax.Array | None:
-        """Keras's name for the array, which is `None` in the middle of Keras's loops."""
+        """Keras's name for the array, which is `None` in the middle of Keras's loops.
+        """
         link = self._link
         return None if link is not None and link[0].is_running else self.stored
 
@@ -124,7 +137,9 @@ class DistributedVariable(compat.Variable):
 
     @property
     def stored(self) -> jax.Array | None:
-        """The array that stands on the devices; `None` before the variable is initialized."""
+        """The array that stands on the devices; `None` before the variable is
+        initialized.
+        """
         with launches.lock:  # Another thread's step may take it meanwhile.
             link = self._link
             return self._own if link is None else link[0].stored(link[1], self)
@@ -160,32 +175,39 @@ class DistributedVariable(compat.Variable):
         Raises:
             ValueStructureError: For another shape.
             StructureTypeError: For a value that differs per replica.
-            AggregationError: From `Strategy.run`, when the replicas would assign different values to a mirrored
-                variable without aggregation.
+            AggregationError: From `Strategy.run`, when the replicas would assign
+                different values to a mirrored variable without aggregation.
             VariableScopeError: In the scope of another strategy.
         """
         return self._assign(self._checked(value))
 
     def assign_add(self, value: Any) -> Any:
-        """Adds `value`; in a replica, the aggregation applies to what is added. As `assign` otherwise."""
+        """Adds `value`; in a replica, the aggregation applies to what is added. As
+        `assign` otherwise.
+        """
         return self._assign_change(self._checked(value))
 
     def assign_sub(self, value: Any) -> Any:
-        """Subtracts `value`; in a replica, the aggregation applies to what is subtracted. As `assign` otherwise."""
+        """Subtracts `value`; in a replica, the aggregation applies to what is
+        subtracted. As `assign` otherwise.
+        """
         return self._assign_change(-self._checked(value))
 
     def _checked(self, value: Any) -> Any:
         if isinstance(value, DistributedValues) and not hasattr(value, "value"):
             raise StructureTypeError(
-                f"A value that differs per replica cannot be assigned to {self.path!r} across replicas.",
+                f"A value that differs per replica cannot be assigned to {self.path!r} "
+                "across replicas.",
                 received=f"{value!r}.",
-                fix='assign it inside strategy.run, or reduce it first: strategy.reduce("SUM", value, axis=None).',
+                fix="assign it inside strategy.run, or reduce it first: "
+                'strategy.reduce("SUM", value, axis=None).',
             )
         value = self._convert_to_tensor(owned(value), dtype=self._dtype)
         if not compat.shape_equal(value.shape, self.shape):
             raise ValueStructureError(
                 "The shape of the target variable and the shape of the target value in "
-                f"`variable.assign(value)` must match: {self.path!r} has the shape {tuple(self.shape)}.",
+                f"`variable.assign(value)` must match: {self.path!r} has the shape "
+                f"{tuple(self.shape)}.",
                 received=f"a value of shape {tuple(value.shape)}.",
                 fix="assign a value of the variable's shape.",
             )
@@ -207,8 +229,10 @@ class DistributedVariable(compat.Variable):
         current = context.frame()
         if context.has_strategy() and current.strategy is not self._strategy:
             raise VariableScopeError(
-                f"The variable {self.path!r} lives on another strategy than the current one.",
-                received=f"a variable of {self._strategy!r}, assigned in {context.describe(current)}",
+                f"The variable {self.path!r} lives on another strategy than the "
+                "current one.",
+                received=f"a variable of {self._strategy!r}, assigned in "
+                f"{context.describe(current)}",
                 fix="leave the other strategy's scope first.",
             )
         return current
@@ -237,8 +261,13 @@ class DistributedVariable(compat.Variable):
         return self.is_initialized
 
     def __repr__(self) -> str:
-        value = f", value={keras.ops.convert_to_numpy(self._read_stored())}" if self._is_shown() else ""
+        value = (
+            f", value={keras.ops.convert_to_numpy(self._read_stored())}"
+            if self._is_shown()
+            else ""
+        )
         return (
-            f"<{type(self).__name__} path={self.path}, shape={self.shape}, dtype={self.dtype}, "
+            f"<{type(self).__name__} path={self.path}, shape={self.shape}, "
+            f"dtype={self.dtype}, "
             f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
         )

@@ -15,13 +15,17 @@ from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 
 
 def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
-    """The class of a variable that is created now, from its named arguments; `None` for Keras's own.
+    """The class of a variable that is created now, from its named arguments; `None` for
+    Keras's own.
 
-    Explicit `synchronization` or `aggregation` win. Otherwise trainable and optimizer variables are mirrored, metric
-    variables are created `on_read` by Keras, floating state of layers that is not trained (batch normalization's moving
-    statistics) is sync-on-read with the mean, gradient accumulators sync-on-read with the sum, all else is mirrored.
+    Explicit `synchronization` or `aggregation` win. Otherwise trainable and optimizer
+    variables are mirrored, metric variables are created `on_read` by Keras, floating
+    state of layers that is not trained (batch normalization's moving statistics) is
+    sync-on-read with the mean, gradient accumulators sync-on-read with the sum, all
+    else is mirrored.
 
-    A `keras.distribution` opened inside the scope is the inner one, and places the variable.
+    A `keras.distribution` opened inside the scope is the inner one, and places the
+    variable.
 
     Raises:
         AggregationError: For `synchronization="none"`, as in TensorFlow.
@@ -33,7 +37,8 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
     if synchronization in ("none", None):
         raise AggregationError(
             'synchronization="none" has no meaning for a variable on several replicas.',
-            received=f"keras.Variable(..., synchronization={synchronization!r}) in the scope of "
+            received=f"keras.Variable(..., synchronization={synchronization!r}) in the "
+            "scope of "
             f"{context.get_strategy()!r}.",
             fix='synchronization="auto", "on_write" or "on_read".',
         )
@@ -42,8 +47,15 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
     if synchronization == "auto":
         if compat.is_gradient_accumulator():
             return SyncOnReadVariable
-        untrained = not arguments.get("trainable", True) and aggregation in ("none", None)
+        untrained = not arguments.get("trainable", True) and aggregation in (
+            "none",
+            None,
+        )
         dtype = keras.backend.standardize_dtype(arguments.get("dtype"))
-        if untrained and compat.is_layer_state() and keras.backend.is_float_dtype(dtype):
+        if (
+            untrained
+            and compat.is_layer_state()
+            and keras.backend.is_float_dtype(dtype)
+        ):
             return SyncOnReadVariable
     return MirroredVariable

@@ -1,4 +1,6 @@
-"""Between one value and the components of the replicas: inside a program, and as programs of their own."""
+"""Between one value and the components of the replicas: inside a program, and as
+programs of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,34 @@ def of_first(value: Any) -> Any:
 
 
 def combined(aggregation: str, value: Any) -> Any:
-    """The replicas' values as one, by an aggregation other than `"none"`; inside a program."""
+    """The replicas' values as one, by an aggregation other than `"none"`; inside a
+    program.
+    """
     value = of_this_replica(value)
-    total = lax.psum(of_first(value) if aggregation == "only_first_replica" else value, REPLICA_AXIS)
-    return (total / lax.axis_size(REPLICA_AXIS) if aggregation == "mean" else total).astype(value.dtype)
+    total = lax.psum(
+        of_first(value) if aggregation == "only_first_replica" else value, REPLICA_AXIS
+    )
+    return (
+        total / lax.axis_size(REPLICA_AXIS) if aggregation == "mean" else total
+    ).astype(value.dtype)
 
 
 def strong(value: Any) -> Any:
-    """Without JAX's weak type, which a Python number leaves: the programs that follow would compile twice."""
-    return lax.convert_element_type(value, value.dtype) if getattr(value, "weak_type", False) else value
+    """Without JAX's weak type, which a Python number leaves: the programs that follow
+    would compile twice.
+    """
+    return (
+        lax.convert_element_type(value, value.dtype)
+        if getattr(value, "weak_type", False)
+        else value
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ()) -> Any:
-    """A program from one value to the stored components: the value for each, or for the first and zeros."""
+    """A program from one value to the stored components: the value for each, or for the
+    first and zeros.
+    """
 
     def spread(value: jax.Array) -> jax.Array:
         shape = (mesh.num_replicas, *value.shape)
@@ -48,7 +64,9 @@ def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ())
 
 @functools.lru_cache(maxsize=256)
 def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> Any:
-    """A program from the stored components to the value that a read across replicas gives."""
+    """A program from the stored components to the value that a read across replicas
+    gives.
+    """
 
     def aggregate(stacked: jax.Array) -> jax.Array:
         if aggregation == "only_first_replica":
@@ -56,8 +74,11 @@ def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> 
         total = jnp.sum(stacked, 0, dtype=stacked.dtype)
         if aggregation == "sum":
             return total
-        # XLA multiplies by 1 / n: the mean of three equal numbers would be another number.
+        # XLA multiplies by 1 / n: the mean of three equal numbers would be another
+        # number.
         equal = jnp.all(stacked == stacked[:1], 0)
-        return jnp.where(equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype))
+        return jnp.where(
+            equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype)
+        )
 
     return launches.ordered(jax.jit(aggregate, out_shardings=sharding))

@@ -38,7 +38,8 @@ class Holder:
     """The values of some variables, between two calls of a program.
 
     Attributes:
-        landing: What the program's results are appended to; empty before the first call.
+        landing: What the program's results are appended to; empty before the first
+            call.
         changed: The variables, by their places, that are to be taken (again).
         is_running: Whether Keras's loop goes on, which has not synchronized yet.
     """
@@ -85,11 +86,15 @@ class Holder:
         del place
 
     def across(self, place: Place, variable: DistributedVariable) -> Any:
-        """What the variable reads across replicas, if that is in the state; else `None`."""
+        """What the variable reads across replicas, if that is in the state; else
+        `None`.
+        """
         del place, variable
         return None
 
-    def _read(self, place: Place, variable: DistributedVariable, find: Callable[..., Any]) -> Any:
+    def _read(
+        self, place: Place, variable: DistributedVariable, find: Callable[..., Any]
+    ) -> Any:
         with launches.lock:
             launches.settle()
             if not jax_internals.is_tracing():
@@ -104,11 +109,14 @@ class Holder:
         return array if self._thread == threading.get_ident() else _copied(array)
 
     def _with(self, changed: dict[Place, DistributedVariable]) -> Any:
-        """The state with the values of these variables, which are all at the first call."""
+        """The state with the values of these variables, which are all at the first
+        call.
+        """
         raise NotImplementedError
 
     def _array(self, place: Place, variable: DistributedVariable) -> Any:
-        """The array at a place as the variable stores it; `None` if it cannot be had."""
+        """The array at a place as the variable stores it; `None` if it cannot be had.
+        """
         raise NotImplementedError
 
 

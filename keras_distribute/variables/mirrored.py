@@ -21,9 +21,10 @@ from keras_distribute.variables.components import combined, strong
 class MirroredVariable(DistributedVariable):
     """A variable with the same value on every replica, stored as one replicated array.
 
-    Source: `tf.distribute`'s variables with `synchronization=ON_WRITE`. Assigned in a replica, the values of all
-    replicas are first combined by its `aggregation`; with `"none"` they must be the same on every replica, which is
-    proved before the program runs.
+    Source: `tf.distribute`'s variables with `synchronization=ON_WRITE`. Assigned in a
+    replica, the values of all replicas are first combined by its `aggregation`; with
+    `"none"` they must be the same on every replica, which is proved before the program
+    runs.
 
     Example:
         >>> import keras, keras_distribute as kd
@@ -41,11 +42,15 @@ class MirroredVariable(DistributedVariable):
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where the parts of the array are: the whole on every device, unless it is divided among them."""
+        """Where the parts of the array are: the whole on every device, unless it is
+        divided among them.
+        """
         if self._divided:
             return self.replica_mesh.divided(self.shape, self.logical_axes)
         if any(self.logical_axes):
-            return NamedSharding(self.replica_mesh.mesh, PartitionSpec(*self.logical_axes))
+            return NamedSharding(
+                self.replica_mesh.mesh, PartitionSpec(*self.logical_axes)
+            )
         return self.replica_mesh.replicated
 
     @property
@@ -102,4 +107,8 @@ class MirroredVariable(DistributedVariable):
         return value
 
     def _aggregates(self, current: Frame) -> bool:
-        return current.per_replica and current.mode is Mode.REPLICA and self.aggregation != "none"
+        return (
+            current.per_replica
+            and current.mode is Mode.REPLICA
+            and self.aggregation != "none"
+        )

@@ -1,4 +1,5 @@
-"""Which arrays belong to a variable alone: each step is given them, and deletes them."""
+"""Which arrays belong to a variable alone: each step is given them, and deletes them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ _giving = _Giving()
 
 @contextlib.contextmanager
 def given_away() -> Generator[None]:
-    """Arrays assigned in this `with` block are the variables' from now on: nobody else uses them."""
+    """Arrays assigned in this `with` block are the variables' from now on: nobody else
+    uses them.
+    """
     before, _giving.away = _giving.away, True
     try:
         yield
@@ -33,8 +36,14 @@ def given_away() -> Generator[None]:
 
 
 def owned(value: Any) -> Any:
-    """A copy of an array that the caller holds: a variable's own is given to each step, which deletes it."""
+    """A copy of an array that the caller holds: a variable's own is given to each step,
+    which deletes it.
+    """
     if isinstance(value, keras.Variable | Mirrored):
         value = value.value
-    kept = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and not _giving.away
+    kept = (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and not _giving.away
+    )
     return jnp.copy(value) if kept else value

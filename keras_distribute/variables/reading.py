@@ -1,4 +1,6 @@
-"""Values read beforehand, with all processes, for code that one process runs by itself: it saves a file."""
+"""Values read beforehand, with all processes, for code that one process runs by itself:
+it saves a file.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,18 @@ def known(variable: DistributedVariable) -> Any:
 
 @contextlib.contextmanager
 def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
-    """Reads the values of `variables` now, with all processes; in the `with` block each can read on its own."""
-    read = {id(v): on_host(v._read_stored()) for v in variables if v.is_read_together and v.stored is not None}
-    before, _known.values = _known.values, {key: jnp.asarray(value) for key, value in read.items()}
+    """Reads the values of `variables` now, with all processes; in the `with` block each
+    can read on its own.
+    """
+    read = {
+        id(v): on_host(v._read_stored())
+        for v in variables
+        if v.is_read_together and v.stored is not None
+    }
+    before, _known.values = (
+        _known.values,
+        {key: jnp.asarray(value) for key, value in read.items()},
+    )
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""The check that all processes gave the same values to the variables which are the same everywhere."""
+"""The check that all processes gave the same values to the variables which are the same
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,17 @@ from keras_distribute.variables.mirrored import MirroredVariable
 
 
 def check_same_values(variables: Sequence[DistributedVariable]) -> None:
-    """Raises where the processes have given mirrored variables different values; across replicas, before a program.
+    """Raises where the processes have given mirrored variables different values; across
+    replicas, before a program.
 
     Raises:
         VariableScopeError: Names the variables.
     """
-    mirrored = [v for v in variables if isinstance(v, MirroredVariable) and v.stored is not None and not v._divided]
+    mirrored = [
+        v
+        for v in variables
+        if isinstance(v, MirroredVariable) and v.stored is not None and not v._divided
+    ]
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
@@ -30,11 +37,15 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
             received=f"{', '.join(str(len(other)) for other in said)} variables.",
             fix="build the same model in every process.",
         )
-    differing = [v.path for i, v in enumerate(mirrored) if len({other[i] for other in said}) > 1]
+    differing = [
+        v.path for i, v in enumerate(mirrored) if len({other[i] for other in said}) > 1
+    ]
     if differing:
         raise VariableScopeError(
-            f"The processes have given different values to {len(differing)} mirrored variable(s): "
+            f"The processes have given different values to {len(differing)} mirrored "
+            "variable(s): "
             f"{', '.join(differing[:20])}.",
             received=f"{count} processes.",
-            fix="assign the same values in every process: kd.run_on_chief(make_values) gives all of them the chief's.",
+            fix="assign the same values in every process: kd.run_on_chief(make_values) "
+            "gives all of them the chief's.",
         )

@@ -16,38 +16,66 @@ from keras_distribute.errors import AggregationError
 from keras_distribute.mesh import components
 from keras_distribute.values import PerReplica
 from keras_distribute.variables.base import DistributedVariable
-from keras_distribute.variables.components import aggregated, combined, of_first, spread_over, strong
+from keras_distribute.variables.components import (
+    aggregated,
+    combined,
+    of_first,
+    spread_over,
+    strong,
+)
 from keras_distribute.variables.ownership import owned
 
 
 class SyncOnReadVariable(DistributedVariable):
-    """A variable of which each replica has a component of its own, combined when it is read across replicas.
+    """A variable of which each replica has a component of its own, combined when it is
+    read across replicas.
 
-    Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside `Strategy.run` communicate
-    nothing. Differs from TF: assigned across replicas with `"sum"`, the first component takes the whole value and the
-    others zero, so that any dtype reads back exactly (TensorFlow divides by the number of replicas); and `assign_add`
-    across replicas is allowed: it changes the components so that what is read changes by as much. A `PerReplica`
-    assigned across replicas gives each replica its component.
+    Source: `tf.distribute`'s variables with `synchronization=ON_READ`. Updates inside
+    `Strategy.run` communicate nothing. Differs from TF: assigned across replicas with
+    `"sum"`, the first component takes the whole value and the others zero, so that any
+    dtype reads back exactly (TensorFlow divides by the number of replicas); and
+    `assign_add` across replicas is allowed: it changes the components so that what is
+    read changes by as much. A `PerReplica` assigned across replicas gives each replica
+    its component.
     """
 
-    def __init__(self, *args: Any, synchronization: str = "auto", aggregation: str = "none", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        synchronization: str = "auto",
+        aggregation: str = "none",
+        **kwargs: Any,
+    ) -> None:
         if synchronization == "auto":
-            synchronization, aggregation = "on_read", "sum" if compat.is_gradient_accumulator() else "mean"
-        super().__init__(*args, synchronization=synchronization, aggregation=aggregation, **kwargs)
+            synchronization, aggregation = (
+                "on_read",
+                "sum" if compat.is_gradient_accumulator() else "mean",
+            )
+        super().__init__(
+            *args, synchronization=synchronization, aggregation=aggregation, **kwargs
+        )
         if self._own is not None:  # Keras took the shape of what is stored.
             self._shape = self._own.shape[1:]
             self._ndim = len(self._shape)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where the components are: each on its replica, divided over its logical devices if the variable is."""
-        return self.replica_mesh.stacked(self.logical_axes) if any(self.logical_axes) else self.replica_mesh.split
+        """Where the components are: each on its replica, divided over its logical
+        devices if the variable is.
+        """
+        return (
+            self.replica_mesh.stacked(self.logical_axes)
+            if any(self.logical_axes)
+            else self.replica_mesh.split
+        )
 
     @property
     def value_sharding(self) -> NamedSharding:
         mesh = self.replica_mesh
         return (
-            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes)) if any(self.logical_axes) else mesh.replicated
+            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes))
+            if any(self.logical_axes)
+            else mesh.replicated
         )
 
     @property
@@ -56,26 +84,42 @@ class SyncOnReadVariable(DistributedVariable):
 
     @property
     def components(self) -> PerReplica | None:
-        """What is stored, to be assigned again as it is; `None` before it is initialized."""
+        """What is stored, to be assigned again as it is; `None` before it is
+        initialized.
+        """
         return PerReplica(stacked=self.stored) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:
-        if isinstance(value, PerReplica) and value.stacked is not None and value.stacked.shape[1:] == self.shape:
+        if (
+            isinstance(value, PerReplica)
+            and value.stacked is not None
+            and value.stacked.shape[1:] == self.shape
+        ):
             return value
         return super()._checked(value)
 
     def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             stacked = jnp.asarray(owned(value.stacked), self._dtype)
-            return jax.device_put(stacked, self.sharding) if any(self.logical_axes) else stacked
-        value = self.replica_mesh.put(strong(value), self.value_sharding)  # It may be on one device, for good.
+            return (
+                jax.device_put(stacked, self.sharding)
+                if any(self.logical_axes)
+                else stacked
+            )
+        value = self.replica_mesh.put(
+            strong(value), self.value_sharding
+        )  # It may be on one device, for good.
         return self._spread(value)
 
     def _spread(self, value: Any) -> jax.Array:
-        return spread_over(self.replica_mesh, self.aggregation == "sum", self.logical_axes)(value)
+        return spread_over(
+            self.replica_mesh, self.aggregation == "sum", self.logical_axes
+        )(value)
 
     def _assign_change(self, change: Any) -> Any:
-        """Changes each component, so that what is read changes by `change` and no replica's own state is lost."""
+        """Changes each component, so that what is read changes by `change` and no
+        replica's own state is lost.
+        """
         current = self._own_frame()
         scoped = compat.stateless_value(self)
         if scoped is not None and current.per_replica:
@@ -105,7 +149,9 @@ class SyncOnReadVariable(DistributedVariable):
         if held is not None:
             return held
         liveness.together(self.replica_mesh.num_processes)
-        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(self.stored)
+        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
+            self.stored
+        )
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):
@@ -114,16 +160,23 @@ class SyncOnReadVariable(DistributedVariable):
         return combined(self.aggregation, scoped)
 
     def _write_in_program(self, value: Any, current: Frame) -> Any:
-        if current.per_replica and current.mode is Mode.CROSS and self.aggregation == "sum":
+        if (
+            current.per_replica
+            and current.mode is Mode.CROSS
+            and self.aggregation == "sum"
+        ):
             return of_first(value)
         return value
 
     def _check_readable(self) -> None:
         if self.aggregation == "none":
             raise AggregationError(
-                f"The components of {self.path!r} have no aggregation, so they cannot be read as one value.",
-                received='a variable with synchronization="on_read", aggregation="none".',
-                fix='create it with aggregation="sum", "mean" or "only_first_replica", or read it inside strategy.run.',
+                f"The components of {self.path!r} have no aggregation, so they cannot "
+                "be read as one value.",
+                received='a variable with synchronization="on_read", '
+                'aggregation="none".',
+                fix='create it with aggregation="sum", "mean" or "only_first_replica", '
+                "or read it inside strategy.run.",
             )
 
     def __repr__(self) -> str:

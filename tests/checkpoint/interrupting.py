@@ -1,4 +1,6 @@
-"""Trains with interruptions, and compares with a run that had none: every variable and the whole history, bit for bit."""
+"""Trains with interruptions, and compares with a run that had none: every variable and
+the whole history, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,19 @@ class Log(keras.callbacks.Callback):
 def build(optimizer: str = "adam", steps_per_execution: int = 1) -> keras.Model:
     """Moving statistics, a seed, metrics: all kinds of state, and quick to compile."""
     model = keras.Sequential(
-        [keras.Input((6,)), layers.BatchNormalization(momentum=0.8), layers.Dropout(0.3), layers.Dense(3)]
+        [
+            keras.Input((6,)),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Dropout(0.3),
+            layers.Dense(3),
+        ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
-        optimizer=optimizer_of(optimizer), loss=loss, metrics=["accuracy"], steps_per_execution=steps_per_execution
+        optimizer=optimizer_of(optimizer),
+        loss=loss,
+        metrics=["accuracy"],
+        steps_per_execution=steps_per_execution,
     )
     return model
 
@@ -87,7 +97,8 @@ def run(
     make: Callable[[], Any] = build,
     seed: int = SEED,
 ) -> dict[str, Any]:
-    """A run of the script, from its first line on; `None` in place of a folder saves nothing.
+    """A run of the script, from its first line on; `None` in place of a folder saves
+    nothing.
 
     Args:
         place: How many replicas; 0 is plain Keras.
@@ -97,16 +108,27 @@ def run(
         callbacks: Others.
         backup: Arguments of `BackupAndRestore`.
         make: Makes the model.
-        seed: Of NumPy's and Python's random streams; those of a run that goes on come from the checkpoint.
+        seed: Of NumPy's and Python's random streams; those of a run that goes on come
+            from the checkpoint.
     """
     keras.utils.set_random_seed(SEED)
     with scope(place):
         model = make()
-    random.seed(seed)  # Not TensorFlow's: a dataset keeps its seed, which a script has to set.
+    random.seed(
+        seed
+    )  # Not TensorFlow's: a dataset keeps its seed, which a script has to set.
     np.random.seed(seed)
     log = Log()
-    own = [] if folder is None else [kd.callbacks.BackupAndRestore(folder, **{"save_freq": 2} | (backup or {}))]
-    history = fit(model, callbacks=[*own, log, *callbacks, *([] if cut is None else [cut])])
+    own = (
+        []
+        if folder is None
+        else [
+            kd.callbacks.BackupAndRestore(folder, **{"save_freq": 2} | (backup or {}))
+        ]
+    )
+    history = fit(
+        model, callbacks=[*own, log, *callbacks, *([] if cut is None else [cut])]
+    )
     return {
         "bits": bits(model=model),
         "history": history.history,
@@ -116,13 +138,19 @@ def run(
 
 
 def interrupted(
-    place: int, fit: Callable[..., Any], folder: Any, cuts: Sequence[Cut], **options: Any
+    place: int,
+    fit: Callable[..., Any],
+    folder: Any,
+    cuts: Sequence[Cut],
+    **options: Any,
 ) -> dict[str, Any]:
     """As `run`, but each of `cuts` interrupts one run, before one is completed."""
 
     def seed(number: int) -> int:
         # Without a checkpoint, the script begins anew as it did the first time.
-        saved = folder is None or (folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir()))
+        saved = folder is None or (
+            folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+        )
         return 1000 + number if saved else SEED
 
     for number, cut in enumerate(cuts):
@@ -131,11 +159,15 @@ def interrupted(
         except PowerCut:
             continue
         raise CompleteTooSoon
-    return run(place, fit, folder, seed=seed(999), cut=Cut("on_train_end", 1000), **options)
+    return run(
+        place, fit, folder, seed=seed(999), cut=Cut("on_train_end", 1000), **options
+    )
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Every variable, the history, and what a callback saw of every step are the same, bit for bit."""
+    """Every variable, the history, and what a callback saw of every step are the same,
+    bit for bit.
+    """
     assert actual["history"] == expected["history"]
     assert actual["epochs"] == expected["epochs"]
     assert actual["log"]["seen"] == expected["log"]["seen"]
@@ -146,5 +178,10 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def fit_arrays(model: Any, callbacks: Any, **options: Any) -> Any:
     """Three epochs of six shuffled batches, the last of 4 rows, with validation."""
     x, y = data(44)
-    settings = {"batch_size": 8, "epochs": 3, "verbose": 0, "validation_data": (x[:12], y[:12])} | options
+    settings = {
+        "batch_size": 8,
+        "epochs": 3,
+        "verbose": 0,
+        "validation_data": (x[:12], y[:12]),
+    } | options
     return model.fit(x, y, callbacks=callbacks, **settings)

@@ -26,7 +26,13 @@ class Script:
     """
 
     def __init__(self, folder: pathlib.Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.checkpoint.training", str(folder), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.checkpoint.training",
+            str(folder),
+            *arguments,
+        ]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
@@ -64,7 +70,9 @@ class Script:
     def rest(self) -> list[str]:
         """All lines until the end."""
         assert self.process.stdout is not None
-        output = self.process.stdout.read()  # `communicate` would forget what `readline` has read ahead.
+        output = (
+            self.process.stdout.read()
+        )  # `communicate` would forget what `readline` has read ahead.
         self.process.wait()
         return output.splitlines()
 
@@ -75,8 +83,12 @@ def result(folder: pathlib.Path, kind: str) -> dict[str, Any]:
 
 
 @functools.cache
-def uninterrupted(*kinds: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """What comes out of these kinds, by default all, without checkpoints and interruptions; the lines of their steps."""
+def uninterrupted(
+    *kinds: str,
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """What comes out of these kinds, by default all, without checkpoints and
+    interruptions; the lines of their steps.
+    """
     names = kinds or tuple(KINDS)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -84,12 +96,19 @@ def uninterrupted(*kinds: str) -> tuple[dict[str, dict[str, Any]], dict[str, lis
             lines = script.rest()
             assert script.process.returncode == 0, script.errors
         results = {kind: result(folder, kind) for kind in names}
-    begun = [index for index, line in enumerate(lines) if line.startswith("begun")] + [len(lines)]
-    return results, {k: lines[a + 1 : b] for k, a, b in zip(names, begun[:-1], begun[1:], strict=True)}
+    begun = [index for index, line in enumerate(lines) if line.startswith("begun")] + [
+        len(lines)
+    ]
+    return results, {
+        k: lines[a + 1 : b]
+        for k, a, b in zip(names, begun[:-1], begun[1:], strict=True)
+    }
 
 
 def assert_as_uninterrupted(folder: pathlib.Path, kind: str, *kinds: str) -> None:
-    """Weights, history, and what was seen of every step: bit for bit as `uninterrupted(*kinds)` has them."""
+    """Weights, history, and what was seen of every step: bit for bit as
+    `uninterrupted(*kinds)` has them.
+    """
     actual, expected = result(folder, kind), uninterrupted(*kinds)[0][kind]
     assert_same_bits(actual.pop("bits"), expected["bits"])
     for name, value in actual.items():

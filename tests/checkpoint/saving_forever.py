@@ -1,4 +1,6 @@
-"""Saves one step after the other until it is killed: `python saving_forever.py FOLDER [STEPS]`. Used by test_killed."""
+"""Saves one step after the other until it is killed: `python saving_forever.py FOLDER
+[STEPS]`. Used by test_killed.
+"""
 
 import os
 import sys
@@ -18,7 +20,9 @@ with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
     weights = [keras.Variable(np.zeros(200_000)) for _ in range(4)]
 progress = {"step": 0}
 named = {f"w{i}": weight for i, weight in enumerate(weights)}
-manager = CheckpointManager(Checkpoint(**named, progress=progress), folder, max_to_keep=2)
+manager = CheckpointManager(
+    Checkpoint(**named, progress=progress), folder, max_to_keep=2
+)
 manager.restore_or_initialize()
 print("started from", progress["step"], flush=True)
 while steps is None or progress["step"] < steps:

@@ -1,4 +1,6 @@
-"""Models with every kind of state, trained a few steps, and all that can be seen of them, bit for bit."""
+"""Models with every kind of state, trained a few steps, and all that can be seen of
+them, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,12 @@ def optimizer_of(kind: str) -> Any:
         "sgd": lambda: o.SGD(0.05, momentum=0.9),
         "adam": lambda: o.Adam(0.02, epsilon=1e-2),
         "loss_scale_ema": lambda: o.LossScaleOptimizer(
-            o.AdamW(0.02, epsilon=1e-2, use_ema=True, ema_overwrite_frequency=3), dynamic_growth_steps=2
+            o.AdamW(0.02, epsilon=1e-2, use_ema=True, ema_overwrite_frequency=3),
+            dynamic_growth_steps=2,
         ),
-        "accumulating": lambda: o.Adam(0.02, epsilon=1e-2, gradient_accumulation_steps=4),
+        "accumulating": lambda: o.Adam(
+            0.02, epsilon=1e-2, gradient_accumulation_steps=4
+        ),
     }[kind]()
 
 
@@ -65,23 +70,31 @@ def build(optimizer: str = "adam", width: int = 5, head: str = "head") -> keras.
     return model
 
 
-def made(place: int, optimizer: str = "adam", seed: int = SEED, **options: Any) -> keras.Model:
+def made(
+    place: int, optimizer: str = "adam", seed: int = SEED, **options: Any
+) -> keras.Model:
     """A model with a fixed initialization, in the scope of `place`."""
     keras.utils.set_random_seed(seed)
     with scope(place):
         return build(optimizer, **options)
 
 
-def fit(model: keras.Model, epochs: int, initial_epoch: int = 0, **options: Any) -> dict[str, Any]:
+def fit(
+    model: keras.Model, epochs: int, initial_epoch: int = 0, **options: Any
+) -> dict[str, Any]:
     """Epochs of three steps each; the history."""
     x, y = data()
     settings = {"batch_size": 16, "shuffle": False, "verbose": 0} | options
-    return model.fit(x, y, epochs=epochs, initial_epoch=initial_epoch, **settings).history
+    return model.fit(
+        x, y, epochs=epochs, initial_epoch=initial_epoch, **settings
+    ).history
 
 
 def bits(**objects: Any) -> dict[str, np.ndarray]:
     """What every variable holds, each replica's own components included."""
-    return {name: np.array(stored_array(v)) for name, v in track(objects).variables.items()}
+    return {
+        name: np.array(stored_array(v)) for name, v in track(objects).variables.items()
+    }
 
 
 def numbers(**objects: Any) -> dict[str, np.ndarray]:
@@ -89,19 +102,28 @@ def numbers(**objects: Any) -> dict[str, np.ndarray]:
     return {name: np.array(v.value) for name, v in track(objects).variables.items()}
 
 
-def assert_same_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_same_bits(
+    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]
+) -> None:
     assert sorted(actual) == sorted(expected)
     different = [
-        n for n in expected if actual[n].tobytes() != expected[n].tobytes() or actual[n].dtype != expected[n].dtype
+        n
+        for n in expected
+        if actual[n].tobytes() != expected[n].tobytes()
+        or actual[n].dtype != expected[n].dtype
     ]
     assert different == []
 
 
-def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-6) -> None:
+def assert_close(
+    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-6
+) -> None:
     assert sorted(actual) == sorted(expected)
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype, name
-        np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            actual[name], value, rtol=rtol, atol=1e-7, err_msg=name
+        )
 
 
 class Loop:
@@ -115,7 +137,9 @@ class Loop:
             self.optimizer = optimizer_of(optimizer)
             self.metric = keras.metrics.SparseCategoricalAccuracy()
             self.seed = keras.random.SeedGenerator(3)
-            self.count = keras.Variable(0.0, synchronization="on_read", aggregation="sum", trainable=False)
+            self.count = keras.Variable(
+                0.0, synchronization="on_read", aggregation="sum", trainable=False
+            )
         self.progress: dict[str, Any] = {"step": 0}
         self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -132,7 +156,9 @@ class Loop:
             predictions = self.model(x, training=True)
             return self.loss(y, predictions), predictions
 
-        (loss, predictions), grads = kd.value_and_grad(loss_of, self.model.trainable_variables, has_aux=True)()
+        (loss, predictions), grads = kd.value_and_grad(
+            loss_of, self.model.trainable_variables, has_aux=True
+        )()
         self.optimizer.apply(grads, self.model.trainable_variables)
         self.metric.update_state(y, predictions)
         self.count.assign_add(keras.ops.sum(x))
@@ -144,7 +170,8 @@ class Loop:
         for _ in range(steps):
             split = self.strategy.experimental_distribute_values_from_function
             parts = [
-                split(lambda c, a=a: np.split(a, replicas)[c.replica_id_in_sync_group]) for a in (x, y.astype("int32"))
+                split(lambda c, a=a: np.split(a, replicas)[c.replica_id_in_sync_group])
+                for a in (x, y.astype("int32"))
             ]
             self.strategy.run(self.step, args=tuple(parts))
             self.progress["step"] += 1

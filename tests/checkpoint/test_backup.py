@@ -1,4 +1,6 @@
-"""`BackupAndRestore`: interrupted anywhere and run again, a `fit` ends as if it had never been interrupted."""
+"""`BackupAndRestore`: interrupted anywhere and run again, a `fit` ends as if it had
+never been interrupted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import pytest
 import keras_distribute as kd
 from keras_distribute.errors import CheckpointError, InputError
 
-from .interrupting import Cut, PowerCut, assert_same, build, fit_arrays, interrupted, run
+from .interrupting import (
+    Cut,
+    PowerCut,
+    assert_same,
+    build,
+    fit_arrays,
+    interrupted,
+    run,
+)
 from .support import data, scope, strategy_of
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(5)]
@@ -22,7 +32,9 @@ STEP = "on_train_batch_end"
 
 
 @functools.cache
-def uninterrupted(place: int, optimizer: str = "adam", group: int = 1) -> dict[str, Any]:
+def uninterrupted(
+    place: int, optimizer: str = "adam", group: int = 1
+) -> dict[str, Any]:
     """The reference for `fit_arrays`, which knows nothing of backups."""
     return run(place, fit_arrays, None, make=functools.partial(build, optimizer, group))
 
@@ -30,7 +42,9 @@ def uninterrupted(place: int, optimizer: str = "adam", group: int = 1) -> dict[s
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_anywhere(place: int, tmp_path: Any) -> None:
     cuts = [Cut(STEP, 9), Cut(STEP, 5), Cut(STEP, 3)]
-    assert_same(interrupted(place, fit_arrays, tmp_path / "b", cuts), uninterrupted(place))
+    assert_same(
+        interrupted(place, fit_arrays, tmp_path / "b", cuts), uninterrupted(place)
+    )
     assert not (tmp_path / "b").exists()
 
 
@@ -49,16 +63,22 @@ def test_anywhere(place: int, tmp_path: Any) -> None:
 )
 @pytest.mark.parametrize("freq", [1, 4, "epoch"])
 def test_every_place_of_fit(method: str, count: int, freq: Any, tmp_path: Any) -> None:
-    result = interrupted(2, fit_arrays, tmp_path / "b", [Cut(method, count)], backup={"save_freq": freq})
+    result = interrupted(
+        2, fit_arrays, tmp_path / "b", [Cut(method, count)], backup={"save_freq": freq}
+    )
     assert_same(result, uninterrupted(2))
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", ["loss_scale_ema", "accumulating"])
-def test_optimizers_and_steps_per_execution(optimizer: str, group: int, tmp_path: Any) -> None:
+def test_optimizers_and_steps_per_execution(
+    optimizer: str, group: int, tmp_path: Any
+) -> None:
     cuts = [Cut(STEP, 4 if group > 1 else 11)]
     make = functools.partial(build, optimizer, group)
-    result = interrupted(2, fit_arrays, tmp_path / "b", cuts, make=make, backup={"save_freq": 3})
+    result = interrupted(
+        2, fit_arrays, tmp_path / "b", cuts, make=make, backup={"save_freq": 3}
+    )
     assert_same(result, uninterrupted(2, optimizer, group))
 
 
@@ -68,7 +88,8 @@ def test_several_steps_at_once_without_a_strategy(tmp_path: Any) -> None:
     assert_same(result, uninterrupted(0, "adam", 4))
 
 
-# Data. ---------------------------------------------------------------------------------------------------------------
+# Data.
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class Batches(keras.utils.PyDataset):
@@ -110,11 +131,19 @@ def tensors() -> Any:
 def grain_map() -> Any:
     grain = pytest.importorskip("grain")
     x, y = data(44)
-    return grain.MapDataset.source(range(44)).seed(1).shuffle().map(lambda i: (x[i], y[i])).batch(8)
+    return (
+        grain.MapDataset.source(range(44))
+        .seed(1)
+        .shuffle()
+        .map(lambda i: (x[i], y[i]))
+        .batch(8)
+    )
 
 
 def distributed() -> Any:
-    return strategy_of(2).experimental_distribute_dataset(kd.ArrayDataset(data(44), 8, shuffle=True, seed=4))
+    return strategy_of(2).experimental_distribute_dataset(
+        kd.ArrayDataset(data(44), 8, shuffle=True, seed=4)
+    )
 
 
 DATA = {
@@ -122,9 +151,18 @@ DATA = {
     "rows shuffled within batches": (data, {"batch_size": 8, "shuffle": "batch"}),
     "arrays, fewer steps than batches": (data, {"batch_size": 8, "steps_per_epoch": 4}),
     "a distributed dataset": (distributed, {}),
-    "tf.data, a new order each epoch": (lambda: tensors().shuffle(44, seed=5).batch(8), {}),
-    "tf.data, length unknown": (lambda: tensors().filter(lambda x, y: y >= 0).batch(8), {}),
-    "tf.data without end": (lambda: tensors().shuffle(20, seed=5).repeat().batch(8), {"steps_per_epoch": 5}),
+    "tf.data, a new order each epoch": (
+        lambda: tensors().shuffle(44, seed=5).batch(8),
+        {},
+    ),
+    "tf.data, length unknown": (
+        lambda: tensors().filter(lambda x, y: y >= 0).batch(8),
+        {},
+    ),
+    "tf.data without end": (
+        lambda: tensors().shuffle(20, seed=5).repeat().batch(8),
+        {"steps_per_epoch": 5},
+    ),
     "Grain": (grain_map, {}),
     "PyDataset, shuffled": (Batches, {"shuffle": True}),
     "PyDataset with workers": (lambda: Batches(workers=2), {"shuffle": True}),
@@ -145,10 +183,17 @@ def test_data(kind: str, place: int, tmp_path: Any) -> None:
         return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
 
     # Plain Keras lets workers shuffle at times of their own.
-    expected = run(place, fit, tmp_path / "c" if place == 0 and "workers" in kind else None)
-    assert_same(interrupted(place, fit, tmp_path / "a", [Cut(STEP, 9), Cut(STEP, 4)]), expected)
+    expected = run(
+        place, fit, tmp_path / "c" if place == 0 and "workers" in kind else None
+    )
+    assert_same(
+        interrupted(place, fit, tmp_path / "a", [Cut(STEP, 9), Cut(STEP, 4)]), expected
+    )
     cuts = [Cut("on_epoch_begin", 3)]
-    assert_same(interrupted(place, fit, tmp_path / "b", cuts, backup={"save_freq": "epoch"}), expected)
+    assert_same(
+        interrupted(place, fit, tmp_path / "b", cuts, backup={"save_freq": "epoch"}),
+        expected,
+    )
 
 
 SHUFFLED = {
@@ -160,7 +205,9 @@ SHUFFLED = {
 
 
 @pytest.mark.parametrize("kind", SHUFFLED)
-def test_the_order_after_an_interruption_is_that_of_plain_keras(kind: str, tmp_path: Any) -> None:
+def test_the_order_after_an_interruption_is_that_of_plain_keras(
+    kind: str, tmp_path: Any
+) -> None:
     """In the middle of an epoch, behind its last step, and between two epochs."""
     source, options = SHUFFLED[kind]
 
@@ -168,7 +215,9 @@ def test_the_order_after_an_interruption_is_that_of_plain_keras(kind: str, tmp_p
         places = keras.ops.arange(keras.ops.shape(outputs)[0], dtype="float32")
         return outputs[:, 0] * places
 
-    def make() -> Any:  # One that learns nothing: its losses tell the rows and their order.
+    def make() -> (
+        Any
+    ):  # One that learns nothing: its losses tell the rows and their order.
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile(keras.optimizers.SGD(0.0), by_place)
         return model
@@ -190,7 +239,9 @@ def test_the_order_after_an_interruption_is_that_of_plain_keras(kind: str, tmp_p
             (Cut("on_epoch_begin", 3), "epoch"),
         ]
     ):
-        result = interrupted(2, fit, tmp_path / str(number), [cut], make=make, backup={"save_freq": freq})
+        result = interrupted(
+            2, fit, tmp_path / str(number), [cut], make=make, backup={"save_freq": freq}
+        )
         np.testing.assert_allclose(losses(result), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -202,10 +253,15 @@ def test_a_generator_has_no_position(tmp_path: Any) -> None:
             yield x[:8], y[:8]
 
     def fit(model: Any, callbacks: Any) -> Any:
-        return model.fit(batches(), epochs=3, steps_per_epoch=3, verbose=0, callbacks=callbacks)
+        return model.fit(
+            batches(), epochs=3, steps_per_epoch=3, verbose=0, callbacks=callbacks
+        )
 
     for place in (0, 2):
-        with pytest.raises(InputError, match=r"(?s)could not go on with the next batch.*data_position=False") as caught:
+        with pytest.raises(
+            InputError,
+            match=r"(?s)could not go on with the next batch.*data_position=False",
+        ) as caught:
             run(place, fit, tmp_path / "b")
         assert "cannot be resumed" in str(caught.value)
     expected = run(2, fit, None)
@@ -216,24 +272,47 @@ def test_a_generator_has_no_position(tmp_path: Any) -> None:
 
 def test_other_data_than_before(tmp_path: Any) -> None:
     def fit(x: Any, y: Any = None, **options: Any) -> Any:
-        return lambda model, callbacks: model.fit(x, y, epochs=2, verbose=0, callbacks=callbacks, **options)
+        return lambda model, callbacks: model.fit(
+            x, y, epochs=2, verbose=0, callbacks=callbacks, **options
+        )
 
     with pytest.raises(PowerCut):
         run(2, fit(*data(44), batch_size=8), tmp_path / "b", cut=Cut(STEP, 5))
-    with pytest.raises(InputError, match=r"(?s)other arrays, or other batches.*batch_size=8.*batch_size=4"):
+    with pytest.raises(
+        InputError,
+        match=r"(?s)other arrays, or other batches.*batch_size=8.*batch_size=4",
+    ):
         run(2, fit(*data(44), batch_size=4), tmp_path / "b")
-    with pytest.raises(InputError, match="(?s)another kind of data.*ArrayDataAdapter.*PyDatasetAdapter"):
+    with pytest.raises(
+        InputError, match="(?s)another kind of data.*ArrayDataAdapter.*PyDatasetAdapter"
+    ):
         run(2, fit(Batches()), tmp_path / "b")
-    with pytest.raises(InputError, match="(?s)after 4 steps of an epoch, which steps_per_execution does not divide"):
-        run(2, fit(*data(44), batch_size=8), tmp_path / "b", make=functools.partial(build, "adam", 3))
+    with pytest.raises(
+        InputError,
+        match="(?s)after 4 steps of an epoch, which steps_per_execution does not divide",
+    ):
+        run(
+            2,
+            fit(*data(44), batch_size=8),
+            tmp_path / "b",
+            make=functools.partial(build, "adam", 3),
+        )
     with pytest.raises(CheckpointError, match="(?s)is of something else.*SGD here"):
-        run(2, fit(*data(44), batch_size=8), tmp_path / "b", make=functools.partial(build, "sgd"))
+        run(
+            2,
+            fit(*data(44), batch_size=8),
+            tmp_path / "b",
+            make=functools.partial(build, "sgd"),
+        )
 
 
-# What else comes back. -----------------------------------------------------------------------------------------------
+# What else comes back.
+# -----------------------------------------------------------------------------------------------
 
 
-def test_the_progress_bar_begins_where_the_epoch_was(tmp_path: Any, capsys: Any) -> None:
+def test_the_progress_bar_begins_where_the_epoch_was(
+    tmp_path: Any, capsys: Any
+) -> None:
     fit = functools.partial(fit_arrays, verbose=1)
     with pytest.raises(PowerCut):
         run(2, fit, tmp_path / "b", cut=Cut(STEP, 11))
@@ -267,7 +346,9 @@ def test_a_completed_fit_is_not_repeated(tmp_path: Any) -> None:
     first = run(2, fit_arrays, tmp_path / "b", backup=keep)
     again = run(2, fit_arrays, tmp_path / "b", backup=keep, cut=Cut(STEP, 1))
     assert_same(again, first)
-    longer = run(2, functools.partial(fit_arrays, epochs=4), tmp_path / "b", backup=keep)
+    longer = run(
+        2, functools.partial(fit_arrays, epochs=4), tmp_path / "b", backup=keep
+    )
     assert_same(longer, run(2, functools.partial(fit_arrays, epochs=4), None))
 
 
@@ -285,13 +366,17 @@ def test_by_time(tmp_path: Any) -> None:
     options = {"save_freq": False, "save_seconds": 1e-6, "max_to_keep": 100}
     with pytest.raises(PowerCut):
         run(2, fit_arrays, tmp_path / "b", cut=Cut(STEP, 5), backup=options)
-    assert len([path for path in (tmp_path / "b").iterdir() if path.name.isdigit()]) == 4
+    assert (
+        len([path for path in (tmp_path / "b").iterdir() if path.name.isdigit()]) == 4
+    )
 
 
 def test_the_last_save_is_damaged(tmp_path: Any) -> None:
     with pytest.raises(PowerCut):
         run(2, fit_arrays, tmp_path / "b", cut=Cut(STEP, 9))
-    latest = max((path for path in (tmp_path / "b").iterdir()), key=lambda path: int(path.name))
+    latest = max(
+        (path for path in (tmp_path / "b").iterdir()), key=lambda path: int(path.name)
+    )
     (latest / "manifest" / "manifest.json").write_bytes(b"")
     with pytest.warns(UserWarning, match="later checkpoints are damaged"):
         result = run(2, fit_arrays, tmp_path / "b", seed=5)
@@ -308,7 +393,9 @@ def test_objects_of_the_user(tmp_path: Any) -> None:
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 own["steps"] += 1
 
-        backup = kd.callbacks.BackupAndRestore(tmp_path / "b", save_freq=2, objects={"own": own})
+        backup = kd.callbacks.BackupAndRestore(
+            tmp_path / "b", save_freq=2, objects={"own": own}
+        )
         history = fit_arrays(model, [*callbacks, Count(), backup])
         counts.append(own["steps"])
         return history
@@ -345,7 +432,10 @@ def test_random_streams_come_back(tmp_path: Any) -> None:
         ({"backup_dir": ""}, "the path of a folder"),
         ({"save_freq": False, "save_before_preemption": False}, "would never save"),
         ({"save_freq": 5, "data_position": False}, "only at the beginning of an epoch"),
-        ({"termination_config": kd.experimental.TerminationConfig(save_fn=print)}, "saves by itself"),
+        (
+            {"termination_config": kd.experimental.TerminationConfig(save_fn=print)},
+            "saves by itself",
+        ),
     ],
 )
 def test_arguments(options: dict[str, Any], error: str) -> None:
@@ -364,24 +454,34 @@ def test_keras_distribution_is_refused(tmp_path: Any) -> None:
         model = build()
     with (
         keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope(),
-        pytest.raises(CheckpointError, match="(?s)under a Keras distribution.*MirroredStrategy"),
+        pytest.raises(
+            CheckpointError, match="(?s)under a Keras distribution.*MirroredStrategy"
+        ),
     ):
         fit_arrays(model, [kd.callbacks.BackupAndRestore(tmp_path / "b")])
 
 
-# Other numbers of replicas. ------------------------------------------------------------------------------------------
+# Other numbers of replicas.
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(8, 1), (8, 2), (8, 3), (8, 4), (8, 0), (0, 8), (1, 8), (2, 8), (3, 8), (4, 8)]
+    ("source", "target"),
+    [(8, 1), (8, 2), (8, 3), (8, 4), (8, 0), (0, 8), (1, 8), (2, 8), (3, 8), (4, 8)],
 )
 def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) -> None:
-    """The weights are those that were saved, and the epochs that follow are those of one place, to rounding."""
+    """The weights are those that were saved, and the epochs that follow are those of
+    one place, to rounding.
+    """
 
     def make() -> Any:
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(3)])
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(3)]
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.02, epsilon=1e-2), loss, metrics=["accuracy"])
+        model.compile(
+            keras.optimizers.Adam(0.02, epsilon=1e-2), loss, metrics=["accuracy"]
+        )
         return model
 
     weights: dict[str, list[Any]] = {}
@@ -392,10 +492,19 @@ def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.model.jax_state_sync()
             if self.model.optimizer.iterations == 8:
-                weights.setdefault("all", []).append([w.numpy() for w in self.model.variables])
+                weights.setdefault("all", []).append(
+                    [w.numpy() for w in self.model.variables]
+                )
 
     with pytest.raises(PowerCut):
-        run(source, fit_arrays, tmp_path / "b", make=make, cut=Cut(STEP, 9), callbacks=[Weights()])
+        run(
+            source,
+            fit_arrays,
+            tmp_path / "b",
+            make=make,
+            cut=Cut(STEP, 9),
+            callbacks=[Weights()],
+        )
     result = run(target, fit_arrays, tmp_path / "b", make=make, callbacks=[Weights()])
     before, after = weights["all"]
     for a, b in zip(before, after, strict=True):
@@ -403,4 +512,6 @@ def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) 
     expected = run(source, fit_arrays, None, make=make)
     assert result["epochs"] == [0, 1, 2]
     for name, values in expected["history"].items():
-        np.testing.assert_allclose(result["history"][name], values, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            result["history"][name], values, rtol=1e-5, atol=1e-5
+        )

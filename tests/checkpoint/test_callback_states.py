@@ -1,4 +1,6 @@
-"""Every Keras callback that keeps state, with and without interruption: what it does and writes is equal."""
+"""Every Keras callback that keeps state, with and without interruption: what it does
+and writes is equal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import keras
 import numpy as np
 import pytest
 
-from .interrupting import CompleteTooSoon, Cut, Log, PowerCut, assert_same, build, fit_arrays, interrupted, run
+from .interrupting import (
+    CompleteTooSoon,
+    Cut,
+    Log,
+    PowerCut,
+    assert_same,
+    build,
+    fit_arrays,
+    interrupted,
+    run,
+)
 from .support import data
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(3)]
@@ -32,7 +44,9 @@ def rising() -> Any:
     """A model whose loss rises soon, so that callbacks have something to do."""
     model = build()
     model.compile(
-        keras.optimizers.SGD(0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+        keras.optimizers.SGD(0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
     )
     return model
 
@@ -56,7 +70,11 @@ class OfTheUser(C.Callback):
         self.best = min(self.best, logs["loss"] * self.factor)
         self.by_epoch[epoch] = np.float32(logs["loss"])
         self.weights = self.model.get_weights()
-        self.flag, self.note, self.pair = not self.flag, self.note + b"x", (epoch, self.pair[0])
+        self.flag, self.note, self.pair = (
+            not self.flag,
+            self.note + b"x",
+            (epoch, self.pair[0]),
+        )
 
 
 class OwnState(C.Callback):
@@ -77,27 +95,58 @@ class OwnState(C.Callback):
 
 
 TABLE: dict[str, tuple[Any, Any]] = {
-    "EarlyStopping": (lambda _: C.EarlyStopping("val_loss", patience=2, restore_best_weights=True), rising),
-    "EarlyStopping, at once": (lambda _: C.EarlyStopping("loss", mode="max", restore_best_weights=True), build),
-    "ReduceLROnPlateau": (lambda _: C.ReduceLROnPlateau("val_loss", factor=0.3, patience=1, cooldown=1), rising),
-    "LearningRateScheduler": (lambda _: C.LearningRateScheduler(lambda epoch, rate: rate * 0.7), build),
+    "EarlyStopping": (
+        lambda _: C.EarlyStopping("val_loss", patience=2, restore_best_weights=True),
+        rising,
+    ),
+    "EarlyStopping, at once": (
+        lambda _: C.EarlyStopping("loss", mode="max", restore_best_weights=True),
+        build,
+    ),
+    "ReduceLROnPlateau": (
+        lambda _: C.ReduceLROnPlateau("val_loss", factor=0.3, patience=1, cooldown=1),
+        rising,
+    ),
+    "LearningRateScheduler": (
+        lambda _: C.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
+        build,
+    ),
     "ModelCheckpoint, best": (
-        lambda d: C.ModelCheckpoint(d / "best-{epoch}.keras", monitor="val_loss", save_best_only=True),
+        lambda d: C.ModelCheckpoint(
+            d / "best-{epoch}.keras", monitor="val_loss", save_best_only=True
+        ),
         rising,
     ),
     "ModelCheckpoint, steps": (
-        lambda d: C.ModelCheckpoint(d / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4),
+        lambda d: C.ModelCheckpoint(
+            d / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4
+        ),
         build,
     ),
-    "OrbaxCheckpoint": (lambda d: C.OrbaxCheckpoint(str(d / "orbax"), max_to_keep=None), build),
-    "OrbaxCheckpoint, steps": (lambda d: C.OrbaxCheckpoint(str(d / "orbax"), save_freq=4, max_to_keep=3), build),
+    "OrbaxCheckpoint": (
+        lambda d: C.OrbaxCheckpoint(str(d / "orbax"), max_to_keep=None),
+        build,
+    ),
+    "OrbaxCheckpoint, steps": (
+        lambda d: C.OrbaxCheckpoint(str(d / "orbax"), save_freq=4, max_to_keep=3),
+        build,
+    ),
     "CSVLogger": (lambda d: C.CSVLogger(str(d / "log.csv")), build),
-    "CSVLogger, append": (lambda d: C.CSVLogger(str(d / "log.csv"), append=True), build),
+    "CSVLogger, append": (
+        lambda d: C.CSVLogger(str(d / "log.csv"), append=True),
+        build,
+    ),
     "SwapEMAWeights": (lambda _: C.SwapEMAWeights(), ema),
     "SwapEMAWeights, epochs": (lambda _: C.SwapEMAWeights(swap_on_epoch=True), ema),
     "TerminateOnNaN": (lambda _: C.TerminateOnNaN(), build),
-    "TensorBoard": (lambda d: C.TensorBoard(str(d / "board"), update_freq=3, write_graph=False), build),
-    "LambdaCallback": (lambda _: C.LambdaCallback(on_epoch_end=lambda epoch, logs: None), build),
+    "TensorBoard": (
+        lambda d: C.TensorBoard(str(d / "board"), update_freq=3, write_graph=False),
+        build,
+    ),
+    "LambdaCallback": (
+        lambda _: C.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        build,
+    ),
     "RemoteMonitor": (lambda _: Silent(), build),
     "BatchEnd of the user": (lambda _: OfTheUser([], 0.5), build),
     "get_state of the user": (lambda _: OwnState(), build),
@@ -117,15 +166,43 @@ class Silent(C.RemoteMonitor):
 
 def left(callback: Any, folder: Path) -> dict[str, Any]:
     """What a callback holds in the end, and what it wrote."""
-    skipped = {"_model", "params", "_epoch_start_time", "_batch_start_time", "_train_accumulated_time", "_writers"}
-    skipped |= {"append", "append_header"} if isinstance(callback, C.CSVLogger) else set()
-    plain = (int, float, str, bytes, tuple, list, dict, set, deque, np.ndarray, np.generic, type(None))
+    skipped = {
+        "_model",
+        "params",
+        "_epoch_start_time",
+        "_batch_start_time",
+        "_train_accumulated_time",
+        "_writers",
+    }
+    skipped |= (
+        {"append", "append_header"} if isinstance(callback, C.CSVLogger) else set()
+    )
+    plain = (
+        int,
+        float,
+        str,
+        bytes,
+        tuple,
+        list,
+        dict,
+        set,
+        deque,
+        np.ndarray,
+        np.generic,
+        type(None),
+    )
     held = {
         name: value
         for name, value in vars(callback).items()
-        if name not in skipped and isinstance(value, plain) and str(folder) not in str(value)
+        if name not in skipped
+        and isinstance(value, plain)
+        and str(folder) not in str(value)
     }
-    held = {n: v for n, v in held.items() if not (isinstance(v, list) and any(not isinstance(i, plain) for i in v))}
+    held = {
+        n: v
+        for n, v in held.items()
+        if not (isinstance(v, list) and any(not isinstance(i, plain) for i in v))
+    }
     files: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -142,7 +219,9 @@ def left(callback: Any, folder: Path) -> dict[str, Any]:
 
 def events(folder: Path) -> dict[str, dict[int, float]]:
     """The numbers in the event files, by what they are of and by step."""
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    loader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_file_loader"
+    )
     found: dict[str, dict[int, float]] = {}
     for path in sorted(folder.rglob("events.out*")):
         for event in loader.EventFileLoader(str(path)).Load():
@@ -150,7 +229,9 @@ def events(folder: Path) -> dict[str, dict[int, float]]:
                 if "time" not in value.tag and "steps_per_second" not in value.tag:
                     number = np.frombuffer(value.tensor.tensor_content, np.float32)
                     number = number if number.size else np.array(value.tensor.float_val)
-                    found.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = number.tolist()
+                    found.setdefault(f"{path.parent.name}/{value.tag}", {})[
+                        event.step
+                    ] = number.tolist()
     return found
 
 
@@ -169,11 +250,13 @@ def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
 
 
 def test_the_table_has_every_callback_of_keras() -> None:
-    """Those that are not in it are in every run (`History`), have a test of their own, or are bases of others."""
+    """Those that are not in it are in every run (`History`), have a test of their own,
+    or are bases of others.
+    """
     apart = {"History", "ProgbarLogger", "BackupAndRestore", "Callback", "CallbackList"}
-    assert {name.split(",")[0] for name in TABLE if "of the user" not in name} | apart == {
-        name for name, value in vars(C).items() if isinstance(value, type)
-    }
+    assert {
+        name.split(",")[0] for name in TABLE if "of the user" not in name
+    } | apart == {name for name, value in vars(C).items() if isinstance(value, type)}
 
 
 def test_backup_and_restore_of_keras_beside_ours(tmp_path: Any) -> None:
@@ -197,15 +280,25 @@ def test_equal_with_and_without_interruption(name: str, tmp_path: Any) -> None:
         def fit(model: Any, callbacks: Any) -> Any:
             callback = make_callback(folder)
             found[folder.name] = callback
-            place = 1 + next(i for i, other in enumerate(callbacks) if isinstance(other, Log))
-            return fit_arrays(model, [*callbacks[:place], callback, *callbacks[place:]], epochs=5)
+            place = 1 + next(
+                i for i, other in enumerate(callbacks) if isinstance(other, Log)
+            )
+            return fit_arrays(
+                model, [*callbacks[:place], callback, *callbacks[place:]], epochs=5
+            )
 
         return fit
 
     expected = run(2, fit(tmp_path / "whole"), None, make=make)
-    cuts = [Cut("on_train_batch_end", 9), Cut("on_epoch_end", 2), Cut("on_train_batch_end", 3)]
+    cuts = [
+        Cut("on_train_batch_end", 9),
+        Cut("on_epoch_end", 2),
+        Cut("on_train_batch_end", 3),
+    ]
     try:
-        result = interrupted(2, fit(tmp_path / "parts"), tmp_path / "backup", cuts, make=make)
+        result = interrupted(
+            2, fit(tmp_path / "parts"), tmp_path / "backup", cuts, make=make
+        )
     except CompleteTooSoon:
         assert "EarlyStopping" in name
         return
@@ -218,22 +311,34 @@ def test_equal_with_and_without_interruption(name: str, tmp_path: Any) -> None:
 
 
 def test_stopped_early_and_killed_before_the_end(tmp_path: Any) -> None:
-    """Training that had been stopped stays stopped: nothing is trained after the restart."""
+    """Training that had been stopped stays stopped: nothing is trained after the
+    restart.
+    """
 
     def fit(model: Any, callbacks: Any) -> Any:
-        stopping = C.EarlyStopping("loss", patience=0, mode="max", restore_best_weights=True)
+        stopping = C.EarlyStopping(
+            "loss", patience=0, mode="max", restore_best_weights=True
+        )
         return fit_arrays(model, [stopping, *callbacks], epochs=6)
 
     expected = run(2, fit, None)
     assert len(expected["epochs"]) < 6
-    result = interrupted(2, fit, tmp_path / "b", [Cut("on_train_end", 1)], backup={"save_freq": "epoch"})
+    result = interrupted(
+        2, fit, tmp_path / "b", [Cut("on_train_end", 1)], backup={"save_freq": "epoch"}
+    )
     assert_same(result, expected)
 
 
 def test_what_was_given_to_a_callback_is_not_taken_back(tmp_path: Any) -> None:
     """A second run may choose another patience."""
     with pytest.raises(PowerCut):
-        run(2, fit_arrays, tmp_path / "b", callbacks=[C.EarlyStopping("loss", patience=1)], cut=Cut("on_epoch_end", 2))
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            callbacks=[C.EarlyStopping("loss", patience=1)],
+            cut=Cut("on_epoch_end", 2),
+        )
     later = C.EarlyStopping("loss", patience=7)
     run(2, fit_arrays, tmp_path / "b", callbacks=[later])
     assert later.patience == 7
@@ -243,10 +348,21 @@ def test_lines_written_after_the_last_save_are_written_once(tmp_path: Any) -> No
     def fit(model: Any, callbacks: Any) -> Any:
         x, y = data(44)
         return model.fit(
-            x, y, batch_size=8, epochs=4, verbose=0, callbacks=[C.CSVLogger(str(tmp_path / "log.csv")), *callbacks]
+            x,
+            y,
+            batch_size=8,
+            epochs=4,
+            verbose=0,
+            callbacks=[C.CSVLogger(str(tmp_path / "log.csv")), *callbacks],
         )
 
-    interrupted(2, fit, tmp_path / "b", [Cut("on_train_batch_end", 14)], backup={"save_freq": 11})
+    interrupted(
+        2,
+        fit,
+        tmp_path / "b",
+        [Cut("on_train_batch_end", 14)],
+        backup={"save_freq": 11},
+    )
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2", "3"]
 
@@ -258,6 +374,14 @@ def test_a_callback_that_is_missing_is_warned_about(tmp_path: Any) -> None:
             self.count = 0
 
     with pytest.raises(PowerCut):
-        run(2, fit_arrays, tmp_path / "b", callbacks=[Counting()], cut=Cut("on_train_batch_end", 9))
-    with pytest.warns(UserWarning, match="interrupted with Counting, Cut among its callbacks"):
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            callbacks=[Counting()],
+            cut=Cut("on_train_batch_end", 9),
+        )
+    with pytest.warns(
+        UserWarning, match="interrupted with Counting, Cut among its callbacks"
+    ):
         run(2, fit_arrays, tmp_path / "b")

@@ -1,6 +1,8 @@
-"""Files that are missing, cut off or flipped, disks that are full: a clear error, never another state.
+"""Files that are missing, cut off or flipped, disks that are full: a clear error, never
+another state.
 
-`FUZZ_TRIES=500 python -m pytest tests/checkpoint/test_damage.py -k flipped` is the long version.
+`FUZZ_TRIES=500 python -m pytest tests/checkpoint/test_damage.py -k flipped` is the long
+version.
 """
 
 from __future__ import annotations
@@ -34,14 +36,20 @@ class Run:
         random_numbers = np.random.default_rng(0)
         with scope(4):
             self.model = keras.Sequential(
-                [keras.Input((30,)), keras.layers.Dense(40), keras.layers.BatchNormalization()]
+                [
+                    keras.Input((30,)),
+                    keras.layers.Dense(40),
+                    keras.layers.BatchNormalization(),
+                ]
             )
             self.model.compile(keras.optimizers.Adam(), "mse")
             self.small = keras.Variable(random_numbers.normal(size=3))
             self.large = keras.Variable(random_numbers.normal(size=600_000))
         self.progress: dict[str, Any] = {}
         self.directory = directory
-        self.checkpoint = Checkpoint(model=self.model, small=self.small, large=self.large, progress=self.progress)
+        self.checkpoint = Checkpoint(
+            model=self.model, small=self.small, large=self.large, progress=self.progress
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -49,7 +57,9 @@ class Run:
 
     def set(self, step: int) -> None:
         self.small.assign(np.full(3, step))
-        self.progress.update(step=step, blob=bytes([step % 256]) * 50, text=f"step {step}")
+        self.progress.update(
+            step=step, blob=bytes([step % 256]) * 50, text=f"step {step}"
+        )
 
     def manager(self, **options: Any) -> CheckpointManager:
         return CheckpointManager(self.checkpoint, self.directory, **options)
@@ -80,24 +90,35 @@ def files_of(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def test_missing(run: Run) -> None:
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint at '.*/9'") as error:
+    with pytest.raises(
+        CheckpointError, match=r"There is no checkpoint at '.*/9'"
+    ) as error:
         run.checkpoint.restore(run.directory / "9")
     assert "holds 1, 2, 3" in str(error.value)
-    with pytest.raises(CheckpointError, match="There is no checkpoint at '/nowhere/at/all'"):
+    with pytest.raises(
+        CheckpointError, match="There is no checkpoint at '/nowhere/at/all'"
+    ):
         run.checkpoint.restore("/nowhere/at/all")
 
 
 def test_empty_folder_and_a_file(run: Run) -> None:
     (run.directory / "empty").mkdir()
     (run.directory / "file").write_text("x")
-    with pytest.raises(DamagedCheckpointError, match=r"(?s)empty' is no complete checkpoint.*nothing in it"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=r"(?s)empty' is no complete checkpoint.*nothing in it",
+    ):
         run.checkpoint.restore(run.directory / "empty")
-    with pytest.raises(DamagedCheckpointError, match="file' (is no complete checkpoint|cannot be read)"):
+    with pytest.raises(
+        DamagedCheckpointError, match="file' (is no complete checkpoint|cannot be read)"
+    ):
         run.checkpoint.restore(run.directory / "file")
 
 
 def test_each_file_missing_or_cut_off(run: Run) -> None:
-    """Each file is deleted, emptied and halved in turn: an error that names the folder, or nothing was lost."""
+    """Each file is deleted, emptied and halved in turn: an error that names the folder,
+    or nothing was lost.
+    """
     reference = None
     outcomes = []
     for path in files_of(run.directory / "3"):
@@ -114,7 +135,9 @@ def test_each_file_missing_or_cut_off(run: Run) -> None:
 
 
 def attempt(run: Run, step: int) -> bool:
-    """Restores; whether that was refused. It must be refused clearly and change nothing, or give the right state."""
+    """Restores; whether that was refused. It must be refused clearly and change
+    nothing, or give the right state.
+    """
     run.set(0)
     before = run.state
     try:
@@ -125,13 +148,21 @@ def attempt(run: Run, step: int) -> bool:
         assert_same_bits(run.state, before)
         assert run.progress["step"] == 0
         return True
-    np.testing.assert_array_equal(np.array(run.small.value), np.full(3, step, "float32"))
-    assert run.progress == {"step": step, "blob": bytes([step]) * 50, "text": f"step {step}"}
+    np.testing.assert_array_equal(
+        np.array(run.small.value), np.full(3, step, "float32")
+    )
+    assert run.progress == {
+        "step": step,
+        "blob": bytes([step]) * 50,
+        "text": f"step {step}",
+    }
     return False
 
 
 def test_flipped_bytes(run: Run) -> None:
-    """Bytes flipped anywhere in any file: refused, or harmless; the state is never another one."""
+    """Bytes flipped anywhere in any file: refused, or harmless; the state is never
+    another one.
+    """
     run.checkpoint.restore(run.directory / "3")
     right = run.state
     files = files_of(run.directory / "3")
@@ -142,14 +173,18 @@ def test_flipped_bytes(run: Run) -> None:
         content = path.read_bytes()
         broken = bytearray(content)
         for _ in range(generator.choice([1, 1, 1, 2, 8])):
-            broken[generator.randrange(len(broken))] ^= generator.choice([1 << generator.randrange(8), 255])
+            broken[generator.randrange(len(broken))] ^= generator.choice(
+                [1 << generator.randrange(8), 255]
+            )
         path.write_bytes(broken)
         if attempt(run, 3):
             refused += 1
         else:
             assert_same_bits(run.state, right)
         path.write_bytes(content)
-    print(f"\n{TRIES} tries over {len(files)} files: {refused} refused, {TRIES - refused} harmless")
+    print(
+        f"\n{TRIES} tries over {len(files)} files: {refused} refused, {TRIES - refused} harmless"
+    )
     assert refused > TRIES // 4
     assert not attempt(run, 3)
 
@@ -158,17 +193,24 @@ def test_swapped_arrays(run: Run) -> None:
     """Files of another checkpoint of the same model are not this one's."""
     shutil.rmtree(run.directory / "3" / "arrays")
     shutil.copytree(run.directory / "2" / "arrays", run.directory / "3" / "arrays")
-    with pytest.raises(DamagedCheckpointError, match=r"3' is damaged(?s:.*)manifest.ocdbt \(wrong checksum\)"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=r"3' is damaged(?s:.*)manifest.ocdbt \(wrong checksum\)",
+    ):
         run.checkpoint.restore(run.directory / "3")
 
 
 def test_a_flipped_bit_in_an_array(run: Run) -> None:
-    """The array store returns it as another number: the array's own checksum finds it, and names it."""
+    """The array store returns it as another number: the array's own checksum finds it,
+    and names it.
+    """
     path = max(files_of(run.directory / "3"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=r"1 array\(s\) are not what was saved: large\."):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"1 array\(s\) are not what was saved: large\."
+    ):
         run.checkpoint.restore(run.directory / "3")
 
 
@@ -180,10 +222,15 @@ def damage(directory: pathlib.Path) -> None:
 def test_the_last_good_one_is_found(run: Run) -> None:
     damage(run.directory / "3")
     manager = run.manager()
-    with pytest.raises(DamagedCheckpointError, match=r"3/manifest/manifest.json' is damaged(?s:.*)fallback=True"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=r"3/manifest/manifest.json' is damaged(?s:.*)fallback=True",
+    ):
         manager.restore()
     shutil.rmtree(run.directory / "2" / "arrays" / "d")
-    with pytest.warns(UserWarning, match=r"(?s)Restored '.*/1', since later.*3/manifest.*2/arrays"):
+    with pytest.warns(
+        UserWarning, match=r"(?s)Restored '.*/1', since later.*3/manifest.*2/arrays"
+    ):
         status = manager.restore(fallback=True)
     assert status.step == 1 and run.progress["step"] == 1
     assert [pathlib.Path(path).name for path in status.damaged] == ["3", "2"]
@@ -193,7 +240,10 @@ def test_the_last_good_one_is_found(run: Run) -> None:
     assert run.manager().restore(2).step == 2
     run.set(7)
     damage(run.directory / "1"), damage(run.directory / "2")
-    with pytest.raises(DamagedCheckpointError, match=r"(?s)All 3 checkpoints in .* are damaged.*1/manifest.*Fix"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=r"(?s)All 3 checkpoints in .* are damaged.*1/manifest.*Fix",
+    ):
         run.manager().restore(fallback=True)
     assert run.progress["step"] == 7
 
@@ -206,10 +256,15 @@ def test_fallback_is_for_damage_only(run: Run) -> None:
 
 
 def test_damage_does_not_stop_a_manager(run: Run) -> None:
-    """Steps are listed, saved and deleted whatever is in the folders, and `keep_best` looks elsewhere."""
+    """Steps are listed, saved and deleted whatever is in the folders, and `keep_best`
+    looks elsewhere.
+    """
     for path in files_of(run.directory / "2"):
         path.write_bytes(b"\xff")
-    with run.manager(max_to_keep=1, keep_best=("loss", "min")) as manager, warnings.catch_warnings():
+    with (
+        run.manager(max_to_keep=1, keep_best=("loss", "min")) as manager,
+        warnings.catch_warnings(),
+    ):
         assert manager.all_steps() == [1, 2, 3]
         assert manager.best_step is None
         run.set(4)
@@ -239,7 +294,9 @@ def test_folders_that_are_no_steps_are_left_alone(run: Run) -> None:
         manager.wait()
         assert manager.all_steps() == [3, 4]
         for step, what in ((50, "a file"), (51, "a link to nothing")):
-            with pytest.raises(CheckpointError, match=f"(?s)no checkpoint.*{what}.*Fix: "):
+            with pytest.raises(
+                CheckpointError, match=f"(?s)no checkpoint.*{what}.*Fix: "
+            ):
                 manager.save(step)
     left = sorted(name for name in os.listdir(run.directory) if name != "being_deleted")
     assert left == sorted([*NOT_STEPS, "50", "51", "3", "4"])
@@ -300,7 +357,8 @@ def test_a_folder_that_cannot_be_written_to(run: Run) -> None:
     """Not even by root: below a file."""
     (run.directory / "file").write_text("x")
     with pytest.raises(
-        CheckpointError, match=r"(?s)file/ckpt-1' could not be written.*Received: \w+Error.*Fix: "
+        CheckpointError,
+        match=r"(?s)file/ckpt-1' could not be written.*Received: \w+Error.*Fix: ",
     ) as error:
         run.checkpoint.save(run.directory / "file" / "ckpt")
     assert isinstance(error.value.__cause__, OSError)
@@ -312,14 +370,19 @@ def test_a_folder_that_cannot_be_written_to(run: Run) -> None:
     path = run.checkpoint.save(run.directory / "ok")
     with pytest.raises(CheckpointError, match="There is something at"):
         run.checkpoint.write(path)
-    assert sorted(os.listdir(run.directory)) == sorted([*before, pathlib.Path(path).name])
+    assert sorted(os.listdir(run.directory)) == sorted(
+        [*before, pathlib.Path(path).name]
+    )
 
 
 def mounted(folder: pathlib.Path, *arguments: str) -> None:
     """Mounts a file system in memory, or skips the test."""
     folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", ",".join(arguments), "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("no right to mount a small file system")
 
 
@@ -333,15 +396,24 @@ def small_disk(tmp_path: Any) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk(asynchronous: bool, small_disk: Any) -> None:
-    """The error says so, the earlier checkpoint is whole, unfinished files are gone, and there is room again."""
+    """The error says so, the earlier checkpoint is whole, unfinished files are gone,
+    and there is room again.
+    """
     with scope(2):
         large, small = keras.Variable(np.zeros(100_000)), keras.Variable(0.0)
-    manager = CheckpointManager(Checkpoint(large=large, small=small), small_disk, 1, asynchronous=asynchronous)
+    manager = CheckpointManager(
+        Checkpoint(large=large, small=small), small_disk, 1, asynchronous=asynchronous
+    )
     manager.save(0)
     manager.wait()
-    other = CheckpointManager(Checkpoint(big=keras.Variable(np.ones(200_000))), small_disk)
+    other = CheckpointManager(
+        Checkpoint(big=keras.Variable(np.ones(200_000))), small_disk
+    )
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="(?s)could not be written.*[Nn]o space left.*Fix: make room"):
+        with pytest.raises(
+            CheckpointError,
+            match="(?s)could not be written.*[Nn]o space left.*Fix: make room",
+        ):
             other.save(1)
             other.close()
         assert sorted(os.listdir(small_disk)) == ["0"]
@@ -355,7 +427,9 @@ def test_full_disk(asynchronous: bool, small_disk: Any) -> None:
 
 
 def test_a_read_only_file_system(small_disk: Any) -> None:
-    """What is there is restored; to save is a clear error, at once or with the next call."""
+    """What is there is restored; to save is a clear error, at once or with the next
+    call.
+    """
     variable = keras.Variable(1.0)
     checkpoint = Checkpoint(v=variable)
     CheckpointManager(checkpoint, small_disk, asynchronous=False).save(1)
@@ -363,16 +437,22 @@ def test_a_read_only_file_system(small_disk: Any) -> None:
     variable.assign(2.0)
     manager = CheckpointManager(checkpoint, small_disk)
     assert manager.restore().step == 1 and float(variable.value) == 1.0
-    with pytest.raises(CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "):
+    with pytest.raises(
+        CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "
+    ):
         manager.save(2)
         manager.close()
-    with pytest.raises(CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "):
+    with pytest.raises(
+        CheckpointError, match="(?s)could not be written.*Read-only file system.*Fix: "
+    ):
         checkpoint.write(small_disk / "other")
     assert manager.all_steps() == [1]
 
 
 def test_a_disk_that_fills_up_during_fit(small_disk: Any) -> None:
-    """`fit` ends with the error of the save; what was saved before is whole, and training goes on from there."""
+    """`fit` ends with the error of the save; what was saved before is whole, and
+    training goes on from there.
+    """
     ballast = small_disk / "ballast"
 
     class Filling(keras.callbacks.Callback):
@@ -382,8 +462,13 @@ def test_a_disk_that_fills_up_during_fit(small_disk: Any) -> None:
                     while True:
                         file.write(bytes(4096))
 
-    with pytest.raises(CheckpointError, match="(?s)could not be written.*[Nn]o space left.*Fix: make room"):
-        interrupting.run(2, interrupting.fit_arrays, small_disk / "b", callbacks=[Filling()])
+    with pytest.raises(
+        CheckpointError,
+        match="(?s)could not be written.*[Nn]o space left.*Fix: make room",
+    ):
+        interrupting.run(
+            2, interrupting.fit_arrays, small_disk / "b", callbacks=[Filling()]
+        )
     ballast.unlink()
     result = interrupting.run(2, interrupting.fit_arrays, small_disk / "b", seed=5)
     interrupting.assert_same(result, interrupting.run(2, interrupting.fit_arrays, None))

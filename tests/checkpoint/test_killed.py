@@ -1,7 +1,9 @@
-"""`kill -9` while checkpoints are written or a training runs, and the end of a program that waits for no checkpoint.
+"""`kill -9` while checkpoints are written or a training runs, and the end of a program
+that waits for no checkpoint.
 
-`KILL_TRIES=50 python -m pytest tests/checkpoint/test_killed.py -s` is the long version, in which every kind of training is
-killed; by default one with `fit` and one with a loop. `KILL_SEED` gives others.
+`KILL_TRIES=50 python -m pytest tests/checkpoint/test_killed.py -s` is the long version,
+in which every kind of training is killed; by default one with `fit` and one with a
+loop. `KILL_SEED` gives others.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ SEED = os.environ.get("KILL_SEED", "0")
 def started(folder: Any, *args: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, str(SCRIPT), str(folder), *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 def latest(folder: Any) -> int:
@@ -46,13 +54,17 @@ def latest(folder: Any) -> int:
         manager.restore(step)
         assert progress == {"step": step}
         for i, variable in enumerate(named.values()):
-            np.testing.assert_array_equal(variable.value, np.full(200_000, step * 10 + i, "float32"))
+            np.testing.assert_array_equal(
+                variable.value, np.full(200_000, step * 10 + i, "float32")
+            )
     return manager.latest_step or 0
 
 
 @pytest.mark.timeout(60 + 30 * TRIES)
 def test_killed_at_a_random_moment(tmp_path: Any) -> None:
-    """What is there is whole; the next start goes on from it and clears away what was not finished."""
+    """What is there is whole; the next start goes on from it and clears away what was
+    not finished.
+    """
     generator, last, unfinished = random.Random(SEED), 0, 0
     for tried in range(MOST):
         if tried >= TRIES and unfinished:
@@ -60,7 +72,9 @@ def test_killed_at_a_random_moment(tmp_path: Any) -> None:
         process = started(tmp_path)
         assert process.stdout is not None
         first = process.stdout.readline()
-        assert first == f"started from {last}\n", process.stderr.read() if process.stderr else ""
+        assert first == f"started from {last}\n", (
+            process.stderr.read() if process.stderr else ""
+        )
         for _ in range(generator.randrange(2, 6)):
             process.stdout.readline()
         time.sleep(generator.random() * 0.05)
@@ -85,7 +99,9 @@ def test_a_save_is_completed_when_the_program_ends(tmp_path: Any) -> None:
 
 @pytest.mark.timeout(120 + 30 * TRIES)
 def test_a_training_killed_at_random_moments(tmp_path: Any) -> None:
-    """Started again until it is done, each kind in turn: its result is that of a training that nobody killed."""
+    """Started again until it is done, each kind in turn: its result is that of a
+    training that nobody killed.
+    """
     generator = random.Random(SEED)
     killed, unfinished, completed = dict.fromkeys(ORDER, 0), 0, 0
     kinds = ORDER[:TRIES]
@@ -100,12 +116,18 @@ def test_a_training_killed_at_random_moments(tmp_path: Any) -> None:
                     if killed[kind] < share:
                         for _ in range(generator.randrange(1, 9)):
                             script.line()
-                        time.sleep(generator.choice([0, 0.02, 0.3]) * generator.random())
+                        time.sleep(
+                            generator.choice([0, 0.02, 0.3]) * generator.random()
+                        )
                         script.process.kill()
                     script.rest()
-                    assert script.process.returncode in (0, -signal.SIGKILL), script.errors
+                    assert script.process.returncode in (0, -signal.SIGKILL), (
+                        script.errors
+                    )
                     killed[kind] += script.process.returncode == -signal.SIGKILL
                 unfinished += bool(list(folder.glob("checkpoints/*tmp*")))
             assert_as_uninterrupted(folder, kind, *kinds)
-    print(f"\nkilled {killed}, inside of a save {unfinished}, trained to the end {completed} times")
+    print(
+        f"\nkilled {killed}, inside of a save {unfinished}, trained to the end {completed} times"
+    )
     assert unfinished or TRIES < 20

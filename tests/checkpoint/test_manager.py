@@ -1,4 +1,6 @@
-"""Which checkpoints are kept, saving while training goes on, and where errors of a save in the background appear."""
+"""Which checkpoints are kept, saving while training goes on, and where errors of a save
+in the background appear.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Value:
 
     @property
     def files(self) -> list[str]:
-        return sorted(name for name in os.listdir(self.directory) if name != "being_deleted")
+        return sorted(
+            name for name in os.listdir(self.directory) if name != "being_deleted"
+        )
 
 
 @pytest.fixture
@@ -51,14 +55,21 @@ def value(tmp_path: Any) -> Value:
 
 def test_keeps_the_latest(value: Value) -> None:
     with value.manager(max_to_keep=2) as manager:
-        assert manager.latest_step is None and manager.latest_checkpoint is None and manager.best_step is None
+        assert (
+            manager.latest_step is None
+            and manager.latest_checkpoint is None
+            and manager.best_step is None
+        )
         for step in (10, 20, 30):
             path = value.save(manager, step)
             assert path == str(value.directory / str(step))
         manager.wait()
         assert manager.all_steps() == [20, 30]
         assert manager.latest_checkpoint == str(value.directory / "30")
-        assert manager.checkpoints == [str(value.directory / "20"), str(value.directory / "30")]
+        assert manager.checkpoints == [
+            str(value.directory / "20"),
+            str(value.directory / "30"),
+        ]
         value.variable.assign(-1.0)
         assert manager.restore().step == 30 and float(value.variable.value) == 30
         assert manager.restore(20).step == 20 and float(value.variable.value) == 20
@@ -69,11 +80,15 @@ def test_keeps_the_latest(value: Value) -> None:
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 1)])
 def test_keeps_the_best(value: Value, mode: str, best: int) -> None:
-    """Beside the latest, also after a restart, which reads the metrics again; a NaN is never the best."""
+    """Beside the latest, also after a restart, which reads the metrics again; a NaN is
+    never the best.
+    """
     scores = [0.5, 0.1, 0.9, float("nan"), 0.4]
     with value.manager(max_to_keep=1, keep_best=("score", mode)) as manager:
         for step in range(4):
-            value.save(manager, step, metrics={"score": np.float32(scores[step]), "other": 1})
+            value.save(
+                manager, step, metrics={"score": np.float32(scores[step]), "other": 1}
+            )
         manager.wait()
         assert manager.all_steps() == [best, 3]
     with value.manager(max_to_keep=1, keep_best=("score", mode)) as manager:
@@ -82,11 +97,16 @@ def test_keeps_the_best(value: Value, mode: str, best: int) -> None:
         with pytest.raises(CheckpointError, match="needs the metric 'score'"):
             manager.save(5)
     assert value.files == [str(best), "4"]
-    assert manager.restore(best).metrics == {"score": pytest.approx(scores[best]), "other": 1.0}
+    assert manager.restore(best).metrics == {
+        "score": pytest.approx(scores[best]),
+        "other": 1.0,
+    }
 
 
 def test_what_was_saved_last_stays_below_later_steps(value: Value) -> None:
-    """As after going back to an earlier step; it is not deleted as soon as it is written."""
+    """As after going back to an earlier step; it is not deleted as soon as it is
+    written.
+    """
     with value.manager(max_to_keep=2) as manager:
         for step in (20, 30, 10):
             path = value.save(manager, step)
@@ -109,7 +129,10 @@ def test_interval(value: Value) -> None:
 def test_an_existing_step_is_not_overwritten(value: Value) -> None:
     with value.manager() as manager:
         value.save(manager, 1)
-        with pytest.raises(CheckpointError, match=r"There is a checkpoint of step 1 .*\n.*\n.*manager.delete\(1\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"There is a checkpoint of step 1 .*\n.*\n.*manager.delete\(1\)",
+        ):
             value.save(manager, 1)
         manager.delete(1)
         assert manager.all_steps() == []
@@ -118,7 +141,10 @@ def test_an_existing_step_is_not_overwritten(value: Value) -> None:
 
 
 def test_arguments(value: Value, tmp_path: Any) -> None:
-    with pytest.raises(StructureTypeError, match=r"CheckpointManager\(Checkpoint\(model=model\), directory\)"):
+    with pytest.raises(
+        StructureTypeError,
+        match=r"CheckpointManager\(Checkpoint\(model=model\), directory\)",
+    ):
         CheckpointManager(keras.Sequential(), tmp_path)  # pyright: ignore
     for options in (
         {"max_to_keep": 0},
@@ -133,7 +159,9 @@ def test_arguments(value: Value, tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         manager.restore()
     value.save(manager, 5)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint of step 6 .*the steps \[5\]"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)no checkpoint of step 6 .*the steps \[5\]"
+    ):
         manager.restore(6)
     with pytest.raises(CheckpointError, match="no checkpoint of step 6"):
         manager.delete(6)
@@ -141,16 +169,25 @@ def test_arguments(value: Value, tmp_path: Any) -> None:
     manager.close()
     value.save(manager, 6)
     manager.close()
-    assert not value.directory.joinpath("nothing").exists() and value.files == ["5", "6"]
+    assert not value.directory.joinpath("nothing").exists() and value.files == [
+        "5",
+        "6",
+    ]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_was_saved_is_the_moment_of_the_save(asynchronous: bool, tmp_path: Any) -> None:
-    """Training goes on while files are written; the steps are given the variables' memory to write into."""
+def test_what_was_saved_is_the_moment_of_the_save(
+    asynchronous: bool, tmp_path: Any
+) -> None:
+    """Training goes on while files are written; the steps are given the variables'
+    memory to write into.
+    """
     loop = Loop(4)
     loop.run(1)
     moments = {}
-    with CheckpointManager(Checkpoint(**loop.objects), tmp_path, asynchronous=asynchronous) as manager:
+    with CheckpointManager(
+        Checkpoint(**loop.objects), tmp_path, asynchronous=asynchronous
+    ) as manager:
         for step in range(4):
             manager.save(step)
             moments[step] = bits(**loop.objects)
@@ -184,16 +221,26 @@ class Refusing:
 NO_SPACE = OSError(28, "No space left on device")
 
 
-def test_an_error_in_the_background_appears_at_the_next_call(value: Value, monkeypatch: Any) -> None:
-    """Once, and the manager goes on; nothing is deleted for a checkpoint that was not written."""
+def test_an_error_in_the_background_appears_at_the_next_call(
+    value: Value, monkeypatch: Any
+) -> None:
+    """Once, and the manager goes on; nothing is deleted for a checkpoint that was not
+    written.
+    """
     manager = value.manager(max_to_keep=1)
     value.save(manager, 0)
     manager.wait()
-    for call in (manager.wait, manager.restore, lambda: value.save(manager, 2), manager.close):
+    for call in (
+        manager.wait,
+        manager.restore,
+        lambda: value.save(manager, 2),
+        manager.close,
+    ):
         with Refusing(monkeypatch, NO_SPACE):
             value.save(manager, 1)
             with pytest.raises(
-                CheckpointError, match=r"(?s)/1' could not be written.*No space left on device.*Fix: "
+                CheckpointError,
+                match=r"(?s)/1' could not be written.*No space left on device.*Fix: ",
             ) as e:
                 call()
         assert isinstance(e.value.__cause__, OSError)
@@ -204,25 +251,38 @@ def test_an_error_in_the_background_appears_at_the_next_call(value: Value, monke
     assert value.files == ["2"]
 
 
-def test_an_error_of_a_synchronous_save_appears_at_once(value: Value, monkeypatch: Any) -> None:
+def test_an_error_of_a_synchronous_save_appears_at_once(
+    value: Value, monkeypatch: Any
+) -> None:
     manager = value.manager(asynchronous=False, max_to_keep=1)
     value.save(manager, 0)
-    with Refusing(monkeypatch, NO_SPACE), pytest.raises(CheckpointError, match="No space left"):
+    with (
+        Refusing(monkeypatch, NO_SPACE),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
         value.save(manager, 1)
     assert value.files == ["0"]
     value.save(manager, 1)
     assert value.files == ["1"]
 
 
-def test_an_error_does_not_hide_the_one_of_the_with_block(value: Value, monkeypatch: Any) -> None:
-    with pytest.raises(KeyError) as error, Refusing(monkeypatch, NO_SPACE), value.manager() as manager:
+def test_an_error_does_not_hide_the_one_of_the_with_block(
+    value: Value, monkeypatch: Any
+) -> None:
+    with (
+        pytest.raises(KeyError) as error,
+        Refusing(monkeypatch, NO_SPACE),
+        value.manager() as manager,
+    ):
         value.save(manager, 0)
         raise KeyError("training failed")
     assert "could not be written" in error.value.__notes__[0]
 
 
 def test_another_process_reads_while_this_one_writes(value: Value) -> None:
-    """A second manager sees each step when it is complete, and never deletes what the first is writing."""
+    """A second manager sees each step when it is complete, and never deletes what the
+    first is writing.
+    """
     reader = value.manager()
     with value.manager() as writer:
         for step in range(3):
@@ -281,7 +341,9 @@ def read_by_the_start_of_a_run(value: Value, path: str) -> None:
 
 def read_by_a_handler_of_preemption(value: Value, path: str) -> None:
     config = kd.experimental.TerminationConfig(termination_watcher_fn=lambda: True)
-    kd.experimental.PreemptionCheckpointHandler(None, value.checkpoint, value.directory, config)
+    kd.experimental.PreemptionCheckpointHandler(
+        None, value.checkpoint, value.directory, config
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +357,9 @@ def read_by_a_handler_of_preemption(value: Value, path: str) -> None:
         read_by_a_handler_of_preemption,
     ],
 )
-def test_what_was_saved_is_known_at_once_and_waited_for(read: Any, value: Value, monkeypatch: Any) -> None:
+def test_what_was_saved_is_known_at_once_and_waited_for(
+    read: Any, value: Value, monkeypatch: Any
+) -> None:
     with value.manager(max_to_keep=2) as manager, slow_writes(monkeypatch) as go_on:
         path = value.save(manager, 1)
         assert not os.path.exists(path or "")
@@ -308,7 +372,9 @@ def test_what_was_saved_is_known_at_once_and_waited_for(read: Any, value: Value,
         assert float(value.variable.value) == 1.0
 
 
-def test_a_save_under_way_replaces_what_it_will_delete(value: Value, monkeypatch: Any) -> None:
+def test_a_save_under_way_replaces_what_it_will_delete(
+    value: Value, monkeypatch: Any
+) -> None:
     """Those are there until it is complete, but a reader would lose them meanwhile."""
     options: Any = {"max_to_keep": 1, "keep_best": ("loss", "min")}
     with value.manager(**options) as manager:
@@ -328,7 +394,9 @@ def test_a_save_under_way_replaces_what_it_will_delete(value: Value, monkeypatch
     assert value.files == ["3"]
 
 
-def test_a_save_that_fails_later_counts_until_its_error_is_told(value: Value, monkeypatch: Any) -> None:
+def test_a_save_that_fails_later_counts_until_its_error_is_told(
+    value: Value, monkeypatch: Any
+) -> None:
     """By what reads it, and by its manager; then the last complete one is the latest."""
     manager = value.manager(max_to_keep=1)
     value.save(manager, 0)
@@ -342,7 +410,9 @@ def test_a_save_that_fails_later_counts_until_its_error_is_told(value: Value, mo
             value.save(manager, 1)
             assert manager.all_steps() == [1]
             go_on()
-            with pytest.raises(CheckpointError, match="(?s)/1' could not be written.*No space left"):
+            with pytest.raises(
+                CheckpointError, match="(?s)/1' could not be written.*No space left"
+            ):
                 read()
             assert manager.all_steps() == value.manager().all_steps() == [0]
             with pytest.raises(CheckpointError, match="/1' could not be written"):
@@ -354,7 +424,9 @@ def test_a_save_that_fails_later_counts_until_its_error_is_told(value: Value, mo
     assert value.files == ["1"]
 
 
-def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(value: Value, monkeypatch: Any) -> None:
+def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(
+    value: Value, monkeypatch: Any
+) -> None:
     told: list[str] = []
 
     def read(path: Any) -> None:
@@ -370,7 +442,9 @@ def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(value: 
         thread.start()
         go_on()
         thread.join()
-        assert told == [f"The checkpoint {path!r} could not be written; earlier ones are as they were."]
+        assert told == [
+            f"The checkpoint {path!r} could not be written; earlier ones are as they were."
+        ]
         with pytest.raises(CheckpointError, match="could not be written"):
             manager.wait()
     value.save(manager, 0)
@@ -378,7 +452,9 @@ def test_a_failure_that_another_thread_has_read_is_told_once_in_this_one(value: 
     assert value.files == ["0"]
 
 
-def test_the_with_block_does_not_repeat_what_was_read_in_it(value: Value, monkeypatch: Any) -> None:
+def test_the_with_block_does_not_repeat_what_was_read_in_it(
+    value: Value, monkeypatch: Any
+) -> None:
     with (
         pytest.raises(CheckpointError, match="could not be written") as error,
         Refusing(monkeypatch, NO_SPACE),
@@ -388,7 +464,9 @@ def test_the_with_block_does_not_repeat_what_was_read_in_it(value: Value, monkey
     assert not hasattr(error.value, "__notes__")
 
 
-def test_two_managers_of_one_folder_do_not_disturb_each_other(value: Value, monkeypatch: Any) -> None:
+def test_two_managers_of_one_folder_do_not_disturb_each_other(
+    value: Value, monkeypatch: Any
+) -> None:
     """Numbers go on after what the other is writing; what it writes is waited for."""
     first, second = value.manager(), value.manager()
     with slow_writes(monkeypatch) as go_on:
@@ -407,7 +485,9 @@ def test_two_managers_of_one_folder_do_not_disturb_each_other(value: Value, monk
     first.close()
 
 
-def test_the_save_of_a_dropped_manager_is_known_and_waited_for(value: Value, monkeypatch: Any) -> None:
+def test_the_save_of_a_dropped_manager_is_known_and_waited_for(
+    value: Value, monkeypatch: Any
+) -> None:
     with slow_writes(monkeypatch) as go_on:
         path = value.save(value.manager(), 3)
         gc.collect()
@@ -427,10 +507,14 @@ def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
     assert under_way.in_folder(manager.directory) is None
 
 
-def test_restoring_none_says_once_that_nothing_was_restored(value: Value, monkeypatch: Any) -> None:
+def test_restoring_none_says_once_that_nothing_was_restored(
+    value: Value, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(checkpoints, "_warned_of_nothing", False)
     manager = value.manager()
-    with pytest.warns(UserWarning, match="the path was None.*restore_or_initialize") as w:
+    with pytest.warns(
+        UserWarning, match="the path was None.*restore_or_initialize"
+    ) as w:
         assert value.checkpoint.restore(manager.latest_checkpoint).restored == ()
     assert w[0].filename == __file__
     with warnings.catch_warnings():
@@ -441,6 +525,8 @@ def test_restoring_none_says_once_that_nothing_was_restored(value: Value, monkey
 
 @pytest.mark.parametrize("step", [-1, 2.5, "3", float("nan"), float("inf"), [1]])
 def test_a_step_is_a_whole_number(step: Any, value: Value) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)whole number from 0.*Received: step=.*Fix: "):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)whole number from 0.*Received: step=.*Fix: "
+    ):
         value.manager().save(step)
     assert not value.directory.exists()

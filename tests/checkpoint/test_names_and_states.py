@@ -1,4 +1,6 @@
-"""Names that every process agrees on, errors that name what does not fit, and the state of things that are not Keras."""
+"""Names that every process agrees on, errors that name what does not fit, and the state
+of things that are not Keras.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from keras import layers
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
 from keras_distribute.encoding import decode, encode
-from keras_distribute.errors import CheckpointError, ContextError, StructureTypeError, VariableScopeError
+from keras_distribute.errors import (
+    CheckpointError,
+    ContextError,
+    StructureTypeError,
+    VariableScopeError,
+)
 
 from .support import bits, build, made, scope, strategy_of
 
@@ -28,7 +35,10 @@ class Block(layers.Layer):
         self.inner, self.drop = layers.Dense(3), layers.Dropout(0.5)
 
     def build(self, shape: Any) -> None:
-        self.first, self.second = self.add_weight(shape=(3,)), self.add_weight(shape=(3,))
+        self.first, self.second = (
+            self.add_weight(shape=(3,)),
+            self.add_weight(shape=(3,)),
+        )
         self.inner.build(shape)
 
     def call(self, x: Any) -> Any:
@@ -37,9 +47,15 @@ class Block(layers.Layer):
 
 def nested() -> keras.Model:
     inputs = keras.Input((3,))
-    inner = keras.Sequential([keras.Input((3,)), layers.Dense(3), layers.Dense(3, name="chosen_7")])
+    inner = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(3), layers.Dense(3, name="chosen_7")]
+    )
     model = keras.Model(inputs, layers.Dense(2)(inner(Block()(Block()(inputs)))))
-    model.compile(keras.optimizers.SGD(momentum=0.9), "mse", metrics=[keras.metrics.MeanSquaredError()])
+    model.compile(
+        keras.optimizers.SGD(momentum=0.9),
+        "mse",
+        metrics=[keras.metrics.MeanSquaredError()],
+    )
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -83,7 +99,13 @@ def test_names_do_not_depend_on_the_process(place: int) -> None:
 def test_a_variable_is_saved_once() -> None:
     model = build()
     names = list(
-        track({"model": model, "optimizer": model.optimizer, "seed": model.layers[2].seed_generator}).variables
+        track(
+            {
+                "model": model,
+                "optimizer": model.optimizer,
+                "seed": model.layers[2].seed_generator,
+            }
+        ).variables
     )
     assert [n for n in names if n.startswith("optimizer/")] == [
         "optimizer/Adam/iteration",
@@ -125,7 +147,9 @@ def saved(tmp_path_factory: Any) -> str:
         ),
     ],
 )
-def test_another_model_or_optimizer(options: dict[str, Any], lines: list[str], saved: str) -> None:
+def test_another_model_or_optimizer(
+    options: dict[str, Any], lines: list[str], saved: str
+) -> None:
     """An error with every name, and nothing has changed."""
     other = build(**options)
     other.optimizer.build(other.trainable_variables)
@@ -158,12 +182,20 @@ def test_a_model_without_its_optimizer(saved: str) -> None:
     other.build((None, 6))
     status = Checkpoint(model=other).restore(saved, partial=True)
     assert status.missing == ()
-    assert all(name.startswith(("model/optimizer/", "model/metrics/")) for name in status.unexpected)
+    assert all(
+        name.startswith(("model/optimizer/", "model/metrics/"))
+        for name in status.unexpected
+    )
 
 
 STATES = [
     None,
-    {"a": 1, 2: "b", (3, "c"): [True, None, 1e300, float("inf"), -0.0], b"k": b"\x00\xff"},
+    {
+        "a": 1,
+        2: "b",
+        (3, "c"): [True, None, 1e300, float("inf"), -0.0],
+        b"k": b"\x00\xff",
+    },
     (1, (2, [3]), {}),
     {"position": {"bytes": 7, "tuple": [1]}, "ints": 2**80},
     np.random.default_rng(0).bit_generator.state,
@@ -211,7 +243,9 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert repr(actual) == repr(expected)
 
 
-def test_dictionaries_are_restored_in_place_and_saved_as_they_were(tmp_path: Any) -> None:
+def test_dictionaries_are_restored_in_place_and_saved_as_they_were(
+    tmp_path: Any,
+) -> None:
     history = {"loss": [1.0, 0.5]}
     progress: dict[str, Any] = {"epoch": 2, "history": history, "rng": np.ones(3)}
     path = Checkpoint(progress=progress).write(tmp_path / "ckpt")
@@ -242,7 +276,9 @@ def test_what_refuses_its_state_leaves_variables_alone(tmp_path: Any) -> None:
 
 
 def test_what_cannot_be_kept() -> None:
-    with pytest.raises(StructureTypeError, match=re.escape("epoch_state = {'value': ...}")):
+    with pytest.raises(
+        StructureTypeError, match=re.escape("epoch_state = {'value': ...}")
+    ):
         Checkpoint(epoch=3)
     for value in (object(), {1, 2}, np.array([object()])):
         with pytest.raises(CheckpointError, match="'progress/x' is of a type"):
@@ -254,7 +290,10 @@ def test_a_model_that_is_not_built(saved: str) -> None:
         Checkpoint(model=keras.Sequential())._snapshot,
         lambda: Checkpoint(model=keras.Sequential()).restore(saved),
     ):
-        with pytest.raises(CheckpointError, match=r"(?s)'model' is not built.*model.build\(input_shape\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"(?s)'model' is not built.*model.build\(input_shape\)",
+        ):
             call()
 
 
@@ -274,7 +313,9 @@ for call in (lambda: checkpoint.save("x"), lambda: checkpoint.restore("x"), lamb
     else:
         raise AssertionError
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -288,7 +329,10 @@ def test_wrong_contexts(tmp_path: Any) -> None:
         strategy.run(lambda: checkpoint.write(tmp_path / "other"))
     with pytest.raises(ContextError, match="inside a replica"):
         strategy.run(lambda: checkpoint.restore(path))
-    with strategy_of(4).scope(), pytest.raises(VariableScopeError, match="another strategy"):
+    with (
+        strategy_of(4).scope(),
+        pytest.raises(VariableScopeError, match="another strategy"),
+    ):
         checkpoint.restore(path)
 
 
@@ -314,7 +358,9 @@ def test_a_variable_without_a_value(tmp_path: Any) -> None:
 
 
 class NoSync(keras.callbacks.Callback):
-    """Keras gives values back to a callback that asks for `self.model`; this one does not ask."""
+    """Keras gives values back to a callback that asks for `self.model`; this one does
+    not ask.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -325,7 +371,9 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
     """After a step that failed, the buffers that it was given are gone."""
     with strategy_of(2).scope():
         mirrored = keras.Variable(1.0)
-        own = keras.Variable(2.0, synchronization="on_read", aggregation="sum", trainable=False)
+        own = keras.Variable(
+            2.0, synchronization="on_read", aggregation="sum", trainable=False
+        )
     plain = keras.Variable(3.0)
     checkpoint = Checkpoint(mirrored=mirrored, own=own, plain=plain)
     path = checkpoint.write(tmp_path / "ckpt")

@@ -1,4 +1,6 @@
-"""What a notice of the end leads to, in one process: in `fit`, and in a loop of one's own."""
+"""What a notice of the end leads to, in one process: in `fit`, and in a loop of one's
+own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def end() -> None:
 
 
 class At(keras.callbacks.Callback):
-    """Sends `SIGTERM` at the `count`th call of a method; it has no state, so that a second run gets none either."""
+    """Sends `SIGTERM` at the `count`th call of a method; it has no state, so that a
+    second run gets none either.
+    """
 
     def __init__(self, method: str, count: int) -> None:
         super().__init__()
@@ -55,18 +59,34 @@ def uninterrupted() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "method", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_epoch_end"]
+    "method",
+    [
+        "on_train_batch_begin",
+        "on_train_batch_end",
+        "on_test_batch_begin",
+        "on_epoch_end",
+    ],
 )
 @pytest.mark.parametrize("freq", [1, "epoch", False])
 def test_in_fit(method: str, freq: Any, tmp_path: Any) -> None:
-    """Saves, whatever `save_freq` says, and exits; the second run does the rest, and only that."""
+    """Saves, whatever `save_freq` says, and exits; the second run does the rest, and
+    only that.
+    """
     backup = {"save_freq": freq, "termination_config": Config(exit_fn=end)}
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Ended):
         run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At(method, 2)])
     assert signal.getsignal(signal.SIGTERM) == before
     assert_same(
-        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At(method, 1000)], seed=9), uninterrupted()
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            backup=backup,
+            callbacks=[At(method, 1000)],
+            seed=9,
+        ),
+        uninterrupted(),
     )
 
 
@@ -81,16 +101,35 @@ def test_a_save_that_fails_before_the_exit_is_what_is_seen(tmp_path: Any) -> Non
                 signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(CheckpointError, match="could not be written"):
-        run(2, fit_arrays, tmp_path / "b", backup={"save_freq": False}, callbacks=[Blocking("on_train_batch_end", 2)])
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            backup={"save_freq": False},
+            callbacks=[Blocking("on_train_batch_end", 2)],
+        )
 
 
 def test_a_notice_that_comes_with_the_end_of_fit(tmp_path: Any) -> None:
     """The training is complete, and saved; the next start trains nothing."""
     backup = {"termination_config": Config(exit_fn=end)}
     with pytest.raises(Ended):
-        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At("on_train_end", 1)])
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            backup=backup,
+            callbacks=[At("on_train_end", 1)],
+        )
     assert_same(
-        run(2, fit_arrays, tmp_path / "b", backup=backup, callbacks=[At("on_train_batch_end", 1)]), uninterrupted()
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            backup=backup,
+            callbacks=[At("on_train_batch_end", 1)],
+        ),
+        uninterrupted(),
     )
 
 
@@ -98,14 +137,22 @@ def test_a_signal_that_is_not_waited_for_stays_with_its_handler(tmp_path: Any) -
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        run(2, fit_arrays, tmp_path / "b", backup={"save_before_preemption": False}, callbacks=[At("on_epoch_end", 1)])
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            backup={"save_before_preemption": False},
+            callbacks=[At("on_epoch_end", 1)],
+        )
         assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_another_notice_than_a_signal(tmp_path: Any) -> None:
-    """Asked for in a thread; an exit function that returns lets the training go on, and is called once."""
+    """Asked for in a thread; an exit function that returns lets the training go on, and
+    is called once.
+    """
     calls: list[str] = []
 
     def told() -> bool:
@@ -119,14 +166,22 @@ def test_another_notice_than_a_signal(tmp_path: Any) -> None:
             while "asked" not in calls:
                 time.sleep(0.01)
 
-    result = run(2, fit_arrays, tmp_path / "b", backup={"termination_config": config}, callbacks=[Slow()])
+    result = run(
+        2,
+        fit_arrays,
+        tmp_path / "b",
+        backup={"termination_config": config},
+        callbacks=[Slow()],
+    )
     assert_same(result, uninterrupted())
     assert calls == ["asked", "exit"]
 
 
 def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
     def train() -> None:
-        with pytest.warns(UserWarning, match="SIGTERM cannot be waited for outside of the main thread"):
+        with pytest.warns(
+            UserWarning, match="SIGTERM cannot be waited for outside of the main thread"
+        ):
             results.append(run(2, fit_arrays, tmp_path / "b"))
 
     results: list[Any] = []
@@ -142,7 +197,10 @@ def test_outside_of_the_main_thread_is_warned_about(tmp_path: Any) -> None:
         ({"exit_fn": 42}, r"exit_fn is a function.\n  Received: exit_fn=42"),
         ({"termination_watcher_fn": "SIGTERM"}, "termination_watcher_fn is a function"),
         ({"save_fn": 1}, "save_fn is a function"),
-        ({"grace_period": -1}, r"grace_period is a number of seconds.\n  Received: grace_period=-1"),
+        (
+            {"grace_period": -1},
+            r"grace_period is a number of seconds.\n  Received: grace_period=-1",
+        ),
         ({"grace_period": "60"}, "grace_period is a number of seconds"),
     ],
 )
@@ -151,11 +209,14 @@ def test_configurations(options: dict[str, Any], error: str) -> None:
         Config(**options)
 
 
-# Loops of one's own. -------------------------------------------------------------------------------------------------
+# Loops of one's own.
+# -------------------------------------------------------------------------------------------------
 
 
 class Counting:
-    """A loop that counts, a checkpoint of it, and a handler; made again, it is the program after a restart."""
+    """A loop that counts, a checkpoint of it, and a handler; made again, it is the
+    program after a restart.
+    """
 
     def __init__(self, directory: Any, save_fn: Any = None, **options: Any) -> None:
         with scope(2):
@@ -163,7 +224,9 @@ class Counting:
         checkpoint = kd.Checkpoint(count=self.count)
         self.manager = kd.CheckpointManager(checkpoint, directory, **options)
         config = Config(exit_fn=end, save_fn=save_fn)
-        self.handler = kd.experimental.PreemptionCheckpointHandler(None, self.manager, termination_config=config)
+        self.handler = kd.experimental.PreemptionCheckpointHandler(
+            None, self.manager, termination_config=config
+        )
 
     def step(self, preempted: bool = False) -> None:
         self.handler.run(lambda: self.count.assign_add(1.0))
@@ -179,7 +242,9 @@ def handler_of_before() -> Any:
 
 
 def test_a_step_keeps_its_number(tmp_path: Any) -> None:
-    """Preempted twice between two saves, the checkpoints of the exits give way to that of the step."""
+    """Preempted twice between two saves, the checkpoints of the exits give way to that
+    of the step.
+    """
     loop = Counting(tmp_path)
     loop.step()
     loop.manager.save(1)
@@ -227,7 +292,9 @@ def test_without_the_metric_of_the_best(tmp_path: Any) -> None:
 
 def test_a_function_that_saves(tmp_path: Any) -> None:
     saved: list[Any] = []
-    loop = Counting(tmp_path, save_fn=lambda *args, **options: saved.append((args, options)))
+    loop = Counting(
+        tmp_path, save_fn=lambda *args, **options: saved.append((args, options))
+    )
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Ended):
         loop.handler.save_checkpoint_if_preempted(3, note="x")
@@ -236,7 +303,9 @@ def test_a_function_that_saves(tmp_path: Any) -> None:
 
 def test_what_a_handler_takes(tmp_path: Any) -> None:
     make = kd.experimental.PreemptionCheckpointHandler
-    with pytest.raises(StructureTypeError, match="takes a Checkpoint or a CheckpointManager"):
+    with pytest.raises(
+        StructureTypeError, match="takes a Checkpoint or a CheckpointManager"
+    ):
         make(None, keras.Variable(1.0), tmp_path)  # pyright: ignore
     with pytest.raises(CheckpointError, match="A Checkpoint needs a folder"):
         make(None, kd.Checkpoint(v=keras.Variable(1.0)))

@@ -1,4 +1,6 @@
-"""What is restored is what was saved: on as many replicas bit for bit, training included, on others by value."""
+"""What is restored is what was saved: on as many replicas bit for bit, training
+included, on others by value.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ pytestmark = pytest.mark.sampled(2)
     [(0, "accumulating"), (4, "accumulating"), (2, "loss_scale_ema"), (8, "sgd")],
 )
 def test_fit_goes_on_bit_for_bit(place: int, optimizer: str, tmp_path: Any) -> None:
-    """Two epochs of three steps (accumulation is in the middle of its four), saved, one more: in a new model, too."""
+    """Two epochs of three steps (accumulation is in the middle of its four), saved, one
+    more: in a new model, too.
+    """
     model = made(place, optimizer)
     fit(model, 2)
     path = Checkpoint(model=model).save(tmp_path / "ckpt")
@@ -60,7 +64,9 @@ def test_fit_goes_on_bit_for_bit(place: int, optimizer: str, tmp_path: Any) -> N
 
 @pytest.mark.parametrize("place", [1, 4])
 def test_a_custom_loop_goes_on_bit_for_bit(place: int, tmp_path: Any) -> None:
-    """Model, optimizer, metric, seed, a sync-on-read sum and a dictionary, in the middle of an epoch."""
+    """Model, optimizer, metric, seed, a sync-on-read sum and a dictionary, in the
+    middle of an epoch.
+    """
     loop = Loop(place)
     loop.run(2)
     path = Checkpoint(**loop.objects).save(tmp_path / "ckpt")
@@ -82,13 +88,22 @@ def test_a_custom_loop_goes_on_bit_for_bit(place: int, tmp_path: Any) -> None:
     [(0, 4), (8, 0), (1, 8), (4, 2)],
 )
 def test_on_any_number_of_replicas(source: int, target: int, tmp_path: Any) -> None:
-    """All reads as it did, gradients half way to an update included, and the next epoch is the same to rounding."""
+    """All reads as it did, gradients half way to an update included, and the next epoch
+    is the same to rounding.
+    """
     keras.utils.set_random_seed(1)
 
     def model_of(place: int) -> keras.Model:
         with scope(place):
             normalization = keras.layers.BatchNormalization(synchronized=True)
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), normalization, keras.layers.Dense(3)])
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    keras.layers.Dense(5),
+                    normalization,
+                    keras.layers.Dense(3),
+                ]
+            )
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer_of("accumulating"), loss, metrics=["accuracy"])
         return model
@@ -106,27 +121,53 @@ def test_on_any_number_of_replicas(source: int, target: int, tmp_path: Any) -> N
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
 def test_from_eight_replicas_to_others_and_back(place: int, tmp_path: Any) -> None:
-    """Weights and optimizer state are the same bits all the way; moving statistics are the same numbers."""
-    source, between, back = made(8, "loss_scale_ema"), made(place, "loss_scale_ema"), made(8, "loss_scale_ema", seed=3)
+    """Weights and optimizer state are the same bits all the way; moving statistics are
+    the same numbers.
+    """
+    source, between, back = (
+        made(8, "loss_scale_ema"),
+        made(place, "loss_scale_ema"),
+        made(8, "loss_scale_ema", seed=3),
+    )
     fit(source, 1)
     Checkpoint(model=between).restore(Checkpoint(model=source).save(tmp_path / "a"))
     Checkpoint(model=back).restore(Checkpoint(model=between).save(tmp_path / "b"))
-    expected = {name: value for name, value in numbers(model=source).items() if "/metrics/" not in name}
+    expected = {
+        name: value
+        for name, value in numbers(model=source).items()
+        if "/metrics/" not in name
+    }
     for model in (between, back):
-        actual = {name: value for name, value in numbers(model=model).items() if "/metrics/" not in name}
+        actual = {
+            name: value
+            for name, value in numbers(model=model).items()
+            if "/metrics/" not in name
+        }
         assert_close(actual, expected)
         exact = [name for name in expected if "/moving_" not in name]
-        assert_same_bits({name: actual[name] for name in exact}, {name: expected[name] for name in exact})
+        assert_same_bits(
+            {name: actual[name] for name in exact},
+            {name: expected[name] for name in exact},
+        )
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("sum", 10.0), ("mean", 2.5), ("only_first_replica", 1.0)])
-def test_sync_on_read_variables_follow_tensorflow(aggregation: str, expected: float, tmp_path: Any) -> None:
-    """`sum` keeps the sum and `mean` the mean wherever they go; each replica gets its own back where it can."""
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("sum", 10.0), ("mean", 2.5), ("only_first_replica", 1.0)],
+)
+def test_sync_on_read_variables_follow_tensorflow(
+    aggregation: str, expected: float, tmp_path: Any
+) -> None:
+    """`sum` keeps the sum and `mean` the mean wherever they go; each replica gets its
+    own back where it can.
+    """
     strategy = strategy_of(4)
 
     def variable_in(place: int) -> Any:
         with scope(place):
-            return keras.Variable(0.0, synchronization="on_read", aggregation=aggregation, trainable=False)
+            return keras.Variable(
+                0.0, synchronization="on_read", aggregation=aggregation, trainable=False
+            )
 
     variable = variable_in(4)
     strategy.run(lambda: variable.assign(strategy_replica() + 1.0))
@@ -146,12 +187,16 @@ def strategy_replica() -> Any:
     return keras.ops.cast(kd.get_replica_context().replica_id_in_sync_group, "float32")
 
 
-def test_components_without_aggregation_fit_as_many_replicas_only(tmp_path: Any) -> None:
+def test_components_without_aggregation_fit_as_many_replicas_only(
+    tmp_path: Any,
+) -> None:
     from keras_distribute.errors import CheckpointError
 
     def variable_in(place: int) -> Any:
         with scope(place):
-            return keras.Variable(0.0, synchronization="on_read", aggregation="none", trainable=False)
+            return keras.Variable(
+                0.0, synchronization="on_read", aggregation="none", trainable=False
+            )
 
     variable = variable_in(4)
     strategy_of(4).run(lambda: variable.assign(strategy_replica()))
@@ -164,8 +209,12 @@ def test_components_without_aggregation_fit_as_many_replicas_only(tmp_path: Any)
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_saved_and_restored_by_a_callback_in_the_middle_of_an_epoch(place: int, tmp_path: Any) -> None:
-    """While `fit` has the variables' values: also the metrics of the running epoch go on."""
+def test_saved_and_restored_by_a_callback_in_the_middle_of_an_epoch(
+    place: int, tmp_path: Any
+) -> None:
+    """While `fit` has the variables' values: also the metrics of the running epoch go
+    on.
+    """
 
     class Saving(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -189,21 +238,29 @@ def test_saved_and_restored_by_a_callback_in_the_middle_of_an_epoch(place: int, 
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_what_was_saved_before_training_undoes_training(place: int, tmp_path: Any) -> None:
-    """The optimizer's variables are saved before the first step makes them, and metrics are reset."""
+def test_what_was_saved_before_training_undoes_training(
+    place: int, tmp_path: Any
+) -> None:
+    """The optimizer's variables are saved before the first step makes them, and metrics
+    are reset.
+    """
     model = made(place)
     path = Checkpoint(model=model).save(tmp_path / "ckpt")
     history = fit(model, 1)
     final = bits(model=model)
     Checkpoint(model=model).restore(path).assert_consumed()
     assert float(model.optimizer.iterations.value) == 0
-    assert all(not np.any(v) for name, v in numbers(model=model).items() if "/metrics/" in name)
+    assert all(
+        not np.any(v) for name, v in numbers(model=model).items() if "/metrics/" in name
+    )
     assert fit(model, 1) == history
     assert_same_bits(bits(model=model), final)
 
 
 def test_restoring_compiles_nothing_and_keeps_the_placement(tmp_path: Any) -> None:
-    """The next step finds arrays of the sharding, type and kind that its program was compiled for."""
+    """The next step finds arrays of the sharding, type and kind that its program was
+    compiled for.
+    """
     loop = Loop(4)
     loop.run(2)
     path = Checkpoint(**loop.objects).save(tmp_path / "ckpt")
@@ -214,7 +271,9 @@ def test_restoring_compiles_nothing_and_keeps_the_placement(tmp_path: Any) -> No
     compiled: list[str] = []
 
     def listen(event: str, duration: float, **kwargs: Any) -> None:
-        compiled.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+        compiled.append(
+            event
+        ) if event == "/jax/core/compile/backend_compile_duration" else None
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -238,10 +297,14 @@ def test_an_optimizer_that_is_not_built_gets_its_variables(tmp_path: Any) -> Non
     """In a new process nothing has trained yet; with one model it is clear what for."""
     loop = Loop(2)
     loop.run(1)
-    path = Checkpoint(model=loop.model, optimizer=loop.optimizer).save(tmp_path / "ckpt")
+    path = Checkpoint(model=loop.model, optimizer=loop.optimizer).save(
+        tmp_path / "ckpt"
+    )
     other = Loop(2)
     assert not other.optimizer.built
-    Checkpoint(model=other.model, optimizer=other.optimizer).restore(path).assert_consumed()
+    Checkpoint(model=other.model, optimizer=other.optimizer).restore(
+        path
+    ).assert_consumed()
     assert_same_bits(bits(o=other.optimizer), bits(o=loop.optimizer))
 
 
@@ -259,12 +322,23 @@ def test_layers_derive_again_what_they_derive_from_variables(tmp_path: Any) -> N
 
 
 def test_half_precision_and_odd_types(tmp_path: Any) -> None:
-    dtypes = ["bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "bool", "int32", "uint32"]
+    dtypes = [
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "int8",
+        "uint8",
+        "bool",
+        "int32",
+        "uint32",
+    ]
     values = {f"v{i}": np.arange(6).reshape(2, 3) % 2 for i in range(len(dtypes))}
 
     def variables(factor: int) -> dict[str, Any]:
         named = {
-            name: keras.Variable((value * factor).astype("int32"), dtype=dtype, trainable=False)
+            name: keras.Variable(
+                (value * factor).astype("int32"), dtype=dtype, trainable=False
+            )
             for (name, value), dtype in zip(values.items(), dtypes, strict=True)
         }
         return named | {"empty": keras.Variable(np.zeros((0, 3)), trainable=False)}
@@ -290,7 +364,9 @@ def test_keeps_random_state_of_layers(tmp_path: Any) -> None:
 
 
 def test_numbering_of_save(tmp_path: Any) -> None:
-    """`save` counts, `write` does not, `restore` brings the count back, and `read` does not. TF's habit."""
+    """`save` counts, `write` does not, `restore` brings the count back, and `read` does
+    not. TF's habit.
+    """
     v = keras.Variable(1.0)
     checkpoint = Checkpoint(v=v)
     assert checkpoint.restore(None).path is None
@@ -305,7 +381,9 @@ def test_numbering_of_save(tmp_path: Any) -> None:
 
 
 def test_models_in_one_process(tmp_path: Any) -> None:
-    """The counters in automatic names differ between two models of one kind, and do not matter."""
+    """The counters in automatic names differ between two models of one kind, and do not
+    matter.
+    """
     first, second = build(), build()
     path = Checkpoint(model=first).write(tmp_path / "ckpt")
     Checkpoint(model=second).restore(path).assert_consumed()

@@ -1,10 +1,12 @@
-"""A training script as a user would write it, to be killed, preempted and started again.
+"""A training script as a user would write it, to be killed, preempted and started
+again.
 
     python -m tests.checkpoint.training FOLDER [--whole] [--gated] [--grace SECONDS] [--pause SECONDS] KIND...
 
-For each kind it trains in `fit` or in a loop of its own, prints a line for each step, and writes what came out to
-`FOLDER/KIND.pickle`. With `--whole` it saves no checkpoints on the way: the reference. With `--gated` it does as many
-steps as a line on its input says, and waits for the next one.
+For each kind it trains in `fit` or in a loop of its own, prints a line for each step,
+and writes what came out to `FOLDER/KIND.pickle`. With `--whole` it saves no checkpoints
+on the way: the reference. With `--gated` it does as many steps as a line on its input
+says, and waits for the next one.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Say(keras.callbacks.Callback):
         self._pace.step(self._epoch, batch)
 
 
-# Kinds of `fit`. -----------------------------------------------------------------------------------------------------
+# Kinds of `fit`.
+# -----------------------------------------------------------------------------------------------------
 
 
 def arrays(model: Any, **options: Any) -> Any:
@@ -69,21 +72,32 @@ def arrays(model: Any, **options: Any) -> Any:
     x, y = data(44)
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1)
     options["callbacks"] = [plateau, *options["callbacks"]]
-    return model.fit(x, y, batch_size=BATCH, validation_data=(x[:12], y[:12]), **options)
+    return model.fit(
+        x, y, batch_size=BATCH, validation_data=(x[:12], y[:12]), **options
+    )
 
 
 def tf_data(model: Any, **options: Any) -> Any:
     """Another order in each epoch."""
     import tensorflow as tf
 
-    return model.fit(tf.data.Dataset.from_tensor_slices(data(44)).shuffle(44, seed=5).batch(BATCH), **options)
+    return model.fit(
+        tf.data.Dataset.from_tensor_slices(data(44)).shuffle(44, seed=5).batch(BATCH),
+        **options,
+    )
 
 
 def grain(model: Any, **options: Any) -> Any:
     import grain
 
     x, y = data(44)
-    source = grain.MapDataset.source(range(44)).seed(1).shuffle().map(lambda i: (x[i], y[i])).batch(BATCH)
+    source = (
+        grain.MapDataset.source(range(44))
+        .seed(1)
+        .shuffle()
+        .map(lambda i: (x[i], y[i]))
+        .batch(BATCH)
+    )
     return model.fit(source, **options)
 
 
@@ -98,24 +112,33 @@ FITS: dict[str, tuple[Callable[..., Any], str, int]] = {
 KINDS = [*FITS, "loop"]
 
 
-def fit(kind: str, folder: pathlib.Path | None, pace: Pace, config: Any) -> dict[str, Any]:
-    """Trains on two replicas with `BackupAndRestore`; the weights, the history, and all that a callback saw."""
+def fit(
+    kind: str, folder: pathlib.Path | None, pace: Pace, config: Any
+) -> dict[str, Any]:
+    """Trains on two replicas with `BackupAndRestore`; the weights, the history, and all
+    that a callback saw.
+    """
     train, optimizer, group = FITS[kind]
     options = {"epochs": EPOCHS, "verbose": 0}
     return interrupting.run(
         2,
-        lambda model, callbacks: train(model, callbacks=[*callbacks, Say(pace)], **options),
+        lambda model, callbacks: train(
+            model, callbacks=[*callbacks, Say(pace)], **options
+        ),
         folder,
         make=lambda: interrupting.build(optimizer, group),
         backup={"save_freq": 2, "termination_config": config},
     )
 
 
-# A loop of one's own. ------------------------------------------------------------------------------------------------
+# A loop of one's own.
+# ------------------------------------------------------------------------------------------------
 
 
 class Batches:
-    """Epoch after epoch of a distributed dataset, as one object that a checkpoint can keep."""
+    """Epoch after epoch of a distributed dataset, as one object that a checkpoint can
+    keep.
+    """
 
     def __init__(self, dataset: kd.DistributedDataset) -> None:
         self._dataset, self._iterator = dataset, iter(dataset)
@@ -135,21 +158,36 @@ class Batches:
 
 
 def loop(folder: pathlib.Path | None, pace: Pace, config: Any) -> dict[str, Any]:
-    """Trains with `Strategy.run` and a `PreemptionCheckpointHandler`; the weights, and the loss of every step."""
+    """Trains with `Strategy.run` and a `PreemptionCheckpointHandler`; the weights, and
+    the loss of every step.
+    """
     own = support.Loop(2)
-    batches = Batches(own.strategy.experimental_distribute_dataset(kd.ArrayDataset(data(44), BATCH, True, 4)))
+    batches = Batches(
+        own.strategy.experimental_distribute_dataset(
+            kd.ArrayDataset(data(44), BATCH, True, 4)
+        )
+    )
     own.progress["losses"] = []
 
     def train_step() -> None:
         losses = own.strategy.run(own.step, args=next(batches))
-        own.progress["losses"].append(float(own.strategy.reduce("SUM", losses, axis=None)))
+        own.progress["losses"].append(
+            float(own.strategy.reduce("SUM", losses, axis=None))
+        )
         own.progress["step"] += 1
         pace.step(own.progress["step"])
 
     run, save = (lambda function: function()), (lambda: None)
     if folder is not None:
-        manager = kd.CheckpointManager(kd.Checkpoint(**own.objects, batches=batches), folder, 2, save_interval_steps=2)
-        handler = kd.experimental.PreemptionCheckpointHandler(None, manager, termination_config=config)
+        manager = kd.CheckpointManager(
+            kd.Checkpoint(**own.objects, batches=batches),
+            folder,
+            2,
+            save_interval_steps=2,
+        )
+        handler = kd.experimental.PreemptionCheckpointHandler(
+            None, manager, termination_config=config
+        )
         run, save = handler.run, lambda: manager.save(own.progress["step"])
     while own.progress["step"] < STEPS:
         run(train_step)
@@ -159,7 +197,9 @@ def loop(folder: pathlib.Path | None, pace: Pace, config: Any) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--whole", action="store_true")
@@ -167,7 +207,11 @@ def main() -> None:
     parser.add_argument("--grace", type=float)
     parser.add_argument("--pause", type=float, default=0.0)
     arguments = parser.parse_args()
-    config = None if arguments.grace is None else kd.experimental.TerminationConfig(grace_period=arguments.grace)
+    config = (
+        None
+        if arguments.grace is None
+        else kd.experimental.TerminationConfig(grace_period=arguments.grace)
+    )
     pace = Pace(arguments.pause, arguments.gated)
     for kind in arguments.kinds:
         print("begun", kind, flush=True)

@@ -1,4 +1,6 @@
-"""Local servers that answer as the services' HTTP APIs do, for as long as a `with` block lasts."""
+"""Local servers that answer as the services' HTTP APIs do, for as long as a `with`
+block lasts.
+"""
 
 import contextlib
 import json
@@ -9,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextlib.contextmanager
 def serving(answer):
-    """A server; `answer(method, path, query, body)` gives what it returns as JSON, or text.
+    """A server; `answer(method, path, query, body)` gives what it returns as JSON, or
+    text.
 
     Yields:
         Its address, `host:port`.
@@ -20,9 +23,18 @@ def serving(answer):
             url = urllib.parse.urlsplit(self.path)
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
-            said = answer(self.command, url.path, dict(urllib.parse.parse_qsl(url.query)), json.loads(body or "null"))
+            said = answer(
+                self.command,
+                url.path,
+                dict(urllib.parse.parse_qsl(url.query)),
+                json.loads(body or "null"),
+            )
             status = 404 if said is None else 200
-            text = said if isinstance(said, str) else json.dumps(said or {"error": {"message": "not found"}})
+            text = (
+                said
+                if isinstance(said, str)
+                else json.dumps(said or {"error": {"message": "not found"}})
+            )
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

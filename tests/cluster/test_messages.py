@@ -67,27 +67,47 @@ ERRORS = [
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_said_is_heard(name, signed):
     heard = from_bytes(to_bytes(VALUES[name], signed=signed), signed=signed)
-    assert heard == VALUES[name] and repr(heard) == repr(VALUES[name]) and type(heard) is type(VALUES[name])
+    assert (
+        heard == VALUES[name]
+        and repr(heard) == repr(VALUES[name])
+        and type(heard) is type(VALUES[name])
+    )
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.dtype))
 def test_arrays(array):
     heard = from_bytes(to_bytes({"a": array}, signed=False), signed=False)["a"]
-    assert type(heard) is np.ndarray and heard.dtype == array.dtype and heard.shape == array.shape
+    assert (
+        type(heard) is np.ndarray
+        and heard.dtype == array.dtype
+        and heard.shape == array.shape
+    )
     np.testing.assert_array_equal(heard, array)
     assert heard.flags.writeable
 
 
 def test_arrays_of_jax_stay_so():
     heard = from_bytes(to_bytes(jnp.ones(3, "bfloat16"), signed=False), signed=False)
-    assert isinstance(heard, jax.Array) and heard.dtype == "bfloat16" and heard.tolist() == [1, 1, 1]
+    assert (
+        isinstance(heard, jax.Array)
+        and heard.dtype == "bfloat16"
+        and heard.tolist() == [1, 1, 1]
+    )
 
 
-@pytest.mark.parametrize("error", [*ERRORS, Own("text", more=[1])], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [*ERRORS, Own("text", more=[1])], ids=lambda error: type(error).__name__
+)
 def test_exceptions(error):
     heard = from_bytes(to_bytes(error, signed=False), signed=False)
-    assert type(heard) is type(error) and str(heard) == str(error) and heard.args == error.args
-    assert vars(heard) == vars(error) and getattr(heard, "filename", None) == getattr(error, "filename", None)
+    assert (
+        type(heard) is type(error)
+        and str(heard) == str(error)
+        and heard.args == error.args
+    )
+    assert vars(heard) == vars(error) and getattr(heard, "filename", None) == getattr(
+        error, "filename", None
+    )
 
 
 def test_an_exception_that_only_one_process_knows_is_told():
@@ -173,7 +193,9 @@ def strange(harm):
 def test_what_strangers_have_written_runs_no_code_and_is_one_error(tmp_path):
     harm = pickle.dumps(Harm(str(tmp_path / "harm")))
     for message in strange(harm):
-        with pytest.raises(ClusterError, match="A message between processes cannot be read"):
+        with pytest.raises(
+            ClusterError, match="A message between processes cannot be read"
+        ):
             from_bytes(message, signed=False)
     for module, name in (
         ("os", "_exit"),
@@ -182,7 +204,9 @@ def test_what_strangers_have_written_runs_no_code_and_is_one_error(tmp_path):
         ("subprocess", "Popen"),
     ):
         heard = from_bytes(
-            json.dumps([{"error": [module, name, "text", [1], {"dict": []}]}, {}]).encode(),
+            json.dumps(
+                [{"error": [module, name, "text", [1], {"dict": []}]}, {}]
+            ).encode(),
             signed=False,
         )
         assert type(heard) is ClusterError

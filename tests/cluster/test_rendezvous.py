@@ -76,7 +76,9 @@ def test_too_few_are_an_error_on_all():
 def test_the_first_host_is_needed():
     address = ("127.0.0.1", free_port())
     said = met({1: 1}, num_hosts=2, least=1, seconds=0.5, address=address)[1]
-    assert said.startswith(f"The launcher of host 0 cannot be reached at 127.0.0.1:{address[1]}.")
+    assert said.startswith(
+        f"The launcher of host 0 cannot be reached at 127.0.0.1:{address[1]}."
+    )
 
 
 def test_strangers_and_those_who_leave_again_do_not_count():
@@ -100,7 +102,9 @@ def test_strangers_and_those_who_leave_again_do_not_count():
         ) in numbers:  # All with the token; the last one is a host, and leaves.
             while True:
                 try:
-                    attacks.signed({"host": host, "processes": size, "hosts": 3}, SEAL)(address)
+                    attacks.signed({"host": host, "processes": size, "hosts": 3}, SEAL)(
+                        address
+                    )
                     break
                 except OSError:
                     time.sleep(0.05)
@@ -145,7 +149,9 @@ def test_a_signal_ends_the_wait_for_an_answer():
             given_up=lambda: asked.is_set(),
         )
         with silent.accept()[0] as connection:
-            connection.sendall(b"keras_distribute meets " + new_nonce().encode() + b"\n")
+            connection.sendall(
+                b"keras_distribute meets " + new_nonce().encode() + b"\n"
+            )
             assert connection.recv(100)
             asked.set()
             with pytest.raises(ClusterError, match="host 0 cannot be reached"):
@@ -166,7 +172,9 @@ def test_addresses(coordinator, address):
     ["host0", ":1", "host0:", "host0:0", "host0:65535", "host0:x", "host0:²"],
 )
 def test_what_is_no_address(coordinator):
-    with pytest.raises(ClusterError, match="The address of process 0 is a host and a port"):
+    with pytest.raises(
+        ClusterError, match="The address of process 0 is a host and a port"
+    ):
         rendezvous.address_of(coordinator)
 
 
@@ -197,8 +205,14 @@ def test_an_attack_keeps_nobody_out_and_costs_nothing(name):
         assert rendezvous.meet(address, 1, 3, **options) == Meeting(1, 4, (0, 1))
         assert first.result() == Meeting(0, 4, (0, 1))
         assert time.monotonic() - began < 6
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # Kilobytes.
-    assert all("127.0.0." in text for text in told if text.startswith("has refused a connection")), told
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
+    )  # Kilobytes.
+    assert all(
+        "127.0.0." in text
+        for text in told
+        if text.startswith("has refused a connection")
+    ), told
 
 
 def test_all_attacks_at_once_bring_nobody_in():
@@ -215,7 +229,9 @@ def test_all_attacks_at_once_bring_nobody_in():
         assert rendezvous.meet(address, 0, 1, **options) == Meeting(0, 1, (0,))
         assert time.monotonic() - start < 8
     assert sum(count > 0 for count in done.values()) > 15, done
-    assert 0 < len(told) <= 20 and any("it is not signed with the token of this job" in text for text in told)
+    assert 0 < len(told) <= 20 and any(
+        "it is not signed with the token of this job" in text for text in told
+    )
 
 
 def test_it_listens_at_the_address_that_was_named_alone():
@@ -240,7 +256,9 @@ def test_it_listens_at_the_address_that_was_named_alone():
 def test_another_token_is_named_on_both_sides_and_shown_on_none():
     told = []
     seals = {1: Seal(b"the token of another job, and a secret, too")}
-    found = met({0: 1, 1: 1}, num_hosts=2, least=2, seconds=3, seals=seals, tell=told.append)
+    found = met(
+        {0: 1, 1: 1}, num_hosts=2, least=2, seconds=3, seals=seals, tell=told.append
+    )
     assert found[0].startswith("Of 2 hosts 1 came, 2 are needed.\n")
     assert re.match(
         r"The launcher of host 0 cannot be reached at 127.0.0.1:\d+: "
@@ -249,9 +267,13 @@ def test_another_token_is_named_on_both_sides_and_shown_on_none():
     )
     refused = "has refused a connection from 127.0.0.1: what it says: it is not signed "
     refused += "with the token of this job."
-    assert refused in told and any("this host was refused, since its token is another one" in text for text in told)
+    assert refused in told and any(
+        "this host was refused, since its token is another one" in text for text in told
+    )
     assert len(told) == 2  # Once for each, however often it was tried.
-    assert not any("secret" in text or "nobody knows" in text for text in [*told, *found.values()])
+    assert not any(
+        "secret" in text or "nobody knows" in text for text in [*told, *found.values()]
+    )
 
 
 def test_without_a_token_nobody_listens():
@@ -273,7 +295,9 @@ def test_a_recorded_host_cannot_be_played_again():
     ):
         options = {"num_hosts": 2, "least": 2, "seconds": 10, "seal": SEAL}
         first = pool.submit(rendezvous.meet, real, 0, 1, **options)
-        second = pool.submit(rendezvous.meet, between.getsockname()[:2], 1, 2, **options)
+        second = pool.submit(
+            rendezvous.meet, between.getsockname()[:2], 1, 2, **options
+        )
         with between.accept()[0] as host:
             while True:
                 with contextlib.suppress(OSError):
@@ -286,8 +310,12 @@ def test_a_recorded_host_cannot_be_played_again():
                 server.sendall(said[0])
                 while part := server.recv(500):
                     host.sendall(part)
-        assert first.result() == Meeting(0, 3, (0, 1)) and second.result() == Meeting(1, 3, (0, 1))
-        alone = pool.submit(rendezvous.meet, real, 0, 1, **options | {"least": 1, "seconds": 3})
+        assert first.result() == Meeting(0, 3, (0, 1)) and second.result() == Meeting(
+            1, 3, (0, 1)
+        )
+        alone = pool.submit(
+            rendezvous.meet, real, 0, 1, **options | {"least": 1, "seconds": 3}
+        )
         end = time.monotonic() + 2
         while time.monotonic() < end:
             with (
@@ -370,7 +398,9 @@ def test_an_impostor_of_the_first_host_is_not_believed(behave, reason):
     with ThreadPoolExecutor(2) as pool, socket.create_server(address) as server:
         there = pool.submit(impostor, server, over, behave)
         start = time.monotonic()
-        with pytest.raises(ClusterError, match=re.escape(f"at 127.0.0.1:{address[1]}{reason}")):
+        with pytest.raises(
+            ClusterError, match=re.escape(f"at 127.0.0.1:{address[1]}{reason}")
+        ):
             rendezvous.meet(address, 1, 1, num_hosts=2, least=2, seconds=1, seal=SEAL)
         assert time.monotonic() - start < 10
         options = {"num_hosts": 2, "least": 2, "seconds": 20, "seal": SEAL}
@@ -393,7 +423,9 @@ def test_two_launchers_with_one_number_are_told():
         newer = pool.submit(rendezvous.meet, address, 1, 2, **options)
         with pytest.raises(ClusterError, match="Another launcher has come as host 1"):
             older.result()
-        assert newer.result() == Meeting(1, 3, (0, 1)) and first.result() == Meeting(0, 3, (0, 1))
+        assert newer.result() == Meeting(1, 3, (0, 1)) and first.result() == Meeting(
+            0, 3, (0, 1)
+        )
 
 
 def test_hosts_that_count_differently_are_told():
@@ -410,7 +442,9 @@ def test_hosts_that_count_differently_are_told():
 
 def test_an_address_that_is_not_of_this_host_or_taken(monkeypatch):
     options = {"num_hosts": 2, "least": 1, "seconds": 1, "seal": SEAL}
-    with pytest.raises(ClusterError, match="cannot listen at 192.0.2.1:1235: .*Cannot assign"):
+    with pytest.raises(
+        ClusterError, match="cannot listen at 192.0.2.1:1235: .*Cannot assign"
+    ):
         rendezvous.meet(("192.0.2.1", 1235), 0, 1, **options)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
@@ -419,5 +453,7 @@ def test_an_address_that_is_not_of_this_host_or_taken(monkeypatch):
         rendezvous.meet(taken.getsockname()[:2], 0, 1, **options)
     here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1235))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
-    with pytest.raises(ClusterError, match="here host0 is 127.0.1.1, which only this host has"):
+    with pytest.raises(
+        ClusterError, match="here host0 is 127.0.1.1, which only this host has"
+    ):
         rendezvous.meet(("host0", 1235), 0, 1, **options)

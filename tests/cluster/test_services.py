@@ -1,4 +1,6 @@
-"""Resolvers that ask a service, with the service's official client, from a local server."""
+"""Resolvers that ask a service, with the service's official client, from a local
+server.
+"""
 
 import sys
 from unittest import mock
@@ -15,13 +17,19 @@ CR = kd.cluster_resolver
 def pod(name, number, phase="Running"):
     return {
         "metadata": {"name": name},
-        "status": {"phase": phase, "podIP": f"10.1.0.{number}", "hostIP": f"192.168.0.{number}"},
+        "status": {
+            "phase": phase,
+            "podIP": f"10.1.0.{number}",
+            "hostIP": f"192.168.0.{number}",
+        },
     }
 
 
 def kubernetes_at(address):
     kubernetes = pytest.importorskip("kubernetes.client")
-    return kubernetes.CoreV1Api(kubernetes.ApiClient(kubernetes.Configuration(host=f"http://{address}")))
+    return kubernetes.CoreV1Api(
+        kubernetes.ApiClient(kubernetes.Configuration(host=f"http://{address}"))
+    )
 
 
 def test_the_pods_of_kubernetes_in_the_order_of_their_names():
@@ -29,12 +37,23 @@ def test_the_pods_of_kubernetes_in_the_order_of_their_names():
 
     def answer(method, path, query, body):
         asked.append((method, path, query["labelSelector"]))
-        pods = {"job-name=a": [pod("a-1", 2), pod("a-0", 1)], "job-name=b": [pod("b-0", 3)], "job-name=ps": []}
-        return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods[query["labelSelector"]]}
+        pods = {
+            "job-name=a": [pod("a-1", 2), pod("a-0", 1)],
+            "job-name=b": [pod("b-0", 3)],
+            "job-name=ps": [],
+        }
+        return {
+            "kind": "PodList",
+            "apiVersion": "v1",
+            "metadata": {},
+            "items": pods[query["labelSelector"]],
+        }
 
     with serving(answer) as address:
         labels = {"worker": ["job-name=a", "job-name=b"], "ps": ["job-name=ps"]}
-        resolver = CR.KubernetesClusterResolver(labels, override_client=kubernetes_at(address))
+        resolver = CR.KubernetesClusterResolver(
+            labels, override_client=kubernetes_at(address)
+        )
         resolver.task_type, resolver.task_id = "worker", 2
         assert resolver.cluster_spec().as_dict() == {
             "worker": ["10.1.0.1:8470", "10.1.0.2:8470", "10.1.0.3:8470"],
@@ -47,18 +66,29 @@ def test_the_pods_of_kubernetes_in_the_order_of_their_names():
 
 def test_a_pod_that_does_not_run_yet_is_named():
     def answer(method, path, query, body):
-        return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": [pod("late", 1, "Pending")]}
+        return {
+            "kind": "PodList",
+            "apiVersion": "v1",
+            "metadata": {},
+            "items": [pod("late", 1, "Pending")],
+        }
 
     with serving(answer) as address:
         resolver = CR.KubernetesClusterResolver(override_client=kubernetes_at(address))
-        with pytest.raises(kd.errors.ClusterError, match="pod 'late' is not running; its phase is 'Pending'"):
+        with pytest.raises(
+            kd.errors.ClusterError,
+            match="pod 'late' is not running; its phase is 'Pending'",
+        ):
             resolver.cluster_spec()
 
 
 def test_kubernetes_is_asked_for_credentials_where_the_program_runs():
     config = pytest.importorskip("kubernetes.config")
     location = CR.KubernetesExecutableLocation
-    for where, name in ((location.WITHIN_CLUSTER, "load_incluster_config"), (location.OFF_CLUSTER, "load_kube_config")):
+    for where, name in (
+        (location.WITHIN_CLUSTER, "load_incluster_config"),
+        (location.OFF_CLUSTER, "load_kube_config"),
+    ):
         with mock.patch.object(config, name) as load:
             CR.KubernetesClusterResolver(executable_location=where)
         load.assert_called_once_with()
@@ -72,7 +102,9 @@ def google_service(api, address):
     from google.auth.credentials import AnonymousCredentials
 
     options = ClientOptions(api_endpoint=f"http://{address}")
-    return discovery.build(api, "v1", credentials=AnonymousCredentials(), client_options=options)
+    return discovery.build(
+        api, "v1", credentials=AnonymousCredentials(), client_options=options
+    )
 
 
 def test_the_instances_of_a_group_page_after_page():
@@ -85,40 +117,61 @@ def test_the_instances_of_a_group_page_after_page():
             page = query.get("pageToken")
             names = ["b"] if page else ["c", "a"]
             more = {} if page else {"nextPageToken": "2"}
-            return {"items": [{"instance": f"https://x/zones/z/instances/{name}"} for name in names], **more}
+            return {
+                "items": [
+                    {"instance": f"https://x/zones/z/instances/{name}"}
+                    for name in names
+                ],
+                **more,
+            }
         number = "cba".index(path.rsplit("/", 1)[1])
         return {"networkInterfaces": [{"networkIP": f"10.0.0.{number}"}]}
 
     with serving(answer) as address:
         service = google_service("compute", address)
-        resolver = CR.GCEClusterResolver("p", "z", "g", 8470, task_id=1, service=service)
-        assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.0:8470", "10.0.0.1:8470", "10.0.0.2:8470"]}
+        resolver = CR.GCEClusterResolver(
+            "p", "z", "g", 8470, task_id=1, service=service
+        )
+        assert resolver.cluster_spec().as_dict() == {
+            "worker": ["10.0.0.0:8470", "10.0.0.1:8470", "10.0.0.2:8470"]
+        }
         assert resolver.master() == "grpc://10.0.0.1:8470"
         assert resolver.topology() == CR.Topology(1, 3, "10.0.0.0:8470")
         assert bodies[0] == {"instanceState": "RUNNING"}
-        with pytest.raises(kd.errors.ClusterError, match="belong to the job that was named first"):
+        with pytest.raises(
+            kd.errors.ClusterError, match="belong to the job that was named first"
+        ):
             resolver.task_type = "ps"
 
 
 @pytest.mark.parametrize("form", ["endpoints", "address"])
 def test_a_named_tpu(form, monkeypatch):
     hosts = [{"ipAddress": f"10.0.0.{i}", "port": 8470} for i in (1, 2)]
-    node = {"state": "READY", **({"networkEndpoints": hosts} if form == "endpoints" else hosts[0])}
+    node = {
+        "state": "READY",
+        **({"networkEndpoints": hosts} if form == "endpoints" else hosts[0]),
+    }
 
     def answer(method, path, query, body):
         return node if path == "/v1/projects/p/locations/z/nodes/mine" else None
 
     with serving(answer) as address:
-        resolver = CR.TPUClusterResolver("mine", "z", "p", service=google_service("tpu", address))
+        resolver = CR.TPUClusterResolver(
+            "mine", "z", "p", service=google_service("tpu", address)
+        )
         monkeypatch.setenv("TPU_WORKER_ID", "1")
         if form == "endpoints":
-            assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+            assert resolver.cluster_spec().as_dict() == {
+                "worker": ["10.0.0.1:8470", "10.0.0.2:8470"]
+            }
             assert resolver.topology() == CR.Topology(1, 2, "10.0.0.1:8476")
         else:
             assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470"]}
             assert resolver.topology() == CR.Topology()
         node["state"] = "PREEMPTED"
-        with pytest.raises(kd.errors.ClusterError, match="not ready; its state is 'PREEMPTED'"):
+        with pytest.raises(
+            kd.errors.ClusterError, match="not ready; its state is 'PREEMPTED'"
+        ):
             resolver.cluster_spec()
 
 
@@ -141,16 +194,28 @@ def test_a_tpu_machine_knows_its_project_zone_and_number(monkeypatch):
             return self
 
         def execute(self):
-            return {"state": "READY", "networkEndpoints": [{"ipAddress": f"10.0.0.{i}", "port": "1"} for i in (1, 2)]}
+            return {
+                "state": "READY",
+                "networkEndpoints": [
+                    {"ipAddress": f"10.0.0.{i}", "port": "1"} for i in (1, 2)
+                ],
+            }
 
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
-    with serving(lambda method, path, query, body: known.get(path.removeprefix("/computeMetadata/v1/"))) as address:
+    with serving(
+        lambda method, path, query, body: known.get(
+            path.removeprefix("/computeMetadata/v1/")
+        )
+    ) as address:
         monkeypatch.setenv("GCE_METADATA_IP", address)
         resolver = CR.TPUClusterResolver("mine", service=Service())
         assert resolver.topology() == CR.Topology(1, 2, "10.0.0.1:8476")
         assert asked[0] == "projects/p/locations/z/nodes/mine"
         known.clear()
-        with pytest.raises(kd.errors.ClusterError, match="metadata server did not say 'project/project-id'"):
+        with pytest.raises(
+            kd.errors.ClusterError,
+            match="metadata server did not say 'project/project-id'",
+        ):
             CR.TPUClusterResolver("mine", service=Service())
 
 
@@ -163,7 +228,12 @@ def test_a_tpu_machine_knows_its_project_zone_and_number(monkeypatch):
     ],
 )
 def test_without_the_client_the_error_says_what_to_install(make, package, monkeypatch):
-    for module in ("kubernetes", "kubernetes.config", "googleapiclient", "googleapiclient.discovery"):
+    for module in (
+        "kubernetes",
+        "kubernetes.config",
+        "googleapiclient",
+        "googleapiclient.discovery",
+    ):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         make()

@@ -52,7 +52,9 @@ def test_a_file_of_everybody_is_refused(tmp_path, mode):
     ["", "too little", "x" * 31, "x" * 5000, "x" * 32 + "\n" + "y" * 32, "\x00" * 40],
 )
 def test_what_is_no_token(tmp_path, text):
-    with pytest.raises(ClusterError, match="(?s)32 to 4096 characters, on one line.*token_hex") as error:
+    with pytest.raises(
+        ClusterError, match="(?s)32 to 4096 characters, on one line.*token_hex"
+    ) as error:
         token_of_job(written(tmp_path, text))
     assert not text or text not in str(error.value)
 
@@ -78,7 +80,10 @@ def test_only_the_message_itself_is_opened():
         ("a purpose", sealed[1:]),
         ("a purpose", sealed + b"!"),
     ]
-    others += [("a purpose", part) for part in (b"", b"a message", sealed[:64], b"\xff" * 70, b" " * 70)]
+    others += [
+        ("a purpose", part)
+        for part in (b"", b"a message", sealed[:64], b"\xff" * 70, b" " * 70)
+    ]
     assert all(seal.opened(*other) is None for other in others)
     assert Seal(b"another").opened("a purpose", sealed) is None
     assert Seal(None).opened("a purpose", b"anything") == b"anything"
@@ -91,7 +96,10 @@ def test_each_start_of_a_job_has_a_seal_of_its_own():
     first, second = seal.of(["1", "2"]), seal.of(["1", "3"])
     sealed = first.sealed("a purpose", b"a message")
     assert first.opened("a purpose", sealed) == b"a message"
-    assert second.opened("a purpose", sealed) is None and seal.opened("a purpose", sealed) is None
+    assert (
+        second.opened("a purpose", sealed) is None
+        and seal.opened("a purpose", sealed) is None
+    )
 
 
 def test_why_a_message_is_refused():
@@ -101,17 +109,28 @@ def test_why_a_message_is_refused():
 
 
 def test_no_text_shows_the_token():
-    assert TOKEN not in repr(seal := Seal(TOKEN.encode())) and "with a token" in repr(seal)
+    assert TOKEN not in repr(seal := Seal(TOKEN.encode())) and "with a token" in repr(
+        seal
+    )
 
 
 def test_each_job_of_one_host_has_a_token_of_its_own(monkeypatch):
     monkeypatch.setenv(signing.TOKEN, TOKEN)
-    found = [Job(["x"], 2, num_processes=count, token="of all hosts")._environment_of(0) for count in (2, 2, 4)]
+    found = [
+        Job(["x"], 2, num_processes=count, token="of all hosts")._environment_of(0)
+        for count in (2, 2, 4)
+    ]
     tokens = [environment[signing.TOKEN] for environment in found]
-    assert len(set(tokens)) == 3 and tokens[2] == "of all hosts" and all(len(token) == 64 for token in tokens[:2])
+    assert (
+        len(set(tokens)) == 3
+        and tokens[2] == "of all hosts"
+        and all(len(token) == 64 for token in tokens[:2])
+    )
 
 
-def test_runners_and_their_processes_want_a_folder_of_the_user_alone(tmp_path, monkeypatch):
+def test_runners_and_their_processes_want_a_folder_of_the_user_alone(
+    tmp_path, monkeypatch
+):
     import math
 
     import keras_distribute as kd
@@ -119,7 +138,10 @@ def test_runners_and_their_processes_want_a_folder_of_the_user_alone(tmp_path, m
 
     runner = kd.testing.MultiProcessRunner(math.factorial, 1, args=[3])
     folder = pathlib.Path(runner._folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
+    assert (
+        stat.S_IMODE(folder.stat().st_mode) == 0o700
+        and folder.stat().st_uid == os.geteuid()
+    )
     folder.chmod(0o770)
     with runner:
         result = runner._job.wait(60) and runner._job.first_failure()

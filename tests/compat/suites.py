@@ -1,7 +1,9 @@
-"""Runs one of Keras's own test suites in a child process and returns what every test did.
+"""Runs one of Keras's own test suites in a child process and returns what every test
+did.
 
-It owns the child's environment, its time limit, the reading of its report, and the baseline: what the same tests do
-without a strategy. `python tests/compat/suites.py` records it for the versions that are installed.
+It owns the child's environment, its time limit, the reading of its report, and the
+baseline: what the same tests do without a strategy. `python tests/compat/suites.py`
+records it for the versions that are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 BASELINE = HERE / "baseline.json"
 TIMEOUT = 900.0
-"""Seconds until a child is killed. The longest suite takes about one minute on two cores."""
+"""Seconds until a child is killed. The longest suite takes about one minute on two
+cores.
+"""
 
 SUITES = {
     "trainer": "keras.src.trainers.trainer_test",
@@ -32,7 +36,17 @@ SUITES = {
     "compile_utils": "keras.src.trainers.compile_utils_test",
     "callbacks": "keras.src.callbacks",
 }
-OPTIONAL = ("grain", "h5py", "orbax", "pandas", "requests", "scipy", "tensorboard", "tensorflow", "torch")
+OPTIONAL = (
+    "grain",
+    "h5py",
+    "orbax",
+    "pandas",
+    "requests",
+    "scipy",
+    "tensorboard",
+    "tensorflow",
+    "torch",
+)
 """Libraries whose presence decides whether some of Keras's tests run."""
 
 
@@ -42,7 +56,9 @@ class SuiteError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """What one test did. `counts` are those of `scope_plugin.Watch`, empty without a strategy."""
+    """What one test did. `counts` are those of `scope_plugin.Watch`, empty without a
+    strategy.
+    """
 
     __test__ = False
 
@@ -65,7 +81,9 @@ class Difference:
         return f"{self.test}: {self.found}, {self.expected} without a strategy\n{self.error}".rstrip()
 
 
-def run_suite(name: str, scope: str, *, timeout: float = TIMEOUT, select: str = "") -> dict[str, TestResult]:
+def run_suite(
+    name: str, scope: str, *, timeout: float = TIMEOUT, select: str = ""
+) -> dict[str, TestResult]:
     """Runs a suite with every test under a scope, in a process of its own.
 
     Args:
@@ -78,39 +96,94 @@ def run_suite(name: str, scope: str, *, timeout: float = TIMEOUT, select: str = 
         The result of every test, by test id.
 
     Raises:
-        SuiteError: The child hung, crashed or collected nothing. The text names the test under way and ends with the
-            child's output.
+        SuiteError: The child hung, crashed or collected nothing. The text names the
+            test under way and ends with the child's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder, "report.jsonl"), Path(folder, "output.txt")
-        command = [sys.executable, "-m", "pytest", "--pyargs", SUITES[name], "--rootdir", folder, "-c", os.devnull]
-        command += ["-p", "scope_plugin", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        command += ["-q", "--tb=short", "-o", "python_files=*_test.py", "--continue-on-collection-errors"]
-        command += ["--scope", scope, "--report", str(report), *(["-k", select] if select else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--pyargs",
+            SUITES[name],
+            "--rootdir",
+            folder,
+            "-c",
+            os.devnull,
+        ]
+        command += [
+            "-p",
+            "scope_plugin",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
+        command += [
+            "-q",
+            "--tb=short",
+            "-o",
+            "python_files=*_test.py",
+            "--continue-on-collection-errors",
+        ]
+        command += [
+            "--scope",
+            scope,
+            "--report",
+            str(report),
+            *(["-k", select] if select else []),
+        ]
         with log.open("wb") as output:
             code = _run(command, cwd=folder, output=output, timeout=timeout)
         events = _read(report)
-        results = {event.pop("test"): TestResult(**event) for event in events if "outcome" in event}
+        results = {
+            event.pop("test"): TestResult(**event)
+            for event in events
+            if "outcome" in event
+        }
         if code not in (0, 1) or not results:
             last = events[-1]["test"] if events and "test" in events[-1] else "none"
             tail = log.read_text(encoding="utf-8", errors="replace")[-8000:]
-            raise SuiteError(f"{SUITES[name]} ended with {code}; test under way: {last}\n{tail}")
+            raise SuiteError(
+                f"{SUITES[name]} ended with {code}; test under way: {last}\n{tail}"
+            )
         return results
 
 
 def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | str:
-    """Runs a command in a new session, so that a hung collective and all children can be killed."""
-    dropped = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "XLA_FLAGS", "NPROC", "JAX_PLATFORMS"}
-    environment = {key: value for key, value in os.environ.items() if key not in dropped}
+    """Runs a command in a new session, so that a hung collective and all children can
+    be killed.
+    """
+    dropped = {
+        "PYTEST_ADDOPTS",
+        "PYTEST_PLUGINS",
+        "PYTEST_XDIST_WORKER",
+        "XLA_FLAGS",
+        "NPROC",
+        "JAX_PLATFORMS",
+    }
+    environment = {
+        key: value for key, value in os.environ.items() if key not in dropped
+    }
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "KERAS_BACKEND": "jax",
         "KERAS_HOME": cwd,  # no user's configuration file
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     child = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         return child.wait(timeout)
@@ -124,7 +197,11 @@ def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | 
 
 def _read(report: Path) -> list[dict[str, Any]]:
     """The events of a report; a last line that was cut off is dropped."""
-    lines = report.read_text(encoding="utf-8").splitlines(keepends=True) if report.exists() else []
+    lines = (
+        report.read_text(encoding="utf-8").splitlines(keepends=True)
+        if report.exists()
+        else []
+    )
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -139,7 +216,9 @@ def versions() -> dict[str, Any]:
 
 
 def baseline(name: str) -> dict[str, str]:
-    """The outcome of every test without a strategy: as recorded, or measured now where the versions differ."""
+    """The outcome of every test without a strategy: as recorded, or measured now where
+    the versions differ.
+    """
     for entry in _records():
         if entry["versions"] == versions():
             return entry["suites"][name]
@@ -148,22 +227,34 @@ def baseline(name: str) -> dict[str, str]:
 
 def measure(name: str) -> dict[str, str]:
     """Runs a suite without a strategy."""
-    return {test: result.outcome for test, result in sorted(run_suite(name, "none").items())}
+    return {
+        test: result.outcome for test, result in sorted(run_suite(name, "none").items())
+    }
 
 
-def differences(expected: dict[str, str], found: dict[str, TestResult]) -> list[Difference]:
-    """Every test with another outcome than the baseline's, those missing on one side included."""
+def differences(
+    expected: dict[str, str], found: dict[str, TestResult]
+) -> list[Difference]:
+    """Every test with another outcome than the baseline's, those missing on one side
+    included.
+    """
     result: list[Difference] = []
     absent = TestResult(outcome="missing")
     for test in sorted(expected.keys() | found.keys()):
         before, after = expected.get(test, "missing"), found.get(test, absent)
         if before != after.outcome:
-            result.append(Difference(test=test, expected=before, found=after.outcome, error=after.error))
+            result.append(
+                Difference(
+                    test=test, expected=before, found=after.outcome, error=after.error
+                )
+            )
     return result
 
 
 def record() -> None:
-    """Measures every suite and puts the outcomes in the place of the record of the same versions."""
+    """Measures every suite and puts the outcomes in the place of the record of the same
+    versions.
+    """
     suites = {name: measure(name) for name in SUITES}
     others = [entry for entry in _records() if entry["versions"] != versions()]
     text = json.dumps([*others, {"versions": versions(), "suites": suites}], indent=1)

@@ -1,7 +1,9 @@
-"""Keras's own trainer, callback, epoch iterator and compile suites, with every test in the scope of two replicas.
+"""Keras's own trainer, callback, epoch iterator and compile suites, with every test in
+the scope of two replicas.
 
-Each suite runs in a process of its own (`suites`, `scope_plugin`). What passes without a strategy has to pass with one,
-and the run has to prove that it was one: variables, the state of the steps and the halves of batches on two devices.
+Each suite runs in a process of its own (`suites`, `scope_plugin`). What passes without
+a strategy has to pass with one, and the run has to prove that it was one: variables,
+the state of the steps and the halves of batches on two devices.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import pytest
 
 from . import suites
 
-OUT_SHARDINGS = (
-    "keras.src.trainers.trainer_test::JAXTrainerCorrectnessTest::test_jit_fit_with_out_shardings_logic_distributed"
-)
+OUT_SHARDINGS = "keras.src.trainers.trainer_test::JAXTrainerCorrectnessTest::test_jit_fit_with_out_shardings_logic_distributed"
 ORBAX = "keras.src.callbacks.orbax_checkpoint_test::OrbaxCheckpointTest::test_distributed_checkpoint"
 OWN_DISTRIBUTION = {OUT_SHARDINGS, f"{ORBAX}_functionality", f"{ORBAX}_resharding"}
-"""Tests that open a Keras distribution inside the scope: the inner one places the variables."""
+"""Tests that open a Keras distribution inside the scope: the inner one places the
+variables.
+"""
 
 PROOF = {
     "trainer": {
@@ -31,11 +33,18 @@ PROOF = {
         "batch sparse": 18,
         "output split": 20,
     },
-    "callbacks": {"variable": 70, "train compiled": 45, "test compiled": 15, "batch split": 35},
+    "callbacks": {
+        "variable": 70,
+        "train compiled": 45,
+        "test compiled": 15,
+        "batch split": 35,
+    },
     "compile_utils": {"variable": 20},
     "epoch_iterator": {},  # It has no models.
 }
-"""By suite, in how many tests at least each of the counts of `scope_plugin.Watch` has to occur."""
+"""By suite, in how many tests at least each of the counts of `scope_plugin.Watch` has
+to occur.
+"""
 
 
 @pytest.mark.slow
@@ -53,10 +62,16 @@ def test_importing_the_package_changes_nothing_outside_a_scope() -> None:
     found = suites.run_suite("trainer", "imported")
     check_outcomes("trainer", found)
     trained = {
-        test: result.counts for test, result in found.items() if any("train" in count for count in result.counts)
+        test: result.counts
+        for test, result in found.items()
+        if any("train" in count for count in result.counts)
     }
     assert len(trained) > 90
-    on_two = {test for test, counts in trained.items() if {"train compiled", "train eager"} & counts.keys()}
+    on_two = {
+        test
+        for test, counts in trained.items()
+        if {"train compiled", "train eager"} & counts.keys()
+    }
     # It opens Keras's `DataParallel`; so the watch tells two devices from one.
     assert on_two == {OUT_SHARDINGS}
 
@@ -65,20 +80,32 @@ def check_outcomes(name: str, found: dict[str, suites.TestResult]) -> None:
     """Asserts that the tests of a suite end as in the baseline."""
     expected = suites.baseline(name)
     outcomes = {test: result.outcome for test, result in found.items()}
-    print(f"{name}: {suites.tally(expected)} without a strategy, {suites.tally(outcomes)} here")
+    print(
+        f"{name}: {suites.tally(expected)} without a strategy, {suites.tally(outcomes)} here"
+    )
     differences = suites.differences(expected, found)
     assert not differences, "\n\n".join(["", *map(str, differences)])
 
 
 def check_proof(name: str, found: dict[str, suites.TestResult]) -> None:
     """Asserts that the tests of a suite really ran on all replicas."""
-    outside = {test for test, result in found.items() if result.outcome == "passed" and "in scope" not in result.counts}
+    outside = {
+        test
+        for test, result in found.items()
+        if result.outcome == "passed" and "in scope" not in result.counts
+    }
     assert not outside, f"ended outside the scope: {outside}"
     wrong = {
         test: result.counts
         for test, result in found.items()
-        if test not in OWN_DISTRIBUTION and any(c.endswith(("elsewhere", "not split")) for c in result.counts)
+        if test not in OWN_DISTRIBUTION
+        and any(c.endswith(("elsewhere", "not split")) for c in result.counts)
     }
     assert not wrong, "state or batches were not where they belong"
-    tests = {count: sum(count in result.counts for result in found.values()) for count in PROOF[name]}
-    assert all(tests[count] >= least for count, least in PROOF[name].items()), f"{tests}; at least: {PROOF[name]}"
+    tests = {
+        count: sum(count in result.counts for result in found.values())
+        for count in PROOF[name]
+    }
+    assert all(tests[count] >= least for count, least in PROOF[name].items()), (
+        f"{tests}; at least: {PROOF[name]}"
+    )

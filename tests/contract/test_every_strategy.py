@@ -1,4 +1,6 @@
-"""One set of contracts, over every strategy: what a user may rely on whichever one is chosen."""
+"""One set of contracts, over every strategy: what a user may rely on whichever one is
+chosen.
+"""
 
 import keras
 import numpy as np
@@ -13,9 +15,15 @@ Y = RNG.randint(0, 3, 46)
 STRATEGIES = {
     "default": kd.get_strategy,
     "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
-    **{f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4, 8)},
+    **{
+        f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+        for n in (1, 2, 3, 4, 8)
+    },
     **{f"tpu, {n} logical": lambda n=n: tpu_strategy(n) for n in (1, 2, 4)},
-    **{f"tpu, divided over {n} logical": lambda n=n: tpu_strategy(n, layout_map=HIDDEN) for n in (2, 4)},
+    **{
+        f"tpu, divided over {n} logical": lambda n=n: tpu_strategy(n, layout_map=HIDDEN)
+        for n in (2, 4)
+    },
 }
 
 
@@ -35,7 +43,11 @@ def make_model():
             keras.layers.Dense(3, activation="softmax"),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
     return model
 
 
@@ -53,16 +65,22 @@ def test_training_gives_the_numbers_of_one_device(strategy, plain, tmp_path):
     for name, values in plain[0].items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), plain[1], rtol=1e-5)
-    np.testing.assert_allclose(model.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        model.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6
+    )
     for ours, theirs in zip(model.variables, plain[3].variables, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(loaded.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        loaded.predict(X, verbose=0), plain[2], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_custom_loop_gives_the_numbers_of_one_device(strategy):
-    """The batch is split by hand, so it must divide: 24 rows over each of the replica counts."""
+    """The batch is split by hand, so it must divide: 24 rows over each of the replica
+    counts.
+    """
     with strategy.scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
@@ -89,14 +107,23 @@ def test_a_custom_loop_gives_the_numbers_of_one_device(strategy):
     )
     if not kd.has_strategy() and strategy is kd.get_strategy():
         x, y = X[:24], Y[:24]
-    losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)) for _ in range(5)]
+    losses = [
+        float(strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None))
+        for _ in range(5)
+    ]
 
     keras.utils.set_random_seed(0)
     reference = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
-    reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
-    expected = [reference.train_on_batch(X[:24], Y[:24], return_dict=True) for _ in range(5)]
+    reference.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"]
+    )
+    expected = [
+        reference.train_on_batch(X[:24], Y[:24], return_dict=True) for _ in range(5)
+    ]
     np.testing.assert_allclose(losses, [e["loss"] for e in expected], rtol=1e-5)
-    assert float(metric.result()) == pytest.approx(np.mean([e["accuracy"] for e in expected]))
+    assert float(metric.result()) == pytest.approx(
+        np.mean([e["accuracy"] for e in expected])
+    )
     assert int(optimizer.iterations) == 5
     for ours, theirs in zip(model.weights, reference.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
@@ -137,5 +164,8 @@ def test_scope_and_contexts(strategy):
     result = strategy.run(fn)
     n = strategy.num_replicas_in_sync
     assert float(variable.numpy()) == n
-    assert all(np.shape(component) == (n, 2) for component in strategy.experimental_local_results(result))
+    assert all(
+        np.shape(component) == (n, 2)
+        for component in strategy.experimental_local_results(result)
+    )
     assert float(strategy.reduce("MEAN", variable.value, axis=None)) == n

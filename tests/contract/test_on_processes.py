@@ -10,11 +10,15 @@ from tests.processes import scenarios
 FORMS = [(2, 2), (4, 1)]
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=lambda form: f"{form[0]} processes x {form[1]}")
+@pytest.fixture(
+    scope="module", params=FORMS, ids=lambda form: f"{form[0]} processes x {form[1]}"
+)
 def job(request, tmp_path_factory):
     num_processes, devices = request.param
     folder = pathlib.Path(tmp_path_factory.mktemp("contracts"))
-    results = kd.testing.run_in_processes(scenarios.contracts, num_processes, folder, cpu_devices=devices, timeout=150)
+    results = kd.testing.run_in_processes(
+        scenarios.contracts, num_processes, folder, cpu_devices=devices, timeout=150
+    )
     return request.param, results
 
 
@@ -22,7 +26,9 @@ def job(request, tmp_path_factory):
 def test_there_are_as_many_processes_and_devices(job):
     (num_processes, devices), results = job
     assert len(results) == num_processes
-    assert [result[:3] for result in results] == [(4, num_processes, devices)] * num_processes
+    assert [result[:3] for result in results] == [
+        (4, num_processes, devices)
+    ] * num_processes
 
 
 @pytest.mark.parametrize("contract", ["training", "custom loop", "contexts"])

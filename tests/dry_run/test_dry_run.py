@@ -13,7 +13,13 @@ import keras_distribute as kd
 from keras_distribute._compat import compiling as seam
 from keras_distribute.dry_run import __main__ as command
 from keras_distribute.dry_run import api, compiling, targets
-from keras_distribute.errors import BackendError, DeviceError, InputError, StructureTypeError, ValueStructureError
+from keras_distribute.errors import (
+    BackendError,
+    DeviceError,
+    InputError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from tests import logical
 from tests.dry_run import models
 
@@ -42,11 +48,19 @@ def test_the_figures_are_the_compilers(name, compiled):
     assert memory.aliased == said.alias_size_in_bytes
     assert memory.temporary == said.temp_size_in_bytes
     assert memory.peak == said.peak_memory_in_bytes
-    own = memory.parameters + memory.optimizer + memory.other_state + memory.metrics + memory.batch
+    own = (
+        memory.parameters
+        + memory.optimizer
+        + memory.other_state
+        + memory.metrics
+        + memory.batch
+    )
     assert own == memory.arguments
     assert report.compiler_flops == compiled[-1].cost_analysis()["flops"]
     assert report.num_devices == 4 and report.batch == 16 and report.fits is None
-    assert report.collectives and all(each.group_size == 4 for each in report.collectives)
+    assert report.collectives and all(
+        each.group_size == 4 for each in report.collectives
+    )
     text = str(report)
     assert text.startswith("Dry run: batch 16 on cpu:4, 4 devices; compiled, not run")
     assert "ESTIMATE" not in text
@@ -62,7 +76,8 @@ def test_the_bytes_of_each_kind():
     (reduce,) = report.collectives
     assert {"hidden", "logits"} <= set(reduce.of)
     assert reduce.num_bytes >= parameters
-    # Forward, and backward with respect to the weights and, but for the first layer, the inputs.
+    # Forward, and backward with respect to the weights and, but for the first layer,
+    # the inputs.
     assert report.flops == {"float32": 2 * 4 * (2 * 16 * 32 + 3 * 32 * 5)}
 
 
@@ -70,7 +85,9 @@ def test_loops_count_with_their_iterations():
     report = kd.dry_run(models.lstm, 16, topology="cpu:2")
     forward = 2 * 20 * 8 * (8 * 64 + 16 * 64)
     assert 2 * forward < sum(report.flops.values()) < 4 * forward
-    assert report.compiler_flops < sum(report.flops.values()) / 5  # It counts one iteration.
+    assert (
+        report.compiler_flops < sum(report.flops.values()) / 5
+    )  # It counts one iteration.
     assert report.unknown_loops == 0
 
 
@@ -84,7 +101,10 @@ def test_divided_optimizer_state_takes_less():
 
 
 def test_several_steps_are_one_program():
-    one, four = (kd.dry_run(build, 16, topology="cpu:2") for build in (models.mlp, models.several_steps))
+    one, four = (
+        kd.dry_run(build, 16, topology="cpu:2")
+        for build in (models.mlp, models.several_steps)
+    )
     assert four.num_steps == 4
     assert four.flops == one.flops
     assert four.memory.batch == 4 * one.memory.batch
@@ -94,10 +114,16 @@ def test_several_steps_are_one_program():
 
 def test_models_with_and_without_a_strategy():
     plain = models.cnn()
-    assert kd.dry_run(plain, 8, topology="cpu:2").memory == kd.dry_run(models.cnn, 8, topology="cpu:2").memory
+    assert (
+        kd.dry_run(plain, 8, topology="cpu:2").memory
+        == kd.dry_run(models.cnn, 8, topology="cpu:2").memory
+    )
     with kd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).scope():
         model = models.cnn()
-    assert kd.dry_run(model, 8, topology="cpu:2").memory == kd.dry_run(plain, 8, topology="cpu:2").memory
+    assert (
+        kd.dry_run(model, 8, topology="cpu:2").memory
+        == kd.dry_run(plain, 8, topology="cpu:2").memory
+    )
 
 
 def test_batches_as_structures():
@@ -108,41 +134,72 @@ def test_batches_as_structures():
     report = kd.dry_run(models.mlp, given, topology="cpu:2")
     assert report.memory == kd.dry_run(models.mlp, 16, topology="cpu:2").memory
     assert report.memory == kd.dry_run(models.mlp, arrays, topology="cpu:2").memory
-    assert kd.dry_run(models.mlp, weighted, topology="cpu:2").memory.batch == report.memory.batch + 4 * 8
+    assert (
+        kd.dry_run(models.mlp, weighted, topology="cpu:2").memory.batch
+        == report.memory.batch + 4 * 8
+    )
 
 
 def test_models_of_several_inputs_and_outputs_know_their_batches():
     def build():
         a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
         joined = keras.layers.Concatenate()([a, b])
-        outputs = {"c": keras.layers.Dense(4, name="c")(joined), "d": keras.layers.Dense(1, name="d")(joined)}
+        outputs = {
+            "c": keras.layers.Dense(4, name="c")(joined),
+            "d": keras.layers.Dense(1, name="d")(joined),
+        }
         model = keras.Model({"a": a, "b": b}, outputs)
-        model.compile("sgd", {"c": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "d": "mse"})
+        model.compile(
+            "sgd",
+            {
+                "c": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                "d": "mse",
+            },
+        )
         return model
 
-    assert kd.dry_run(build, 8, topology="cpu:2").memory.batch == 4 * 4 * (3 + 2 + 1 + 1)
+    assert kd.dry_run(build, 8, topology="cpu:2").memory.batch == 4 * 4 * (
+        3 + 2 + 1 + 1
+    )
 
 
 def test_a_step_that_does_not_fit_is_reported_and_the_largest_that_does_is_found():
-    report = kd.dry_run(models.mlp, 4096, topology="cpu:4", memory_limit=200_000, largest_batch=True)
+    report = kd.dry_run(
+        models.mlp, 4096, topology="cpu:4", memory_limit=200_000, largest_batch=True
+    )
     assert report.fits is False
     assert report.needed_bytes > report.limit_bytes == 200_000
     assert "does NOT fit" in str(report)
     found = report.largest_batch
     assert found.rows % 4 == 0 and 0 < found.rows < found.too_large <= 4096
-    assert kd.dry_run(models.mlp, found.rows, topology="cpu:4", memory_limit=200_000).fits is True
-    assert kd.dry_run(models.mlp, found.too_large, topology="cpu:4", memory_limit=200_000).fits is False
+    assert (
+        kd.dry_run(models.mlp, found.rows, topology="cpu:4", memory_limit=200_000).fits
+        is True
+    )
+    assert (
+        kd.dry_run(
+            models.mlp, found.too_large, topology="cpu:4", memory_limit=200_000
+        ).fits
+        is False
+    )
 
 
 def test_a_compiler_that_refuses_is_reported(monkeypatch):
     def refuse(self, *args, **kwargs):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory. Used 17.50G of 15.75G hbm.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Ran out of memory. Used 17.50G of 15.75G hbm."
+        )
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     report = kd.dry_run(models.mlp, 16, topology="cpu:2")
     assert (report.fits, report.memory, report.estimate) == (False, None, None)
-    assert (report.needed_bytes, report.limit_bytes) == (int(17.5 * 2**30), int(15.75 * 2**30))
-    assert "17.50 GiB" in str(report) and "15.75 GiB: does NOT fit, 1.75 GiB too much" in str(report)
+    assert (report.needed_bytes, report.limit_bytes) == (
+        int(17.5 * 2**30),
+        int(15.75 * 2**30),
+    )
+    assert "17.50 GiB" in str(
+        report
+    ) and "15.75 GiB: does NOT fit, 1.75 GiB too much" in str(report)
     with pytest.raises(ValueStructureError, match="There is no estimate"):
         report.scaling()
 
@@ -157,7 +214,9 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: /bin/ptxas ptxas too old.")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", old)
-    with pytest.raises(BackendError, match=r"(?s)assembles programs for GPUs.*too old.*dry-run-cuda"):
+    with pytest.raises(
+        BackendError, match=r"(?s)assembles programs for GPUs.*too old.*dry-run-cuda"
+    ):
         kd.dry_run(models.mlp, 16, topology="cpu:2")
 
 
@@ -173,16 +232,33 @@ def test_json_and_pictures(tmp_path):
 
 
 def test_an_estimate_is_called_one(tmp_path):
-    """With a target of TPUs, whose rates are known, in place of the CPUs that were compiled for."""
+    """With a target of TPUs, whose rates are known, in place of the CPUs that were
+    compiled for.
+    """
     report = kd.dry_run(models.mlp, 16, topology="cpu:4")
     target = targets.parse("v5e:2x2")
-    seconds = api.estimate.of_step(target, report.flops, report.bytes_moved, report.collectives, 1)
+    seconds = api.estimate.of_step(
+        target, report.flops, report.bytes_moved, report.collectives, 1
+    )
     report = api.dataclasses.replace(report, target=target, estimate=seconds)
-    assert "ESTIMATE of a step, from published peak rates; not a measurement" in str(report)
+    assert "ESTIMATE of a step, from published peak rates; not a measurement" in str(
+        report
+    )
     read = report.to_json()
-    assert "not a measurement" in read["estimate"]["note"] and read["estimate"]["formula"]
+    assert (
+        "not a measurement" in read["estimate"]["note"] and read["estimate"]["formula"]
+    )
     assert read["estimate"]["in_turn"] >= read["estimate"]["at_least"] > 0
-    assert [point["num_devices"] for point in read["scaling"]] == [1, 4, 8, 16, 32, 64, 128, 256]
+    assert [point["num_devices"] for point in read["scaling"]] == [
+        1,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+    ]
     report.plot(tmp_path / "report.svg")
     assert "ESTIMATED" in (tmp_path / "report.svg").read_text()
 
@@ -196,14 +272,18 @@ def test_errors_say_what_to_do(monkeypatch):
     with pytest.raises(StructureTypeError, match="returns a compiled Keras model"):
         kd.dry_run(lambda: None, 16, topology="cpu:2")
     with pytest.raises(StructureTypeError, match="needs a compiled model"):
-        kd.dry_run(lambda: keras.Sequential([keras.layers.Dense(1)]), 16, topology="cpu:2")
+        kd.dry_run(
+            lambda: keras.Sequential([keras.layers.Dense(1)]), 16, topology="cpu:2"
+        )
     with pytest.raises(InputError, match="does not say what its batches are"):
         kd.dry_run(_unbuilt, 16, topology="cpu:2")
     with pytest.raises(InputError, match="at least one row"):
         kd.dry_run(models.mlp, 0, topology="cpu:2")
     with pytest.raises(InputError, match="same number of rows"):
         kd.dry_run(models.mlp, (np.zeros((4, 16)), np.zeros(3)), topology="cpu:2")
-    with pytest.raises(ValueStructureError, match="only where the size of the memory is known"):
+    with pytest.raises(
+        ValueStructureError, match="only where the size of the memory is known"
+    ):
         kd.dry_run(models.mlp, 16, topology="cpu:2", largest_batch=True)
     with pytest.raises(StructureTypeError, match="a number of bytes"):
         kd.dry_run(models.mlp, 16, topology="cpu:2", memory_limit="16G")
@@ -232,7 +312,9 @@ def _any_length():
 
 
 def test_an_unbuilt_model_is_built_by_a_structure():
-    report = kd.dry_run(_unbuilt, (np.zeros((8, 3)), np.zeros((8, 1))), topology="cpu:2")
+    report = kd.dry_run(
+        _unbuilt, (np.zeros((8, 3)), np.zeros((8, 1))), topology="cpu:2"
+    )
     assert report.memory.parameters == 4 * 4
 
 
@@ -247,39 +329,72 @@ def test_a_model_that_cannot_be_made_again_needs_a_function():
 
     model = Own(keras.layers.Dense(1))
     model.compile("sgd", "mse")
-    with pytest.raises(InputError, match="made again for a dry run, which this one cannot") as caught:
+    with pytest.raises(
+        InputError, match="made again for a dry run, which this one cannot"
+    ) as caught:
         kd.dry_run(model, (np.zeros((8, 3)), np.zeros((8, 1))), topology="cpu:2")
     assert "kd.dry_run(build_model, 256)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("topology", "package", "extra"), [("v5e:2x2", "libtpu", "tpu"), ("h100:2", "jax-cuda12", "cuda")]
+    ("topology", "package", "extra"),
+    [("v5e:2x2", "libtpu", "tpu"), ("h100:2", "jax-cuda12", "cuda")],
 )
-def test_without_a_compiler_the_error_says_what_to_install(topology, package, extra, monkeypatch):
+def test_without_a_compiler_the_error_says_what_to_install(
+    topology, package, extra, monkeypatch
+):
     found = importlib.util.find_spec
     missing = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: None if name in missing else found(name, *args)
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name in missing else found(name, *args),
     )
-    with pytest.raises(BackendError, match=f"Compiling for {topology} needs {package}") as caught:
+    with pytest.raises(
+        BackendError, match=f"Compiling for {topology} needs {package}"
+    ) as caught:
         kd.dry_run(models.mlp, 16, topology=topology)
     assert f"pip install 'keras-distribute[dry-run-{extra}]'" in str(caught.value)
 
 
 def test_the_command_line(tmp_path, capsys):
     model = "tests.dry_run.models:mlp"
-    arguments = ["--model", model, "--batch", "64", "--topology", "cpu:4", "--json", str(tmp_path / "a.json")]
+    arguments = [
+        "--model",
+        model,
+        "--batch",
+        "64",
+        "--topology",
+        "cpu:4",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
     assert command.main([*arguments, "--plot", str(tmp_path / "a.png")]) == 0
     assert "batch 64 on cpu:4" in capsys.readouterr().out
     assert json.loads((tmp_path / "a.json").read_text())["batch"] == 64
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert command.main([*arguments, "--memory-limit", "10000"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
-    assert command.main(["--model", model, "--batch", f"{__name__}:made_batch", "--topology", "cpu:2"]) == 0
+    assert (
+        command.main(
+            [
+                "--model",
+                model,
+                "--batch",
+                f"{__name__}:made_batch",
+                "--topology",
+                "cpu:2",
+            ]
+        )
+        == 0
+    )
     for wrong, message in (
         (["--model", "mlp", "--batch", "8"], "not of the form module:function"),
         (["--model", "tests.dry_run.models:nothing", "--batch", "8"], "cannot be had"),
-        (["--model", model, "--batch", "8", "--topology", "v9:1x1"], "no hardware 'v9'"),
+        (
+            ["--model", model, "--batch", "8", "--topology", "v9:1x1"],
+            "no hardware 'v9'",
+        ),
     ):
         with pytest.raises(SystemExit):
             command.main(wrong)
@@ -295,7 +410,11 @@ def divided_model():
     strategy = logical.tpu_strategy(2, layout_map={".*wide/kernel": (None, "logical")})
     with strategy.scope():
         model = keras.Sequential(
-            [keras.Input((16,)), keras.layers.Dense(64, use_bias=False, name="wide"), keras.layers.Dense(1)]
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(64, use_bias=False, name="wide"),
+                keras.layers.Dense(1),
+            ]
         )
         model.compile("sgd", "mse")
     return model
@@ -304,11 +423,15 @@ def divided_model():
 def test_logical_devices_share_what_is_divided():
     report = kd.dry_run(divided_model(), 32, topology="cpu:8")
     assert report.memory.parameters == 4 * (16 * 64 // 2 + 64 + 1)
-    operations = 32 * (2 * 16 * 64 + 2 * 64)  # Of the forward pass alone, all devices together.
+    operations = 32 * (
+        2 * 16 * 64 + 2 * 64
+    )  # Of the forward pass alone, all devices together.
     assert sum(report.flops.values()) * 8 > 2 * operations
     assert sum(report.flops.values()) * 8 < 4 * operations
     assert report.num_logical == 2
-    assert str(report).startswith("Dry run: batch 32 on cpu:8, 8 devices, 2 to a replica; compiled, not run")
+    assert str(report).startswith(
+        "Dry run: batch 32 on cpu:8, 8 devices, 2 to a replica; compiled, not run"
+    )
     kinds = {(each.group_size, each.num_replicas) for each in report.collectives}
     assert (4, 4) in kinds  # Each half of the gradient, over the four replicas.
     assert (2, 1) in kinds  # What two logical devices of a replica have each a part of.
@@ -316,7 +439,10 @@ def test_logical_devices_share_what_is_divided():
 
 def test_a_topology_holds_whole_replicas(monkeypatch):
     model = divided_model()
-    with pytest.raises(DeviceError, match=r"(?s)cpu:3 has no whole number of replicas of 2.*3 devices.*multiple of 2"):
+    with pytest.raises(
+        DeviceError,
+        match=r"(?s)cpu:3 has no whole number of replicas of 2.*3 devices.*multiple of 2",
+    ):
         kd.dry_run(model, 32, topology="cpu:3")
 
 
@@ -335,7 +461,9 @@ def test_slices_beyond_a_whole_pod_are_refused_by_name(topology):
         targets.parse(topology)
 
 
-@pytest.mark.parametrize("topology", ["v5e:16x16", "v3:32x32", "v4:4x4x64", "v5p:16x20x28", "tpu7x:4x4x64"])
+@pytest.mark.parametrize(
+    "topology", ["v5e:16x16", "v3:32x32", "v4:4x4x64", "v5p:16x20x28", "tpu7x:4x4x64"]
+)
 def test_slices_of_a_pod_are_there(topology):
     shape = topology.partition(":")[2].split("x")
     assert targets.parse(topology).shape == tuple(map(int, shape))
@@ -347,12 +475,19 @@ CRASH = "import sys, os; sys.stderr.write({said!r}); sys.stderr.flush(); {end}"
 @pytest.mark.parametrize(
     ("said", "end", "how", "last"),
     [
-        ("one\nF1122 Check failed: plan", "os.abort()", "SIGABRT", "Check failed: plan"),
+        (
+            "one\nF1122 Check failed: plan",
+            "os.abort()",
+            "SIGABRT",
+            "Check failed: plan",
+        ),
         ("", "os._exit(3)", "exit code 3", "nothing"),
         ("x\n" * 99 + "end", "os.kill(os.getpid(), 11)", "SIGSEGV", "    x\n    end"),
     ],
 )
-def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch, said, end, how, last):
+def test_a_compiler_that_ends_its_process_is_an_error(
+    monkeypatch, said, end, how, last
+):
     monkeypatch.setattr(compiling, "_CHILD", CRASH.format(said=said, end=end))
     target = targets.parse("v5e:4x4")
     lowered = jax.jit(lambda x: 2 * x).lower(1.0)
@@ -383,4 +518,6 @@ def test_what_a_compiler_is_given_says_the_same_elsewhere():
     assert result.cost_analysis() == here.cost_analysis()
     assert pickle.loads(pickle.dumps(result)) == result
     # What JAX has compiled already is not compiled again.
-    assert without_places(seam.program_of(lowered).as_text()) == without_places(here.as_text())
+    assert without_places(seam.program_of(lowered).as_text()) == without_places(
+        here.as_text()
+    )

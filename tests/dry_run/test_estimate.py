@@ -10,12 +10,16 @@ from keras_distribute.errors import DeviceError
 
 def all_reduce(num_bytes, size, times=1, num_replicas=None):
     replicas = size if num_replicas is None else num_replicas
-    return Collective("all-reduce", "r", num_bytes, 1, ("f32",), size, 1, times, (), "", replicas)
+    return Collective(
+        "all-reduce", "r", num_bytes, 1, ("f32",), size, 1, times, (), "", replicas
+    )
 
 
 def test_a_step_by_hand():
     target = targets.parse("v5e:4x4")
-    found = estimate.of_step(target, {"bfloat16": 197e12 * 0.002}, 819e9 * 0.003, [all_reduce(100e6, 16)], 1)
+    found = estimate.of_step(
+        target, {"bfloat16": 197e12 * 0.002}, 819e9 * 0.003, [all_reduce(100e6, 16)], 1
+    )
     # Two lines of 4 chips: 50 GB/s each, and 6 hops.
     communication = 2 * (100e6 * 15 / 16 / 100e9 + 6e-6)
     assert found.compute == pytest.approx(0.002)
@@ -29,20 +33,30 @@ def test_a_step_by_hand():
 
 def test_rings_have_twice_the_bandwidth_of_lines():
     ring, line = targets.parse("v5e:16x16"), targets.parse("v5e:8x8")
-    assert estimate.seconds(ring, "all-gather", 1e6, 256) == pytest.approx(256e6 * 255 / 256 / 200e9 + 16e-6)
-    assert estimate.seconds(line, "reduce-scatter", 1e6, 64) == pytest.approx(1e6 * 63 / 64 / 100e9 + 14e-6)
-    assert estimate.seconds(targets.parse("h100:8"), "all-reduce", 450e9, 8) == pytest.approx(2 * 7 / 8)
+    assert estimate.seconds(ring, "all-gather", 1e6, 256) == pytest.approx(
+        256e6 * 255 / 256 / 200e9 + 16e-6
+    )
+    assert estimate.seconds(line, "reduce-scatter", 1e6, 64) == pytest.approx(
+        1e6 * 63 / 64 / 100e9 + 14e-6
+    )
+    assert estimate.seconds(
+        targets.parse("h100:8"), "all-reduce", 450e9, 8
+    ) == pytest.approx(2 * 7 / 8)
     assert estimate.seconds(line, "all-reduce", 1e6, 1) == 0
 
 
 def test_nothing_is_known_of_cpus():
-    assert estimate.of_step(targets.parse("cpu:8"), {"float32": 1e9}, 1e9, [], 1) is None
+    assert (
+        estimate.of_step(targets.parse("cpu:8"), {"float32": 1e9}, 1e9, [], 1) is None
+    )
 
 
 def test_scaling_keeps_the_rows_of_a_device():
     target = targets.parse("v5e:1x1")
     here = estimate.of_step(target, {"bfloat16": 197e10}, 0, [], 1)
-    points = estimate.scaling(target, here, [], gradient_bytes=10**8, rows=32, num_steps=1)
+    points = estimate.scaling(
+        target, here, [], gradient_bytes=10**8, rows=32, num_steps=1
+    )
     assert [(p.topology, p.num_devices, p.batch) for p in points[:3]] == [
         ("v5e:1x1", 1, 32),
         ("v5e:2x2", 4, 128),
@@ -54,12 +68,24 @@ def test_scaling_keeps_the_rows_of_a_device():
 
 
 def test_scaling_adds_replicas_not_logical_devices():
-    """Pairs add up activations, the replicas' halves of the gradients, and one collective is over all devices."""
+    """Pairs add up activations, the replicas' halves of the gradients, and one
+    collective is over all devices.
+    """
     target = targets.parse("v5e:2x4")
     here = estimate.of_step(target, {"bfloat16": 197e10}, 0, [], 1)
-    pair, halves, every = all_reduce(5e7, 2, 3, num_replicas=1), all_reduce(1e8, 4), all_reduce(1e6, 8, num_replicas=4)
-    points = estimate.scaling(target, here, [pair, halves, every], 10**9, rows=4, num_steps=1, num_logical=2)
-    assert [(p.num_devices, p.batch) for p in points[:3]] == [(4, 16), (8, 32), (16, 64)]
+    pair, halves, every = (
+        all_reduce(5e7, 2, 3, num_replicas=1),
+        all_reduce(1e8, 4),
+        all_reduce(1e6, 8, num_replicas=4),
+    )
+    points = estimate.scaling(
+        target, here, [pair, halves, every], 10**9, rows=4, num_steps=1, num_logical=2
+    )
+    assert [(p.num_devices, p.batch) for p in points[:3]] == [
+        (4, 16),
+        (8, 32),
+        (16, 64),
+    ]
     for point in points:
         there, count = targets.parse(point.topology), point.num_devices
         expected = 3 * estimate.seconds(there, "all-reduce", 5e7, 2)
@@ -68,9 +94,13 @@ def test_scaling_adds_replicas_not_logical_devices():
         assert point.in_turn == pytest.approx(0.01 + expected)
         assert 0 < point.efficiency < 1
     # Compiled for a single replica, which has nothing to reduce yet.
-    alone = estimate.scaling(target, here, [pair], 10**9, rows=4, num_steps=1, num_logical=2)
+    alone = estimate.scaling(
+        target, here, [pair], 10**9, rows=4, num_steps=1, num_logical=2
+    )
     assert alone[1].in_turn == pytest.approx(
-        0.01 + 3 * estimate.seconds(target, "all-reduce", 5e7, 2) + estimate.seconds(target, "all-reduce", 1e9, 4)
+        0.01
+        + 3 * estimate.seconds(target, "all-reduce", 5e7, 2)
+        + estimate.seconds(target, "all-reduce", 1e9, 4)
     )
 
 

@@ -1,5 +1,6 @@
-"""Steps compiled for GPUs that are not there. Needs JAX's CUDA plugin, and no GPU:
-`pip install 'keras-distribute[dry-run-cuda]'`, then `python -m pytest tests/dry_run/test_gpu.py`.
+"""Steps compiled for GPUs that are not there. Needs JAX's CUDA plugin, and no GPU: `pip
+install 'keras-distribute[dry-run-cuda]'`, then `python -m pytest
+tests/dry_run/test_gpu.py`.
 """
 
 import importlib.util
@@ -34,7 +35,10 @@ def test_the_test_models_compile_for_gpus(name, topology, compiled_twice):
 
 def test_a_batch_that_does_not_fit_is_reported_with_both_sizes():
     rows = 2**31 // 16
-    batch = (jax.ShapeDtypeStruct((rows, 16), "float32"), jax.ShapeDtypeStruct((rows,), "int32"))
+    batch = (
+        jax.ShapeDtypeStruct((rows, 16), "float32"),
+        jax.ShapeDtypeStruct((rows,), "int32"),
+    )
     report = kd.dry_run(models.mlp, batch, topology="v100:1")
     assert report.fits is False
     assert report.needed_bytes > report.limit_bytes == int(0.75 * 16_935_682_048)

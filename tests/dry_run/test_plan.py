@@ -16,7 +16,9 @@ DEVICES = [f"cpu:{i}" for i in range(4)]
 
 
 def ran(model, x, y, monkeypatch):
-    """The text of the programs that a `fit` runs, traced from what they are really called with."""
+    """The text of the programs that a `fit` runs, traced from what they are really
+    called with.
+    """
     texts = []
 
     original = CompiledStep._launch
@@ -26,7 +28,14 @@ def ran(model, x, y, monkeypatch):
         return original(self, holder, program, data)
 
     monkeypatch.setattr(CompiledStep, "_launch", noting)
-    model.fit(x, y, batch_size=len(x) // model.steps_per_execution, epochs=1, shuffle=False, verbose=0)
+    model.fit(
+        x,
+        y,
+        batch_size=len(x) // model.steps_per_execution,
+        epochs=1,
+        shuffle=False,
+        verbose=0,
+    )
     return texts
 
 
@@ -59,7 +68,9 @@ def test_the_program_is_that_of_fit(name, rows, divided, monkeypatch):
         again = getattr(models, name)()
     example = examples.batch_of(again, (x[:rows], y[:rows]))
     planning.build(again, home, example)
-    plan = planning.training_step(again, home, ReplicaMesh.of(jax.devices("cpu")[:4]), example)
+    plan = planning.training_step(
+        again, home, ReplicaMesh.of(jax.devices("cpu")[:4]), example
+    )
     assert plan.num_steps == model.steps_per_execution
     assert plan.traced.lower().as_text() == expected
     assert home.num_replicas_in_sync == 1  # As before.
@@ -84,19 +95,34 @@ def test_the_program_of_logical_devices_is_that_of_fit(num_logical, monkeypatch)
 @pytest.mark.parametrize("rows", [8, 10, 3])
 def test_a_batch_gets_the_form_that_it_is_placed_in(rows):
     mesh = ReplicaMesh.of(jax.devices("cpu")[:4])
-    batch = {"x": np.zeros((rows, 3)), "weight": np.float32(2), "y": np.zeros((rows,), "int64")}
+    batch = {
+        "x": np.zeros((rows, 3)),
+        "weight": np.float32(2),
+        "y": np.zeros((rows,), "int64"),
+    }
     real = batches.place(batch, mesh)
-    forms = planning.placed_form(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), mesh)
+    forms = planning.placed_form(
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), mesh
+    )
     assert (forms.rows, forms.spread) == (real.rows, real.spread)
-    for form, array in zip(jax.tree.leaves(forms.data), jax.tree.leaves(real.data), strict=True):
-        assert (form.shape, form.dtype, form.sharding) == (array.shape, array.dtype, array.sharding)
+    for form, array in zip(
+        jax.tree.leaves(forms.data), jax.tree.leaves(real.data), strict=True
+    ):
+        assert (form.shape, form.dtype, form.sharding) == (
+            array.shape,
+            array.dtype,
+            array.sharding,
+        )
 
 
 def test_a_model_can_train_before_and_after():
     strategy = kd.MirroredStrategy(DEVICES)
     with strategy.scope():
         model = models.mlp()
-    x, y = np.random.default_rng(0).normal(size=(16, 16)).astype("float32"), np.zeros(16, "int32")
+    x, y = (
+        np.random.default_rng(0).normal(size=(16, 16)).astype("float32"),
+        np.zeros(16, "int32"),
+    )
     model.fit(x, y, batch_size=8, verbose=0)
     before = model.get_weights()
     report = kd.dry_run(model, 8, topology="cpu:8")
@@ -116,7 +142,9 @@ def test_code_that_is_traced_sees_the_devices_that_it_is_for():
             return x
 
     def build():
-        model = models.keras.Sequential([models.keras.Input((4,)), Asking(), models.layers.Dense(1)])
+        model = models.keras.Sequential(
+            [models.keras.Input((4,)), Asking(), models.layers.Dense(1)]
+        )
         model.compile("sgd", "mse")
         return model
 

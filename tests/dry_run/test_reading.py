@@ -1,4 +1,6 @@
-"""Programs read from their text: shapes, loops, collectives, bytes; and operations counted in traced programs."""
+"""Programs read from their text: shapes, loops, collectives, bytes; and operations
+counted in traced programs.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -63,22 +65,35 @@ def test_loops_of_unknown_length_count_once_and_are_said():
     module = hlo.parse(TEXT.replace("direction=LT", "direction=NE"))
     assert module.runs["body"] == 1
     assert module.unknown_loops == 1
-    known = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
+    known = TEXT.replace(
+        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    )
     assert hlo.parse(known).runs["body"] == 7
 
 
 def test_collectives_say_what_they_move_and_wait_for():
     whole, inner = collectives.of_program(hlo.parse(TEXT), 4)
-    assert (whole.kind, whole.num_bytes, whole.num_arrays, whole.dtypes) == ("all-reduce", 128, 2, ("bf16",))
+    assert (whole.kind, whole.num_bytes, whole.num_arrays, whole.dtypes) == (
+        "all-reduce",
+        128,
+        2,
+        ("bf16",),
+    )
     assert (whole.group_size, whole.num_groups, whole.times) == (4, 1, 1)
     assert (whole.of, whole.waits_for) == (("dense",), "dense")
-    assert (inner.num_bytes, inner.group_size, inner.num_groups, inner.times) == (32, 2, 2, 5)
+    assert (inner.num_bytes, inner.group_size, inner.num_groups, inner.times) == (
+        32,
+        2,
+        2,
+        5,
+    )
     assert inner.waits_for == "cell"
 
 
 def test_bytes_moved_are_those_outside_of_the_chip_and_of_slices():
-    # Each iteration: the row is read and written (64) with its index (4), then reduced: read and written (64).
-    # Once: the result of negate (64), the operand of the reduction (64) and its first result (64).
+    # Each iteration: the row is read and written (64) with its index (4), then reduced:
+    # read and written (64). Once: the result of negate (64), the operand of the
+    # reduction (64) and its first result (64).
     assert traffic.bytes_moved(hlo.parse(TEXT)) == 5 * (64 + 4 + 64) + 64 + 64 + 64
 
 
@@ -134,7 +149,11 @@ def test_who_exchanges_with_whom(text, size, groups, replicas):
     line = f"  ROOT %r = f32[8]{{0}} {kind}(%a), channel_id=1, {text}, to_apply=%add\n"
     program = f"HloModule m\n\nENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[8]{{0}} parameter(0)\n{line}}}\n"
     (found,) = collectives.of_program(hlo.parse(program), 8, num_logical=2)
-    assert (found.group_size, found.num_groups, found.num_replicas) == (size, groups, replicas)
+    assert (found.group_size, found.num_groups, found.num_replicas) == (
+        size,
+        groups,
+        replicas,
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +161,14 @@ def test_who_exchanges_with_whom(text, size, groups, replicas):
     [
         ("jit(step)/jvp(hidden)/dot_general", ["hidden"]),
         ("jit(step)/transpose(jvp(block))/dense/dot_general", ["dense"]),
-        ("jit(step)/transpose(jvp(lstm))/while/body/closed_call/lstm_cell/dot_general", ["lstm_cell"]),
-        ("jit(step)/(reduce_sum:jvp(loss)/reduce_sum:transpose(jvp(a))/dot_general)", ["loss", "a"]),
+        (
+            "jit(step)/transpose(jvp(lstm))/while/body/closed_call/lstm_cell/dot_general",
+            ["lstm_cell"],
+        ),
+        (
+            "jit(step)/(reduce_sum:jvp(loss)/reduce_sum:transpose(jvp(a))/dot_general)",
+            ["loss", "a"],
+        ),
         ("jit(step)/jvp(a)/mul;jit(step)/jvp(b)/mul", ["a", "b"]),
         ("jit(step)/reduce_sum", []),
         ("", []),
@@ -155,7 +180,10 @@ def test_names_of_layers(name, layers):
 
 def test_a_real_program_is_read():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
-    split, same = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+    split, same = (
+        NamedSharding(mesh, PartitionSpec("x")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
 
     def step(w, x):
         with jax.named_scope("layer"):
@@ -167,36 +195,54 @@ def test_a_real_program_is_read():
     )
     compiled = jax.jit(step, out_shardings=same).lower(*arguments).compile()
     (found,) = collectives.of_program(hlo.parse(compiled.as_text()), 4)
-    assert (found.kind, found.num_bytes, found.group_size, found.of) == ("all-reduce", 256, 4, ("layer",))
+    assert (found.kind, found.num_bytes, found.group_size, found.of) == (
+        "all-reduce",
+        256,
+        4,
+        ("layer",),
+    )
 
 
 def counted(function, *shapes):
-    traced = jax.jit(function).trace(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes])
+    traced = jax.jit(function).trace(
+        *[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    )
     return dict(flops.of_program(traced.jaxpr))
 
 
 def test_operations_of_products_and_convolutions():
     assert counted(lambda a, b: a @ b, (3, 5), (5, 7)) == {"float32": 2 * 3 * 5 * 7}
-    assert counted(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (2, 3, 5), (2, 5, 7)) == {
-        "float32": 2 * 2 * 3 * 5 * 7
-    }
+    assert counted(
+        lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (2, 3, 5), (2, 5, 7)
+    ) == {"float32": 2 * 2 * 3 * 5 * 7}
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def convolution(x, k, strides=(1, 1), groups=1):
-        return lax.conv_general_dilated(x, k, strides, "SAME", dimension_numbers=numbers, feature_group_count=groups)
+        return lax.conv_general_dilated(
+            x, k, strides, "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
 
     forward = 2 * 2 * 8 * 8 * 4 * 9 * 3
     assert counted(convolution, (2, 8, 8, 3), (3, 3, 3, 4)) == {"float32": forward}
-    depthwise = counted(lambda x, k: convolution(x, k, groups=3), (2, 8, 8, 3), (3, 3, 1, 3))
+    depthwise = counted(
+        lambda x, k: convolution(x, k, groups=3), (2, 8, 8, 3), (3, 3, 1, 3)
+    )
     assert depthwise == {"float32": 2 * 2 * 8 * 8 * 3 * 9}
 
 
 def test_zeros_between_the_rows_of_a_strided_gradient_do_not_count():
     def loss(x, k):
-        return jnp.sum(lax.conv_general_dilated(x, k, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+        return jnp.sum(
+            lax.conv_general_dilated(
+                x, k, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
 
     forward = counted(loss, (2, 8, 8, 4), (2, 2, 4, 8))["float32"]
-    assert counted(jax.grad(loss, (0, 1)), (2, 8, 8, 4), (2, 2, 4, 8))["float32"] == 3 * forward
+    assert (
+        counted(jax.grad(loss, (0, 1)), (2, 8, 8, 4), (2, 2, 4, 8))["float32"]
+        == 3 * forward
+    )
 
 
 def test_loops_count_as_often_as_they_run_and_branches_as_the_longest():
@@ -214,7 +260,9 @@ def test_loops_count_as_often_as_they_run_and_branches_as_the_longest():
 def test_what_each_replica_does_counts_for_all():
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
     spec = PartitionSpec("x")
-    mapped = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    mapped = jax.shard_map(
+        lambda a, b: a @ b, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
     assert counted(mapped, (8, 4), (4, 4)) == {"float32": 2 * 8 * 4 * 4}
 
 

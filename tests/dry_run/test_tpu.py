@@ -1,5 +1,6 @@
-"""Steps compiled for TPUs that are not there. Needs libtpu: `pip install 'keras-distribute[dry-run-tpu]'`, then
-`python -m pytest tests/dry_run/test_tpu.py`; `-m slow` compiles ResNet-50, too, in some minutes.
+"""Steps compiled for TPUs that are not there. Needs libtpu: `pip install
+'keras-distribute[dry-run-tpu]'`, then `python -m pytest tests/dry_run/test_tpu.py`; `-m
+slow` compiles ResNet-50, too, in some minutes.
 """
 
 import importlib.util
@@ -53,7 +54,10 @@ def test_hosts_and_other_generations():
 
 def test_a_batch_that_does_not_fit_is_reported_with_both_sizes():
     rows = 2**28
-    batch = (jax.ShapeDtypeStruct((rows, 16), "float32"), jax.ShapeDtypeStruct((rows,), "int32"))
+    batch = (
+        jax.ShapeDtypeStruct((rows, 16), "float32"),
+        jax.ShapeDtypeStruct((rows,), "int32"),
+    )
     report = kd.dry_run(models.mlp, batch, topology="v5e:1x1")
     assert report.fits is False and report.memory is None
     assert report.limit_bytes == int(15.75 * 2**30)
@@ -83,27 +87,41 @@ def test_a_compiler_that_ends_its_process_leaves_this_one(monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_gradients_of_resnet_50_are_reduced_at_once(topology, compiled_twice):
-    """214 trained weights, of 320; batch normalization averages its statistics over the replicas, too."""
-    report = kd.dry_run(models.resnet50, 64 * targets.parse(topology).num_devices, topology=topology)
+    """214 trained weights, of 320; batch normalization averages its statistics over the
+    replicas, too.
+    """
+    report = kd.dry_run(
+        models.resnet50, 64 * targets.parse(topology).num_devices, topology=topology
+    )
     said = compiled_twice[-1].memory_analysis()
     assert report.memory.arguments == said.argument_size_in_bytes
     assert report.memory.temporary == said.temp_size_in_bytes
     assert report.needed_bytes == report.memory.peak == said.peak_memory_in_bytes
     assert report.num_gradients == 214
-    assert (report.num_devices > 1) <= report.count("all-reduce") <= 4 * (report.num_devices > 1)
+    assert (
+        (report.num_devices > 1)
+        <= report.count("all-reduce")
+        <= 4 * (report.num_devices > 1)
+    )
     assert report.fits is True
 
 
 def test_logical_devices_on_chips():
-    """Two chips a replica, with the height of images divided, and a dense layer's units."""
+    """Two chips a replica, with the height of images divided, and a dense layer's
+    units.
+    """
     with logical.tpu_strategy(2, layout_map=logical.HIDDEN).scope():
         model = logical.image_classifier([1, 2, 1, 1])
     report = kd.dry_run(model, 64, topology="v5e:2x4")
     assert report.num_logical == 2
-    assert report.memory.parameters == 4 * (3 * 3 * 3 * 4 + 4 + 2 * 4 + (4 * 16 + 16) // 2 + 16 * 3 + 3)
+    assert report.memory.parameters == 4 * (
+        3 * 3 * 3 * 4 + 4 + 2 * 4 + (4 * 16 + 16) // 2 + 16 * 3 + 3
+    )
     borders = [each for each in report.collectives if each.kind == "collective-permute"]
     assert borders and {each.num_replicas for each in borders} == {1}
-    assert {each.num_replicas for each in report.collectives if each.kind == "all-reduce"} == {1, 4}
+    assert {
+        each.num_replicas for each in report.collectives if each.kind == "all-reduce"
+    } == {1, 4}
     assert [point.num_devices for point in report.scaling()][:3] == [4, 8, 16]
 
 
@@ -116,15 +134,24 @@ def test_logical_devices_on_chips():
         ("v4:2x2x1", [2, 2, 1, 1], 1, 4),
     ],
 )
-def test_a_strategy_finds_the_chips_of_one_machine(name, shape, tasks, replicas, monkeypatch):
-    """Notebooks and TPU virtual machines: one or eight devices, as libtpu describes them."""
+def test_a_strategy_finds_the_chips_of_one_machine(
+    name, shape, tasks, replicas, monkeypatch
+):
+    """Notebooks and TPU virtual machines: one or eight devices, as libtpu describes
+    them.
+    """
     chips = targets.parse(name).devices()
     monkeypatch.setattr(jax, "devices", lambda *platform: chips)
-    topology = kd.tpu.experimental.initialize_tpu_system(kd.cluster_resolver.TPUClusterResolver("local"))
+    topology = kd.tpu.experimental.initialize_tpu_system(
+        kd.cluster_resolver.TPUClusterResolver("local")
+    )
     assert topology.mesh_shape.tolist() == shape
     assert (topology.num_tasks, topology.num_tpus_per_task) == (tasks, replicas)
     strategy = kd.TPUStrategy(tpu="local")
-    assert repr(strategy) == f"TPUStrategy({replicas} replica(s) x 1 logical device(s), tpu)"
+    assert (
+        repr(strategy)
+        == f"TPUStrategy({replicas} replica(s) x 1 logical device(s), tpu)"
+    )
     assert list(strategy.replica_mesh.devices) == chips
 
 
@@ -132,8 +159,14 @@ def test_the_hosts_of_a_slice_have_each_their_chips():
     chips = targets.parse("v5e:4x4").devices()
     groups = [[chip for chip in chips if chip.process_index == i] for i in range(4)]
     topology = system.topology_of(groups)
-    assert (topology.mesh_shape.tolist(), topology.num_tasks, topology.num_tpus_per_task) == ([4, 4, 1, 1], 4, 4)
-    assignment = kd.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[2, 1, 1, 1], num_replicas=8)
+    assert (
+        topology.mesh_shape.tolist(),
+        topology.num_tasks,
+        topology.num_tpus_per_task,
+    ) == ([4, 4, 1, 1], 4, 4)
+    assignment = kd.tpu.experimental.DeviceAssignment.build(
+        topology, computation_shape=[2, 1, 1, 1], num_replicas=8
+    )
     hosts = {
         tuple(topology.task_ordinal_at_coordinates(place) for place in replica)
         for replica in assignment.core_assignment
@@ -142,7 +175,11 @@ def test_the_hosts_of_a_slice_have_each_their_chips():
 
 
 @pytest.mark.parametrize(
-    "first", ["kd.config.set_cpu_devices(2)", "kd.dry_run(tests.dry_run.models.mlp, 8, 'v5e:1x1')"]
+    "first",
+    [
+        "kd.config.set_cpu_devices(2)",
+        "kd.dry_run(tests.dry_run.models.mlp, 8, 'v5e:1x1')",
+    ],
 )
 def test_profiling_works_where_libtpu_is_installed(first, tmp_path):
     """JAX would load libtpu's profiler, which ends the process where there is no TPU."""
@@ -154,9 +191,13 @@ def test_profiling_works_where_libtpu_is_installed(first, tmp_path):
         with jax.profiler.trace({str(tmp_path)!r}):
             jax.numpy.ones(3).block_until_ready()
     """
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"
+    }
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("*.xplane.pb"))

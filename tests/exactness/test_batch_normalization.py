@@ -1,7 +1,8 @@
-"""BatchNormalization: the statistics of a replica's own rows where they divide evenly, those of all rows otherwise.
+"""BatchNormalization: the statistics of a replica's own rows where they divide evenly,
+those of all rows otherwise.
 
-The reference for the first is written out here: a layer that splits the batch into groups, in plain Keras on one
-device, and NumPy for a single step.
+The reference for the first is written out here: a layer that splits the batch into
+groups, in plain Keras on one device, and NumPy for a single step.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ class GroupNormalizedBatch(layers.Layer):
     def build(self, shape: Any) -> None:
         self.gamma = self.add_weight(shape=shape[-1:], initializer="ones", name="gamma")
         self.beta = self.add_weight(shape=shape[-1:], initializer="zeros", name="beta")
-        self.mean = self.add_weight(shape=shape[-1:], initializer="zeros", trainable=False, name="moving_mean")
-        self.variance = self.add_weight(shape=shape[-1:], initializer="ones", trainable=False, name="moving_variance")
+        self.mean = self.add_weight(
+            shape=shape[-1:], initializer="zeros", trainable=False, name="moving_mean"
+        )
+        self.variance = self.add_weight(
+            shape=shape[-1:],
+            initializer="ones",
+            trainable=False,
+            name="moving_variance",
+        )
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         if not training:
@@ -47,21 +55,32 @@ class GroupNormalizedBatch(layers.Layer):
         mean = ops.mean(grouped, axis=axes, keepdims=True)
         variance = ops.var(grouped, axis=axes, keepdims=True)
         around = (*range(len(grouped.shape) - 1),)
-        self.mean.assign(self.mean * MOMENTUM + ops.mean(mean, axis=around) * (1 - MOMENTUM))
-        self.variance.assign(self.variance * MOMENTUM + ops.mean(variance, axis=around) * (1 - MOMENTUM))
+        self.mean.assign(
+            self.mean * MOMENTUM + ops.mean(mean, axis=around) * (1 - MOMENTUM)
+        )
+        self.variance.assign(
+            self.variance * MOMENTUM + ops.mean(variance, axis=around) * (1 - MOMENTUM)
+        )
         normal = (grouped - mean) / ops.sqrt(variance + EPSILON)
         return ops.reshape(normal, inputs.shape) * self.gamma + self.beta
 
 
 def normalization(**options: Any) -> layers.Layer:
     """The layer under test, or under a strategy's reference the grouped one."""
-    return layers.BatchNormalization(momentum=MOMENTUM, epsilon=EPSILON, name="normalization", **options)
+    return layers.BatchNormalization(
+        momentum=MOMENTUM, epsilon=EPSILON, name="normalization", **options
+    )
 
 
 def network(layer: layers.Layer, image: bool = False) -> keras.Model:
     """A dense or convolutional classifier around the layer."""
     if image:
-        body = [keras.Input((5, 5, 2)), layers.Conv2D(3, 3, use_bias=False), layer, layers.Flatten()]
+        body = [
+            keras.Input((5, 5, 2)),
+            layers.Conv2D(3, 3, use_bias=False),
+            layer,
+            layers.Flatten(),
+        ]
     else:
         body = [keras.Input((6,)), layers.Dense(5, use_bias=False), layer]
     model = keras.Sequential([*body, layers.Activation("tanh"), layers.Dense(3)])
@@ -72,10 +91,19 @@ def network(layer: layers.Layer, image: bool = False) -> keras.Model:
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_batch_normalization_uses_each_replicas_statistics(replicas: int) -> None:
-    """TF: each replica keeps its own moving statistics, the first is saved. KD: global ones, no others."""
+    """TF: each replica keeps its own moving statistics, the first is saved. KD: global
+    ones, no others.
+    """
     x, y = table(64)
-    expected = harness.observe(lambda: network(GroupNormalizedBatch(replicas)), fit_evaluate_predict(x, y))
-    equals_one_device(lambda: network(normalization()), fit_evaluate_predict(x, y), replicas, reference=expected)
+    expected = harness.observe(
+        lambda: network(GroupNormalizedBatch(replicas)), fit_evaluate_predict(x, y)
+    )
+    equals_one_device(
+        lambda: network(normalization()),
+        fit_evaluate_predict(x, y),
+        replicas,
+        reference=expected,
+    )
 
 
 def test_convolutional_batch_normalization() -> None:
@@ -83,27 +111,44 @@ def test_convolutional_batch_normalization() -> None:
     _, y = table(48)
     x = np.random.default_rng(0).normal(1.0, 2.0, (48, 5, 5, 2)).astype("float32")
     run = fit_only(x, y, batch_size=16)
-    expected = harness.observe(lambda: network(GroupNormalizedBatch(4), image=True), run)
-    equals_one_device(lambda: network(normalization(), image=True), run, reference=expected)
+    expected = harness.observe(
+        lambda: network(GroupNormalizedBatch(4), image=True), run
+    )
+    equals_one_device(
+        lambda: network(normalization(), image=True), run, reference=expected
+    )
 
 
 def test_batch_normalization_70_samples() -> None:
-    """TF: every weight silently NaN, a replica is empty. KD: IndivisibleError. Six rows are normalized as one group."""
+    """TF: every weight silently NaN, a replica is empty. KD: IndivisibleError. Six rows
+    are normalized as one group.
+    """
     x, y = table(70)
-    expected = harness.observe(lambda: network(GroupNormalizedBatch(4)), fit_evaluate_predict(x, y))
-    equals_one_device(lambda: network(normalization()), fit_evaluate_predict(x, y), reference=expected)
+    expected = harness.observe(
+        lambda: network(GroupNormalizedBatch(4)), fit_evaluate_predict(x, y)
+    )
+    equals_one_device(
+        lambda: network(normalization()), fit_evaluate_predict(x, y), reference=expected
+    )
 
 
 def test_moving_statistics_by_hand_and_as_saved(tmp_path: Any) -> None:
-    """One step on rows whose groups differ: the moving statistics are the mean over the replicas, in the file, too."""
-    x = np.random.default_rng(1).normal(size=(32, 6)).astype("float32") + np.repeat(np.arange(4), 8)[:, None] * 3
+    """One step on rows whose groups differ: the moving statistics are the mean over the
+    replicas, in the file, too.
+    """
+    x = (
+        np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
+        + np.repeat(np.arange(4), 8)[:, None] * 3
+    )
     x = x.astype("float32")
     groups = x.astype("float64").reshape(4, 8, 6)
     mean = groups.mean(axis=1).mean(axis=0) * (1 - MOMENTUM)
     variance = MOMENTUM + groups.var(axis=1).mean(axis=0) * (1 - MOMENTUM)
 
     with harness.mirrored(4).scope():
-        model = keras.Sequential([keras.Input((6,)), normalization(trainable=True), layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input((6,)), normalization(trainable=True), layers.Dense(1)]
+        )
         model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
     model.fit(x, np.zeros((32, 1)), batch_size=32, shuffle=False, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -113,19 +158,31 @@ def test_moving_statistics_by_hand_and_as_saved(tmp_path: Any) -> None:
     weights.load_weights(tmp_path / "model.weights.h5")
     for candidate in (model, saved, weights):
         layer = candidate.get_layer("normalization")
-        np.testing.assert_allclose(np.asarray(layer.moving_mean.value), mean, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(np.asarray(layer.moving_variance.value), variance, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(layer.moving_mean.value), mean, rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            np.asarray(layer.moving_variance.value), variance, rtol=1e-5, atol=1e-6
+        )
     everything = x.astype("float64").var(axis=0) * (1 - MOMENTUM) + MOMENTUM
-    assert np.all(np.abs(everything - variance) > 0.1), "the rows do not tell the two kinds of statistics apart"
+    assert np.all(np.abs(everything - variance) > 0.1), (
+        "the rows do not tell the two kinds of statistics apart"
+    )
 
 
 @pytest.mark.parametrize("image", [False, True], ids=["dense", "convolutional"])
 @pytest.mark.parametrize("samples", [64, 70])
 def test_batch_normalization_synchronized(image: bool, samples: int) -> None:
-    """TF ok. KD: ValueError, only with TensorFlow. Ours equals one device, tails included."""
+    """TF ok. KD: ValueError, only with TensorFlow. Ours equals one device, tails
+    included.
+    """
     x, y = table(samples)
     if image:
-        x = np.random.default_rng(0).normal(1.0, 2.0, (samples, 5, 5, 2)).astype("float32")
+        x = (
+            np.random.default_rng(0)
+            .normal(1.0, 2.0, (samples, 5, 5, 2))
+            .astype("float32")
+        )
     equals_one_device(
         lambda: network(normalization(synchronized=kd.has_strategy()), image=image),
         fit_evaluate_predict(x, y) if not image else fit_only(x, y, epochs=1),
@@ -134,7 +191,9 @@ def test_batch_normalization_synchronized(image: bool, samples: int) -> None:
 
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_batch_normalization_under_a_mask(synchronized: bool) -> None:
-    """Masked positions are in no statistics; when synchronized, every real token weighs the same."""
+    """Masked positions are in no statistics; when synchronized, every real token weighs
+    the same.
+    """
     rng = np.random.default_rng(2)
     tokens = rng.integers(1, 10, (35, 4)).astype("int32")
     tokens[np.arange(4) > rng.integers(0, 4, (35, 1))] = 0
@@ -142,7 +201,12 @@ def test_batch_normalization_under_a_mask(synchronized: bool) -> None:
 
     def build() -> keras.Model:
         layer = normalization(synchronized=synchronized and kd.has_strategy())
-        body = [keras.Input((4,)), layers.Embedding(10, 4, mask_zero=True), layer, layers.Dense(3)]
+        body = [
+            keras.Input((4,)),
+            layers.Embedding(10, 4, mask_zero=True),
+            layer,
+            layers.Dense(3),
+        ]
         model = keras.Sequential(body)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
@@ -163,4 +227,8 @@ def test_trainable_false_freezes_the_statistics() -> None:
 
     outcome = equals_one_device(build, fit_only(x, y))
     before = {path: value for path, value in outcome.initial if "moving" in path}
-    assert before and all(np.array_equal(before[path], value) for path, value in outcome.weights if path in before)
+    assert before and all(
+        np.array_equal(before[path], value)
+        for path, value in outcome.weights
+        if path in before
+    )

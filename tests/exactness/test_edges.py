@@ -20,23 +20,36 @@ pytestmark = pytest.mark.timeout(120)
 X, Y = table(22)
 
 
-def compiled(*body: layers.Layer, shape: tuple[int, ...] = (6,), **options: Any) -> keras.Model:
+def compiled(
+    *body: layers.Layer, shape: tuple[int, ...] = (6,), **options: Any
+) -> keras.Model:
     """A compiled classifier."""
     model = keras.Sequential([keras.Input(shape), *body, layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.5), loss=loss, metrics=["accuracy"], **options)
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.1, momentum=0.5),
+        loss=loss,
+        metrics=["accuracy"],
+        **options,
+    )
     return model
 
 
 def test_fit_inside_the_scope() -> None:
     """Inside the scope or outside it, all is the same."""
-    equals_one_device(lambda: compiled(layers.Dense(4)), fit_evaluate_predict(X, Y, batch_size=8), fit_in_scope=True)
+    equals_one_device(
+        lambda: compiled(layers.Dense(4)),
+        fit_evaluate_predict(X, Y, batch_size=8),
+        fit_in_scope=True,
+    )
 
 
 def test_run_eagerly() -> None:
     """Nothing compiled, for debugging."""
     run = fit_evaluate_predict(X[:14], Y[:14], batch_size=8, epochs=1)
-    equals_one_device(lambda: compiled(layers.Dense(4), layers.Dropout(0.3), run_eagerly=True), run)
+    equals_one_device(
+        lambda: compiled(layers.Dense(4), layers.Dropout(0.3), run_eagerly=True), run
+    )
 
 
 def test_unbuilt_model_is_built_by_its_first_batch_outside_the_scope() -> None:
@@ -44,20 +57,30 @@ def test_unbuilt_model_is_built_by_its_first_batch_outside_the_scope() -> None:
 
     def build() -> keras.Model:
         model = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)])
-        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            optimizer="adamw",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
         return model
 
     outcome = equals_one_device(build, fit_evaluate_predict(X, Y, batch_size=8))
-    assert {len(variable.value.devices()) for variable in outcome.model.variables} == {4}
+    assert {len(variable.value.devices()) for variable in outcome.model.variables} == {
+        4
+    }
 
 
-@pytest.mark.parametrize("convert", [jnp.asarray, lambda array: array.astype("float64"), lambda array: array.tolist()])
+@pytest.mark.parametrize(
+    "convert",
+    [jnp.asarray, lambda array: array.astype("float64"), lambda array: array.tolist()],
+)
 def test_arrays_of_other_kinds(convert: Any) -> None:
     """JAX arrays, float64, and lists of rows where Keras takes them."""
 
     def run(model: keras.Model) -> Any:
         try:
-            return model.fit(convert(X), Y, batch_size=8, shuffle=False, verbose=0).history
+            return model.fit(
+                convert(X), Y, batch_size=8, shuffle=False, verbose=0
+            ).history
         except ValueError as error:
             return {"error": type(error)}
 
@@ -70,7 +93,11 @@ def test_compiled_again() -> None:
     def run(model: keras.Model) -> Any:
         first = fit_only(X, Y, batch_size=8)(model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(0.01, epsilon=1e-2), loss=loss, metrics=["accuracy"])
+        model.compile(
+            optimizer=keras.optimizers.Adam(0.01, epsilon=1e-2),
+            loss=loss,
+            metrics=["accuracy"],
+        )
         return {"first": first, "second": fit_only(X, Y, batch_size=8)(model)}
 
     equals_one_device(lambda: compiled(layers.Dense(4)), run, fit_in_scope=True)
@@ -85,7 +112,9 @@ def test_layers_frozen_between_fits() -> None:
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
         return fit_only(X, Y, batch_size=8)(model)
 
-    outcome = equals_one_device(lambda: compiled(layers.Dense(4)), run, fit_in_scope=True)
+    outcome = equals_one_device(
+        lambda: compiled(layers.Dense(4)), run, fit_in_scope=True
+    )
     assert np.array_equal(outcome.initial[0][1], outcome.weights[0][1])
 
 
@@ -105,7 +134,11 @@ def test_random_augmentation_and_discretization() -> None:
     images = np.random.default_rng(0).random((22, 8, 8, 3)).astype("float32")
 
     def build() -> keras.Model:
-        body = [layers.RandomFlip(seed=1), layers.RandomTranslation(0.2, 0.2, seed=2), layers.Flatten()]
+        body = [
+            layers.RandomFlip(seed=1),
+            layers.RandomTranslation(0.2, 0.2, seed=2),
+            layers.Flatten(),
+        ]
         return compiled(*body, shape=(8, 8, 3))
 
     equals_one_device(build, fit_only(images, Y, batch_size=8, epochs=1))
@@ -134,7 +167,11 @@ class OwnTestAndPredict(keras.Model):
         trainable, non_trainable, metrics = state
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         logits, non_trainable = self.stateless_call(trainable, non_trainable, x)
-        return {"first": logits[0, 0], "spread": ops.std(logits), "rows": ops.shape(y)[0]}, (
+        return {
+            "first": logits[0, 0],
+            "spread": ops.std(logits),
+            "rows": ops.shape(y)[0],
+        }, (
             trainable,
             non_trainable,
             metrics,
@@ -156,13 +193,19 @@ def test_own_test_step_and_predict_step() -> None:
     def build() -> keras.Model:
         inputs = keras.Input((6,))
         model = OwnTestAndPredict(inputs, layers.Dense(3)(inputs))
-        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            optimizer="sgd",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
         return model
 
     def run(model: keras.Model) -> Any:
         x, y = X[:14], Y[:14]
         evaluation = model.evaluate(x, y, batch_size=7, return_dict=True, verbose=0)
-        return {"evaluation": evaluation, "predictions": model.predict(x, batch_size=7, verbose=0)}
+        return {
+            "evaluation": evaluation,
+            "predictions": model.predict(x, batch_size=7, verbose=0),
+        }
 
     equals_one_device(build, run)
 
@@ -176,21 +219,32 @@ class WithPrior(keras.Model):
         self.head = layers.Dense(3)
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        return self.head(self.normalization(inputs["rows"], training=training)) + inputs["a_prior"]
+        return (
+            self.head(self.normalization(inputs["rows"], training=training))
+            + inputs["a_prior"]
+        )
 
 
 @pytest.mark.parametrize("rows", [8, 6])
 def test_an_array_that_is_no_batch_beside_the_batch(rows: int) -> None:
-    """A vector of three numbers for all rows, named so that it comes first: it belongs to every row of every replica."""
+    """A vector of three numbers for all rows, named so that it comes first: it belongs
+    to every row of every replica.
+    """
 
     def batches() -> Iterator[Any]:
         for start in range(0, 18, rows):
             prior = np.array([0.1, 0.2, 0.3], "float32") * start
-            yield {"a_prior": prior, "rows": X[start : start + rows]}, Y[start : start + rows]
+            yield (
+                {"a_prior": prior, "rows": X[start : start + rows]},
+                Y[start : start + rows],
+            )
 
     def build() -> keras.Model:
         model = WithPrior()
-        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            optimizer="sgd",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
         return model
 
     equals_one_device(build, lambda model: model.fit(batches(), verbose=0).history)
@@ -201,12 +255,18 @@ def test_early_stopping_and_learning_rate_callbacks() -> None:
 
     def run(model: keras.Model) -> Any:
         callbacks = [
-            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, factor=0.3),
-            keras.callbacks.EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="val_loss", patience=1, factor=0.3
+            ),
+            keras.callbacks.EarlyStopping(
+                monitor="val_loss", patience=2, restore_best_weights=True
+            ),
         ]
         options = {"batch_size": 8, "epochs": 8, "shuffle": False, "verbose": 0}
         validation = (X[:10], (Y[:10] + 1) % 3)
-        return model.fit(X, Y, validation_data=validation, callbacks=callbacks, **options).history
+        return model.fit(
+            X, Y, validation_data=validation, callbacks=callbacks, **options
+        ).history
 
     equals_one_device(lambda: compiled(layers.Dense(4)), run)
 
@@ -235,10 +295,12 @@ assert not np.array_equal(model.get_layer("a").kernel.numpy(), model.get_layer("
 
 @pytest.mark.parametrize("how", ["average", "assigned"])
 def test_two_variables_that_share_a_value(how: str) -> None:
-    """A weight and its average after a fit, or a variable assigned to another: both can be trained on.
+    """A weight and its average after a fit, or a variable assigned to another: both can
+    be trained on.
 
-    Keras on one device refuses ("Attempt to donate the same buffer twice"). In a process of its own, since XLA may end
-    the process when a buffer that several devices hold is donated twice.
+    Keras on one device refuses ("Attempt to donate the same buffer twice"). In a
+    process of its own, since XLA may end the process when a buffer that several devices
+    hold is donated twice.
     """
     command = [sys.executable, "-c", TWO_VARIABLES_ONE_BUFFER, how]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,10 @@
-"""The cases that TensorFlow's `MirroredStrategy` or `keras.distribution.DataParallel` get wrong, one test each.
+"""The cases that TensorFlow's `MirroredStrategy` or `keras.distribution.DataParallel`
+get wrong, one test each.
 
-Four replicas against one device. Each test is named after its case; its docstring says what the peers did with it
-(Keras 3.15, TensorFlow 2.21; KD is `keras.distribution`). Here: the numbers of a step. `test_peers_surroundings` has
-the cases around the step: saving, callbacks, scopes, custom loops. `test_batch_normalization` has its three rows.
+Four replicas against one device. Each test is named after its case; its docstring says
+what the peers did with it (Keras 3.15, TensorFlow 2.21; KD is `keras.distribution`).
+Here: the numbers of a step. `test_peers_surroundings` has the cases around the step:
+saving, callbacks, scopes, custom loops. `test_batch_normalization` has its three rows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ X, Y = table(70)
 def dense(hidden: layers.Layer | None = None, **options: Any) -> keras.Model:
     """A compiled classifier, with a layer more in the middle if given."""
     middle = [] if hidden is None else [hidden]
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), *middle, layers.Dense(3)])
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            *middle,
+            layers.Dense(3),
+        ]
+    )
     settings: dict[str, Any] = {
         "optimizer": keras.optimizers.SGD(0.1),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -43,7 +52,9 @@ def test_arrays_divisible_batches() -> None:
 
 @pytest.mark.parametrize("samples", [70, 65])
 def test_fit_70_samples_batch_32(samples: int) -> None:
-    """TF: weights silently off by 2.4e-2 (9.6e-2 with 65). KD: IndivisibleError, earlier steps stay applied."""
+    """TF: weights silently off by 2.4e-2 (9.6e-2 with 65). KD: IndivisibleError,
+    earlier steps stay applied.
+    """
     equals_one_device(dense, fit_only(X[:samples], Y[:samples], epochs=3))
 
 
@@ -51,9 +62,15 @@ def test_evaluate_predict_70() -> None:
     """TF ok. KD: IndivisibleError, in `validation_data`, too."""
 
     def run(model: keras.Model) -> Any:
-        history = model.fit(X[:64], Y[:64], validation_data=(X, Y), shuffle=False, verbose=0).history
+        history = model.fit(
+            X[:64], Y[:64], validation_data=(X, Y), shuffle=False, verbose=0
+        ).history
         evaluation = model.evaluate(X, Y, return_dict=True, verbose=0)
-        return {"history": history, "evaluation": evaluation, "predictions": model.predict(X, verbose=0)}
+        return {
+            "history": history,
+            "evaluation": evaluation,
+            "predictions": model.predict(X, verbose=0),
+        }
 
     outcome = equals_one_device(dense, run)
     assert outcome.result["predictions"].shape == (70, 3)
@@ -62,10 +79,14 @@ def test_evaluate_predict_70() -> None:
 @pytest.mark.parametrize(("samples", "batch_size"), [(6, 32), (3, 32), (60, 30)])
 def test_6_or_3_samples_and_batch_30(samples: int, batch_size: int) -> None:
     """TF: InvalidArgumentError in fit. KD: IndivisibleError."""
-    equals_one_device(dense, fit_evaluate_predict(X[:samples], Y[:samples], batch_size=batch_size))
+    equals_one_device(
+        dense, fit_evaluate_predict(X[:samples], Y[:samples], batch_size=batch_size)
+    )
 
 
-@pytest.mark.parametrize("layer", [layers.Dropout, layers.GaussianNoise, layers.GaussianDropout])
+@pytest.mark.parametrize(
+    "layer", [layers.Dropout, layers.GaussianNoise, layers.GaussianDropout]
+)
 def test_dropout_and_noise(layer: type[layers.Layer]) -> None:
     """TF: silently the same mask on every replica. KD: equal to one device."""
     equals_one_device(lambda: dense(layer(0.4)), fit_only(X, Y))
@@ -89,14 +110,18 @@ def test_dropout_masks_differ_between_replicas() -> None:
         lambda model: model.predict(np.ones((32, 16), "float32"), verbose=0),
     )
     shares = np.split(outcome.result, 4)
-    assert all(not np.array_equal(shares[i], shares[j]) for i in range(4) for j in range(i))
+    assert all(
+        not np.array_equal(shares[i], shares[j]) for i in range(4) for j in range(i)
+    )
 
 
 def test_built_in_metrics_even_batches() -> None:
     """Both peers ok. All metrics: `test_layers_optimizers_metrics`."""
 
     def build() -> keras.Model:
-        return dense(metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)])
+        return dense(
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]
+        )
 
     equals_one_device(build, fit_evaluate_predict(X[:64], Y[:64]))
 
@@ -106,7 +131,9 @@ class Largest(keras.metrics.Metric):
 
     def __init__(self) -> None:
         super().__init__(name="largest")
-        self.value = self.add_variable((), initializer=keras.initializers.Constant(-1e9), name="value")
+        self.value = self.add_variable(
+            (), initializer=keras.initializers.Constant(-1e9), name="value"
+        )
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
@@ -132,10 +159,15 @@ def test_add_loss_sum() -> None:
 def test_mean_with_sample_weight(reduction: str) -> None:
     """TF: silently off by 1.7e-2. KD ok."""
     weights = np.linspace(0.0, 3.0, 70, dtype="float32")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
     optimizer = keras.optimizers.SGD(0.1 if reduction != "sum" else 0.005)
     equals_one_device(
-        lambda: dense(loss=loss, optimizer=keras.optimizers.SGD.from_config(optimizer.get_config())),
+        lambda: dense(
+            loss=loss,
+            optimizer=keras.optimizers.SGD.from_config(optimizer.get_config()),
+        ),
         fit_evaluate_predict(X, Y, sample_weight=weights),
     )
 
@@ -150,10 +182,17 @@ def test_mask_zero() -> None:
     def build() -> keras.Model:
         recurrent = layers.SimpleRNN(5, return_sequences=True)
         model = keras.Sequential(
-            [keras.Input((6,)), layers.Embedding(10, 4, mask_zero=True), recurrent, layers.Dense(3)]
+            [
+                keras.Input((6,)),
+                layers.Embedding(10, 4, mask_zero=True),
+                recurrent,
+                layers.Dense(3),
+            ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss, metrics=["accuracy"])
+        model.compile(
+            optimizer=keras.optimizers.SGD(0.1), loss=loss, metrics=["accuracy"]
+        )
         return model
 
     equals_one_device(build, fit_evaluate_predict(tokens, targets))
@@ -161,30 +200,46 @@ def test_mask_zero() -> None:
 
 def test_loss_that_returns_a_scalar() -> None:
     """TF: gradient and log silently times 4. KD ok."""
-    equals_one_device(lambda: dense(loss=zoo.scalar_crossentropy), fit_evaluate_predict(X, Y))
+    equals_one_device(
+        lambda: dense(loss=zoo.scalar_crossentropy), fit_evaluate_predict(X, Y)
+    )
 
 
 @pytest.mark.parametrize("reduction", ["none", None])
 def test_reduction_none(reduction: str | None) -> None:
-    """TF: the log silently times 4. KD, and one device: TypeError, there is no scalar to differentiate."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    """TF: the log silently times 4. KD, and one device: TypeError, there is no scalar
+    to differentiate.
+    """
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
     errors = []
     for strategy in (None, harness.mirrored(4)):
         run = fit_only(X, Y, epochs=1)
-        errors.append(harness.error_class(lambda: harness.observe(lambda: dense(loss=loss), run, strategy)))  # noqa: B023
+        errors.append(
+            harness.error_class(
+                lambda: harness.observe(lambda: dense(loss=loss), run, strategy)
+            )
+        )
     assert errors == [TypeError, TypeError]
 
 
 @pytest.mark.parametrize("flavour", [0, 1], ids=["compute_loss", "ops_mean"])
 def test_own_train_step(flavour: int) -> None:
-    """TF: with `compute_loss` the logged loss is a quarter; with `ops.mean` the gradient is silently times 4. KD ok."""
-    case = zoo.Case("own_step", flavour, 4, 32, 70, "sum_over_batch_size", zoo.OptimizerChoice())
+    """TF: with `compute_loss` the logged loss is a quarter; with `ops.mean` the
+    gradient is silently times 4. KD ok.
+    """
+    case = zoo.Case(
+        "own_step", flavour, 4, 32, 70, "sum_over_batch_size", zoo.OptimizerChoice()
+    )
     equals_one_device(lambda: zoo.build_model(case), fit_evaluate_predict(X, Y))
 
 
 def test_steps_per_execution_4() -> None:
     """TF: fit fails. KD: ok, a Python loop."""
-    equals_one_device(lambda: dense(steps_per_execution=4), fit_evaluate_predict(X, Y, batch_size=8))
+    equals_one_device(
+        lambda: dense(steps_per_execution=4), fit_evaluate_predict(X, Y, batch_size=8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,25 +264,38 @@ def test_gradient_accumulation_and_ema(options: dict[str, Any]) -> None:
 def test_clipping(option: str) -> None:
     """TF: silently clips before the reduction. KD ok."""
     equals_one_device(
-        lambda: dense(optimizer=keras.optimizers.SGD(0.5, **{option: 0.05})), fit_only(X * 3, Y, batch_size=16)
+        lambda: dense(optimizer=keras.optimizers.SGD(0.5, **{option: 0.05})),
+        fit_only(X * 3, Y, batch_size=16),
     )
 
 
 def test_float16_overflow_on_one_replica() -> None:
-    """TF: every weight silently NaN. KD ok: the step is skipped on all replicas and the scale halved."""
+    """TF: every weight silently NaN. KD ok: the step is skipped on all replicas and the
+    scale halved.
+    """
     x = X[:32].copy()
     x[30] = 6e4  # Only the last replica's rows overflow float16.
 
     def build() -> keras.Model:
         model = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(8, dtype="mixed_float16"), layers.Dense(3, dtype="mixed_float16")]
+            [
+                keras.Input((6,)),
+                layers.Dense(8, dtype="mixed_float16"),
+                layers.Dense(3, dtype="mixed_float16"),
+            ]
         )
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=1024.0
+        )
         model.compile(optimizer=optimizer, loss=zoo.scalar_squared_error)
         return model
 
-    outcome = equals_one_device(build, lambda model: model.train_on_batch(x, X[:32, :1]) and None)
-    for (path, before), (_, after) in zip(outcome.initial, outcome.weights, strict=True):
+    outcome = equals_one_device(
+        build, lambda model: model.train_on_batch(x, X[:32, :1]) and None
+    )
+    for (path, before), (_, after) in zip(
+        outcome.initial, outcome.weights, strict=True
+    ):
         assert np.array_equal(before, after), f"{path} moved in a step that overflowed"
     assert float(outcome.model.optimizer.dynamic_scale) == 512.0
 
@@ -237,7 +305,10 @@ def test_generator_input() -> None:
     x, y = table(320)
 
     def run(model: keras.Model) -> Any:
-        counter = ((x[start : start + 32], y[start : start + 32]) for start in range(0, 320, 32))
+        counter = (
+            (x[start : start + 32], y[start : start + 32])
+            for start in range(0, 320, 32)
+        )
         return model.fit(counter, epochs=1, verbose=0).history
 
     equals_one_device(dense, run)
@@ -263,7 +334,10 @@ def test_a_0d_value_beside_the_batch() -> None:
 
     def build() -> keras.Model:
         model = ScaledBy()
-        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            optimizer="sgd",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
         return model
 
     expected = harness.observe(build, run).result
@@ -275,8 +349,13 @@ def test_train_on_batch(rows: int) -> None:
     """TF: each replica runs the whole batch, counts are times 4. KD ok if divisible."""
 
     def run(model: keras.Model) -> Any:
-        logs = [model.train_on_batch(X[:rows], Y[:rows], return_dict=True) for _ in range(3)]
-        return {"train": logs, "test": model.test_on_batch(X[:rows], Y[:rows], return_dict=True)}
+        logs = [
+            model.train_on_batch(X[:rows], Y[:rows], return_dict=True) for _ in range(3)
+        ]
+        return {
+            "train": logs,
+            "test": model.test_on_batch(X[:rows], Y[:rows], return_dict=True),
+        }
 
     equals_one_device(dense, run)
 
@@ -284,7 +363,9 @@ def test_train_on_batch(rows: int) -> None:
 @pytest.mark.parametrize("rows", [32, 30])
 def test_predict_on_batch(rows: int) -> None:
     """TF: silently 128 rows out for 32 in. KD ok."""
-    outcome = equals_one_device(dense, lambda model: np.asarray(model.predict_on_batch(X[:rows])))
+    outcome = equals_one_device(
+        dense, lambda model: np.asarray(model.predict_on_batch(X[:rows]))
+    )
     assert outcome.result.shape == (rows, 3)
 
 

@@ -1,7 +1,9 @@
-"""Any model, loss, weight, optimizer, batch size and input, on any number of replicas, equals one device.
+"""Any model, loss, weight, optimizer, batch size and input, on any number of replicas,
+equals one device.
 
-Hypothesis draws the cases: a few of each kind of model by default, always the same ones. For hundreds of cases of each
-kind, other ones each time, and shrinking of what fails:
+Hypothesis draws the cases: a few of each kind of model by default, always the same
+ones. For hundreds of cases of each kind, other ones each time, and shrinking of what
+fails:
 
     HYPOTHESIS_PROFILE=thorough python -m pytest tests/exactness/test_property.py
 """
@@ -26,7 +28,9 @@ PROFILES = {
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=QUIET,
     ),
-    "thorough": settings(max_examples=100, deadline=None, print_blob=True, suppress_health_check=QUIET),
+    "thorough": settings(
+        max_examples=100, deadline=None, print_blob=True, suppress_health_check=QUIET
+    ),
 }
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 PROFILE = PROFILES["thorough" if THOROUGH else "ci"]
@@ -46,7 +50,9 @@ def optimizers(draw: st.DrawFn) -> zoo.OptimizerChoice:
 
 @st.composite
 def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
-    """Any run of a kind of model; the first choices, which hypothesis likes best, make an odd tail on 4 replicas."""
+    """Any run of a kind of model; the first choices, which hypothesis likes best, make
+    an odd tail on 4 replicas.
+    """
     flavour = draw(st.integers(0, zoo.FLAVOURS.get(kind, 2) - 1))
     optimizer = draw(optimizers())
     if kind == "own_step" and optimizer.name == "AdamW":
@@ -57,7 +63,9 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
     scalar = kind not in ("recurrent", "functional")
     inputs = draw(st.sampled_from(zoo.INPUTS))
     # Keras takes class weights for labels of one dimension, and not beside a generator.
-    classes = kind not in ("functional", "values", "recurrent") and inputs != "generator"
+    classes = (
+        kind not in ("functional", "values", "recurrent") and inputs != "generator"
+    )
     weighted = ["none", "sample", *(["class"] if classes else [])]
     return zoo.Case(
         kind=kind,
@@ -65,7 +73,9 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
         replicas=draw(st.sampled_from([4, 3, 8, 2, 1])),
         batch_size=batch_size,
         samples=full_batches * batch_size + tail,
-        reduction=draw(st.sampled_from(zoo.REDUCTIONS if scalar else zoo.REDUCTIONS[:-1])),
+        reduction=draw(
+            st.sampled_from(zoo.REDUCTIONS if scalar else zoo.REDUCTIONS[:-1])
+        ),
         optimizer=optimizer,
         weights=draw(st.sampled_from(weighted)),
         inputs=inputs,
@@ -78,12 +88,16 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", zoo.BUILDERS)
 def test_equals_one_device(kind: str) -> None:
-    """Weights, optimizer state, history, evaluation and predictions are those of one device."""
+    """Weights, optimizer state, history, evaluation and predictions are those of one
+    device.
+    """
 
     @PROFILE
     @given(cases(kind))
     def check(case: zoo.Case) -> None:
         event(f"{case.replicas} replicas, {case.reduction}")
-        harness.equals_one_device(lambda: zoo.build_model(case), zoo.run_case(case), case.replicas)
+        harness.equals_one_device(
+            lambda: zoo.build_model(case), zoo.run_case(case), case.replicas
+        )
 
     check()

@@ -1,7 +1,9 @@
-"""Files: what a strategy saves is an ordinary Keras file, and training goes on from it as if nothing had happened.
+"""Files: what a strategy saves is an ordinary Keras file, and training goes on from it
+as if nothing had happened.
 
-One run without interruption, on one device, is the reference for all: half of it is trained somewhere, saved, loaded
-somewhere else, and the other half is trained there. Somewhere is 0 (plain Keras), 1, 2, 4 or 8 replicas.
+One run without interruption, on one device, is the reference for all: half of it is
+trained somewhere, saved, loaded somewhere else, and the other half is trained there.
+Somewhere is 0 (plain Keras), 1, 2, 4 or 8 replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ PLACES = (0, 1, 2, 4, 8)
 
 @functools.cache
 def strategy_of(place: int) -> Any:
-    """The one strategy of that many replicas: a model stays with the strategy that it was made under."""
+    """The one strategy of that many replicas: a model stays with the strategy that it
+    was made under.
+    """
     return harness.mirrored(place)
 
 
@@ -38,14 +42,20 @@ def scope(place: int) -> Any:
 
 
 def build() -> keras.Model:
-    """A model with the kinds of state that Keras saves: moving statistics, momentum, accumulated gradients.
+    """A model with the kinds of state that Keras saves: moving statistics, momentum,
+    accumulated gradients.
 
-    Without `Dropout`: plain Keras 3.15 does not save seeds. Without `use_ema`: it cannot fit such a model a second
-    time, the average and its weight then share a buffer that is donated twice.
+    Without `Dropout`: plain Keras 3.15 does not save seeds. Without `use_ema`: it
+    cannot fit such a model a second time, the average and its weight then share a
+    buffer that is donated twice.
     """
-    normalization = layers.BatchNormalization(momentum=0.8, synchronized=True, name="normalization")
+    normalization = layers.BatchNormalization(
+        momentum=0.8, synchronized=True, name="normalization"
+    )
     hidden = layers.Dense(6, use_bias=False, name="hidden")
-    model = keras.Sequential([keras.Input((6,)), hidden, normalization, layers.Dense(3, name="head")])
+    model = keras.Sequential(
+        [keras.Input((6,)), hidden, normalization, layers.Dense(3, name="head")]
+    )
     optimizer = keras.optimizers.Adam(0.02, epsilon=1e-2, gradient_accumulation_steps=2)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
@@ -64,7 +74,9 @@ def everything(model: keras.Model) -> list[tuple[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: Any) -> dict[int, Path]:
-    """For each place the folder with the files that a model trained there for one epoch saved."""
+    """For each place the folder with the files that a model trained there for one epoch
+    saved.
+    """
     folders = {}
     for place in PLACES:
         folders[place] = tmp_path_factory.mktemp(f"from_{place}")
@@ -79,7 +91,9 @@ def halfway(tmp_path_factory: Any) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> tuple[dict[str, Any], list[tuple[str, np.ndarray]], np.ndarray]:
-    """History of the second epoch, state and predictions of one device that never stopped."""
+    """History of the second epoch, state and predictions of one device that never
+    stopped.
+    """
     keras.utils.set_random_seed(harness.SEED)
     model = build()
     train(model)
@@ -97,17 +111,30 @@ def assert_continues(model: keras.Model, uninterrupted: Any) -> None:
     harness.assert_close_tree(model.predict(X, verbose=0), predictions, "predictions")
 
 
-@pytest.mark.parametrize(("source", "target"), [(4, 0), (0, 4), (8, 2), (1, 8), (2, 1), (4, 4)])
-def test_load_model_in_scope_continues(source: int, target: int, halfway: Any, uninterrupted: Any) -> None:
-    """`.keras` files carry optimizer state, moving statistics and accumulated gradients from any place to any other."""
+@pytest.mark.parametrize(
+    ("source", "target"), [(4, 0), (0, 4), (8, 2), (1, 8), (2, 1), (4, 4)]
+)
+def test_load_model_in_scope_continues(
+    source: int, target: int, halfway: Any, uninterrupted: Any
+) -> None:
+    """`.keras` files carry optimizer state, moving statistics and accumulated gradients
+    from any place to any other.
+    """
     with scope(target):
         model = keras.models.load_model(halfway[source] / "model.keras")
     assert_continues(model, uninterrupted)
 
 
-@pytest.mark.parametrize(("source", "target", "inside"), [(4, 8, True), (8, 0, False), (0, 2, False), (2, 4, False)])
-def test_load_weights_continues(source: int, target: int, inside: bool, halfway: Any, uninterrupted: Any) -> None:
-    """`.weights.h5` files do, too, loaded in the scope or outside it, and over a model that had trained before."""
+@pytest.mark.parametrize(
+    ("source", "target", "inside"),
+    [(4, 8, True), (8, 0, False), (0, 2, False), (2, 4, False)],
+)
+def test_load_weights_continues(
+    source: int, target: int, inside: bool, halfway: Any, uninterrupted: Any
+) -> None:
+    """`.weights.h5` files do, too, loaded in the scope or outside it, and over a model
+    that had trained before.
+    """
     with scope(target):
         model = build()
     train(model)
@@ -117,7 +144,9 @@ def test_load_weights_continues(source: int, target: int, inside: bool, halfway:
 
 
 def test_load_into_a_fresh_model(halfway: Any, uninterrupted: Any) -> None:
-    """Weights load into a model that has not trained, whose optimizer has yet to make its variables."""
+    """Weights load into a model that has not trained, whose optimizer has yet to make
+    its variables.
+    """
     with scope(4):
         model = build()
         model.optimizer.build(model.trainable_variables)
@@ -125,16 +154,22 @@ def test_load_into_a_fresh_model(halfway: Any, uninterrupted: Any) -> None:
     assert_continues(model, uninterrupted)
 
 
-def test_model_loaded_outside_any_scope_is_plain_keras(halfway: Any, uninterrupted: Any) -> None:
+def test_model_loaded_outside_any_scope_is_plain_keras(
+    halfway: Any, uninterrupted: Any
+) -> None:
     """A file from 8 replicas loads onto one device."""
     model = keras.models.load_model(halfway[8] / "model.keras")
-    devices = {device for variable in model.variables for device in variable.value.devices()}
+    devices = {
+        device for variable in model.variables for device in variable.value.devices()
+    }
     assert len(devices) == 1
     assert_continues(model, uninterrupted)
 
 
 def test_files_do_not_know_the_number_of_replicas(halfway: Any) -> None:
-    """The same members, paths, shapes and types from every place, and no class of ours in the configuration."""
+    """The same members, paths, shapes and types from every place, and no class of ours
+    in the configuration.
+    """
     import h5py
 
     listings = {}
@@ -144,39 +179,59 @@ def test_files_do_not_know_the_number_of_replicas(halfway: Any) -> None:
             assert b"keras_distribute" not in archive.read("config.json")
         shapes: list[Any] = []
         with h5py.File(folder / "model.weights.h5") as file:
-            file.visititems(lambda name, item: shapes.append((name, getattr(item, "shape", None))))  # noqa: B023
+            file.visititems(
+                lambda name, item: shapes.append((name, getattr(item, "shape", None)))
+            )
         listings[place] = (names, shapes)
     for place in PLACES:
         assert listings[place] == listings[0], f"{place} replicas"
 
 
 def test_state_in_memory_moves_between_places() -> None:
-    """`get_weights` and `set_weights`, `clone_model` and `get_state_tree` know no replicas."""
+    """`get_weights` and `set_weights`, `clone_model` and `get_state_tree` know no
+    replicas.
+    """
     keras.utils.set_random_seed(harness.SEED)
     with scope(4):
         model = build()
     train(model)
     weights = model.get_weights()
-    assert [value.shape for value in weights] == [tuple(variable.shape) for variable in model.weights]
+    assert [value.shape for value in weights] == [
+        tuple(variable.shape) for variable in model.weights
+    ]
     plain = build()
     plain.set_weights(weights)
-    harness.assert_close_tree(plain.predict(X, verbose=0), model.predict(X, verbose=0), "predictions")
+    harness.assert_close_tree(
+        plain.predict(X, verbose=0), model.predict(X, verbose=0), "predictions"
+    )
     with scope(8):
         other = build()
     other.set_weights(weights)
-    harness.assert_close_tree(other.predict(X, verbose=0), model.predict(X, verbose=0), "predictions")
+    harness.assert_close_tree(
+        other.predict(X, verbose=0), model.predict(X, verbose=0), "predictions"
+    )
     tree = model.get_state_tree(value_format="numpy_array")
-    assert set(tree) >= {"trainable_variables", "non_trainable_variables", "optimizer_variables"}
+    assert set(tree) >= {
+        "trainable_variables",
+        "non_trainable_variables",
+        "optimizer_variables",
+    }
 
 
 def test_checkpoint_callback_saves_what_the_epoch_ended_with(tmp_path: Any) -> None:
-    """`ModelCheckpoint` with `save_best_only` and a monitored validation value, as on one device."""
+    """`ModelCheckpoint` with `save_best_only` and a monitored validation value, as on
+    one device.
+    """
 
     def run(model: keras.Model) -> Any:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.keras"
-        checkpoint = keras.callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True)
+        checkpoint = keras.callbacks.ModelCheckpoint(
+            path, monitor="val_loss", save_best_only=True
+        )
         options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
-        history = model.fit(X, Y, validation_data=(X[:10], Y[:10]), callbacks=[checkpoint], **options).history
+        history = model.fit(
+            X, Y, validation_data=(X[:10], Y[:10]), callbacks=[checkpoint], **options
+        ).history
         saved = keras.models.load_model(path)
         return {"history": history, "saved": saved.predict(X, verbose=0)}
 

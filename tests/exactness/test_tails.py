@@ -1,4 +1,6 @@
-"""Batches of any size: no example lost, repeated or counted twice, and nothing compiled more often than need be."""
+"""Batches of any size: no example lost, repeated or counted twice, and nothing compiled
+more often than need be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ NUM_IDS = 128
 
 
 class Seen(keras.metrics.Metric):
-    """How often each example was seen: targets are `[value, id]`, and every id has a counter of its own."""
+    """How often each example was seen: targets are `[value, id]`, and every id has a
+    counter of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="seen")
@@ -31,7 +35,11 @@ class Seen(keras.metrics.Metric):
         self.times.assign_add(ops.sum(ops.one_hot(ids, NUM_IDS), axis=0))
 
     def result(self) -> Any:
-        return {"rows": ops.sum(self.times), "ids": ops.sum(self.times > 0), "most": ops.max(self.times)}
+        return {
+            "rows": ops.sum(self.times),
+            "ids": ops.sum(self.times > 0),
+            "most": ops.max(self.times),
+        }
 
 
 def first_column_error(y_true: Any, y_pred: Any) -> Any:
@@ -56,13 +64,25 @@ class Trace(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         kernel = np.array(self.model.layers[0].kernel.value)
-        self.steps.append({"kernel": kernel, **{name: float(value) for name, value in (logs or {}).items()}})
+        self.steps.append(
+            {
+                "kernel": kernel,
+                **{name: float(value) for name, value in (logs or {}).items()},
+            }
+        )
 
 
 def build(**options: Any) -> keras.Model:
     """A regression that counts its examples."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(1)])
-    model.compile(optimizer=keras.optimizers.SGD(0.05), loss=first_column_error, metrics=[Seen()], **options)
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(1)]
+    )
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.05),
+        loss=first_column_error,
+        metrics=[Seen()],
+        **options,
+    )
     return model
 
 
@@ -74,24 +94,33 @@ def all_seen_once(logs: dict[str, Any], num_rows: int, prefix: str = "") -> None
 
 
 @pytest.mark.parametrize(
-    ("samples", "batch_size", "replicas"), [(70, 32, 4), (70, 32, 8), (33, 32, 4), (5, 1, 8), (7, 7, 4), (22, 5, 3)]
+    ("samples", "batch_size", "replicas"),
+    [(70, 32, 4), (70, 32, 8), (33, 32, 4), (5, 1, 8), (7, 7, 4), (22, 5, 3)],
 )
 def test_every_example_once(samples: int, batch_size: int, replicas: int) -> None:
-    """Fit, evaluate and predict with a tail smaller than, larger than, and not divisible by the replicas."""
+    """Fit, evaluate and predict with a tail smaller than, larger than, and not
+    divisible by the replicas.
+    """
     x, y = data(samples)
-    outcome = equals_one_device(build, fit_evaluate_predict(x, y, batch_size=batch_size), replicas)
+    outcome = equals_one_device(
+        build, fit_evaluate_predict(x, y, batch_size=batch_size), replicas
+    )
     all_seen_once(outcome.result["history"], samples)
     all_seen_once(outcome.result["evaluation"], samples)
     assert outcome.result["predictions"].shape == (samples, 1)
 
 
 def test_weights_after_every_step() -> None:
-    """A callback that reads a weight after each step sees one device's numbers, the step of the tail included."""
+    """A callback that reads a weight after each step sees one device's numbers, the
+    step of the tail included.
+    """
     x, y = data(42)
 
     def run(model: keras.Model) -> Any:
         trace = Trace()
-        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[trace])
+        model.fit(
+            x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[trace]
+        )
         return trace.steps
 
     outcome = equals_one_device(build, run)
@@ -119,7 +148,9 @@ def test_generator_whose_batch_sizes_change_every_step(replicas: int) -> None:
 
 
 def test_on_batch_methods_of_odd_sizes() -> None:
-    """`train_on_batch`, `test_on_batch` and `predict_on_batch` with 1, 5, 8 and 30 rows."""
+    """`train_on_batch`, `test_on_batch` and `predict_on_batch` with 1, 5, 8 and 30
+    rows.
+    """
     x, y = data(30)
 
     def run(model: keras.Model) -> Any:
@@ -127,7 +158,9 @@ def test_on_batch_methods_of_odd_sizes() -> None:
         for rows in (1, 5, 8, 30):
             weight = np.linspace(0.5, 2.0, rows, dtype="float32")
             logs = {
-                "train": model.train_on_batch(x[:rows], y[:rows], sample_weight=weight, return_dict=True),
+                "train": model.train_on_batch(
+                    x[:rows], y[:rows], sample_weight=weight, return_dict=True
+                ),
                 "test": model.test_on_batch(x[:rows], y[:rows], return_dict=True),
                 "predictions": np.asarray(model.predict_on_batch(x[:rows])),
             }
@@ -142,13 +175,17 @@ def test_on_batch_methods_of_odd_sizes() -> None:
 
 
 def test_validation_data_and_split() -> None:
-    """The validation's batches have sizes of their own, and its examples are all counted."""
+    """The validation's batches have sizes of their own, and its examples are all
+    counted.
+    """
     x, y = data(50)
 
     def run(model: keras.Model) -> Any:
         options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
         split = model.fit(x, y, validation_split=0.3, **options).history
-        given = model.fit(x, y, validation_data=(x[:11], y[:11]), validation_batch_size=4, **options).history
+        given = model.fit(
+            x, y, validation_data=(x[:11], y[:11]), validation_batch_size=4, **options
+        ).history
         return {"split": split, "given": given}
 
     outcome = equals_one_device(build, run)
@@ -164,11 +201,20 @@ def test_steps_per_epoch_and_initial_epoch() -> None:
 
     def run(model: keras.Model) -> Any:
         endless = zoo.feed((x, y), "tf.data", 8).repeat()
-        first = model.fit(endless, steps_per_epoch=4, epochs=3, initial_epoch=1, verbose=0)
+        first = model.fit(
+            endless, steps_per_epoch=4, epochs=3, initial_epoch=1, verbose=0
+        )
         numbers = list(first.epoch)
         evaluation = model.evaluate(endless, steps=4, return_dict=True, verbose=0)
-        predictions = model.predict(endless.map(lambda rows, targets: rows), steps=4, verbose=0)
-        return {"history": first.history, "epochs": numbers, "evaluation": evaluation, "predictions": predictions}
+        predictions = model.predict(
+            endless.map(lambda rows, targets: rows), steps=4, verbose=0
+        )
+        return {
+            "history": first.history,
+            "epochs": numbers,
+            "evaluation": evaluation,
+            "predictions": predictions,
+        }
 
     outcome = equals_one_device(build, run)
     assert outcome.result["epochs"] == [1, 2]
@@ -178,12 +224,16 @@ def test_steps_per_epoch_and_initial_epoch() -> None:
 
 @pytest.mark.parametrize("inputs", ["tf.data", "generator", "pydataset"])
 def test_every_kind_of_input_is_read_once(inputs: str) -> None:
-    """Batch sizes are global for every kind of input, and none of them loses or repeats an example."""
+    """Batch sizes are global for every kind of input, and none of them loses or repeats
+    an example.
+    """
     x, y = data(27)
 
     def run(model: keras.Model) -> Any:
         steps = {"steps_per_epoch": 4} if inputs == "generator" else {}
-        history = model.fit(zoo.feed((x, y), inputs, 8), epochs=2, verbose=0, **steps).history
+        history = model.fit(
+            zoo.feed((x, y), inputs, 8), epochs=2, verbose=0, **steps
+        ).history
         return {"history": history, "steps": int(model.optimizer.iterations)}
 
     outcome = equals_one_device(build, run)
@@ -194,18 +244,28 @@ def test_every_kind_of_input_is_read_once(inputs: str) -> None:
 def test_shuffled_arrays_in_the_order_of_one_device() -> None:
     """The same seed shuffles alike, and every epoch differently."""
     x, y = data(37)
-    outcome = equals_one_device(build, fit_evaluate_predict(x, y, batch_size=8, shuffle=True, epochs=3))
+    outcome = equals_one_device(
+        build, fit_evaluate_predict(x, y, batch_size=8, shuffle=True, epochs=3)
+    )
     all_seen_once(outcome.result["history"], 37)
 
 
 def big_programs(names: list[str]) -> list[str]:
-    """Compilations of a training, test or prediction step, without those of single operations."""
-    return [name for name in names if any(part in name for part in ("train", "test", "predict", "step"))]
+    """Compilations of a training, test or prediction step, without those of single
+    operations.
+    """
+    return [
+        name
+        for name in names
+        if any(part in name for part in ("train", "test", "predict", "step"))
+    ]
 
 
 @pytest.mark.parametrize("action", ["fit", "evaluate", "predict"])
 def test_one_compilation_per_batch_size(action: str) -> None:
-    """Batches of 16 and tails of 10 and 3 are three programs; more epochs and calls compile nothing at all."""
+    """Batches of 16 and tails of 10 and 3 are three programs; more epochs and calls
+    compile nothing at all.
+    """
     x, y = data(42)
 
     def run(model: keras.Model, samples: int, epochs: int = 1) -> None:
@@ -232,7 +292,9 @@ def test_one_compilation_per_batch_size(action: str) -> None:
 
 
 def test_epochs_validation_and_saving_compile_nothing_again(tmp_path: Any) -> None:
-    """A second epoch with validation, then evaluate, predict and save between fits: nothing is compiled."""
+    """A second epoch with validation, then evaluate, predict and save between fits:
+    nothing is compiled.
+    """
     x, y = data(42)
     with harness.mirrored(4).scope():
         model = build()

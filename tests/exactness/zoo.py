@@ -1,7 +1,9 @@
-"""The drawn cases of the property test: small models of every kind, their data and the way the data is fed.
+"""The drawn cases of the property test: small models of every kind, their data and the
+way the data is fed.
 
-A `Case` is a plain description that hypothesis draws and prints; `build_model`, `make_data` and `run_case` turn it into
-a compiled model, arrays, and a training run. All models are tiny: most of the time here is compilation.
+A `Case` is a plain description that hypothesis draws and prints; `build_model`,
+`make_data` and `run_case` turn it into a compiled model, arrays, and a training run.
+All models are tiny: most of the time here is compilation.
 """
 
 from __future__ import annotations
@@ -52,21 +54,33 @@ class Case:
     epochs: int = 2
 
 
-# Well-conditioned on purpose: a normalised update `m / (sqrt(v) + epsilon)` of a gradient that is zero up to rounding
-# is anything between -1 and 1, on one device as well, so the epsilons are far above float32 rounding. Lion takes a sign
-# and has no epsilon: the models have no gradient that is zero but for rounding (no bias before a normalization).
+# Well-conditioned on purpose: a normalised update `m / (sqrt(v) + epsilon)` of a
+# gradient that is zero up to rounding is anything between -1 and 1, on one device as
+# well, so the epsilons are far above float32 rounding. Lion takes a sign and has no
+# epsilon: the models have no gradient that is zero but for rounding (no bias before a
+# normalization).
 OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {
     "SGD": lambda **options: keras.optimizers.SGD(0.05, momentum=0.9, **options),
     "Adam": lambda **options: keras.optimizers.Adam(0.02, epsilon=1e-2, **options),
-    "AdamW": lambda **options: keras.optimizers.AdamW(0.02, epsilon=1e-2, **{"weight_decay": 0.01, **options}),
-    "RMSprop": lambda **options: keras.optimizers.RMSprop(0.01, epsilon=1e-2, **options),
-    "Adagrad": lambda **options: keras.optimizers.Adagrad(0.05, epsilon=1e-3, **options),
+    "AdamW": lambda **options: keras.optimizers.AdamW(
+        0.02, epsilon=1e-2, **{"weight_decay": 0.01, **options}
+    ),
+    "RMSprop": lambda **options: keras.optimizers.RMSprop(
+        0.01, epsilon=1e-2, **options
+    ),
+    "Adagrad": lambda **options: keras.optimizers.Adagrad(
+        0.05, epsilon=1e-3, **options
+    ),
     "Lion": lambda **options: keras.optimizers.Lion(0.002, **options),
 }
 CLIPS = {"clipnorm": 0.3, "global_clipnorm": 0.5, "clipvalue": 0.05}
 EMAS: dict[str, dict[str, Any]] = {
     "at the end": {"use_ema": True, "ema_momentum": 0.8},
-    "every 2 steps": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2},
+    "every 2 steps": {
+        "use_ema": True,
+        "ema_momentum": 0.8,
+        "ema_overwrite_frequency": 2,
+    },
 }
 
 
@@ -86,7 +100,9 @@ def make_optimizer(choice: OptimizerChoice) -> keras.optimizers.Optimizer:
 
 def scalar_crossentropy(y_true: Any, y_pred: Any) -> Any:
     """A loss function that returns one number for the batch, as users write them."""
-    return ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+    return ops.mean(
+        keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+    )
 
 
 def scalar_squared_error(y_true: Any, y_pred: Any) -> Any:
@@ -98,7 +114,9 @@ def class_loss(reduction: str) -> Any:
     """A classification loss with the reduction."""
     if reduction == "scalar":
         return scalar_crossentropy
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
 
 
 def value_loss(reduction: str) -> Any:
@@ -122,7 +140,9 @@ class TwoInputs(keras.Model):
 
 
 class Penalty(layers.Layer):
-    """Adds a sum over the batch to the loss: the sum, not the mean, whatever the number of replicas."""
+    """Adds a sum over the batch to the loss: the sum, not the mean, whatever the number
+    of replicas.
+    """
 
     def call(self, inputs: Any) -> Any:
         self.add_loss(1e-2 * ops.sum(ops.square(inputs)))
@@ -130,15 +150,25 @@ class Penalty(layers.Layer):
 
 
 class OwnStep(keras.Model):
-    """A model with a `train_step` of its own, in the form that Keras's guide for JAX teaches."""
+    """A model with a `train_step` of its own, in the form that Keras's guide for JAX
+    teaches.
+    """
 
     own_mean = False
 
-    def loss_and_state(self, trainable: Any, non_trainable: Any, x: Any, y: Any, weight: Any) -> Any:
+    def loss_and_state(
+        self, trainable: Any, non_trainable: Any, x: Any, y: Any, weight: Any
+    ) -> Any:
         """The loss with what the step needs beside it."""
-        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+        y_pred, non_trainable = self.stateless_call(
+            trainable, non_trainable, x, training=True
+        )
         if self.own_mean:
-            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+            loss = ops.mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    y, y_pred, from_logits=True
+                )
+            )
         else:
             loss = self.compute_loss(x, y, y_pred, weight)
         return loss, (y_pred, non_trainable)
@@ -147,16 +177,24 @@ class OwnStep(keras.Model):
         trainable, non_trainable, optimizer_state, metric_state = state
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         gradient = jax.value_and_grad(self.loss_and_state, has_aux=True)
-        (loss, (y_pred, non_trainable)), gradients = gradient(trainable, non_trainable, x, y, weight)
-        trainable, optimizer_state = self.optimizer.stateless_apply(optimizer_state, gradients, trainable)
-        logs: dict[str, Any] = {"norm": ops.sqrt(sum(ops.sum(ops.square(one)) for one in gradients))}
+        (loss, (y_pred, non_trainable)), gradients = gradient(
+            trainable, non_trainable, x, y, weight
+        )
+        trainable, optimizer_state = self.optimizer.stateless_apply(
+            optimizer_state, gradients, trainable
+        )
+        logs: dict[str, Any] = {
+            "norm": ops.sqrt(sum(ops.sum(ops.square(one)) for one in gradients))
+        }
         updated: list[Any] = []
         for metric in self.metrics:
             mine = metric_state[len(updated) : len(updated) + len(metric.variables)]
             if metric.name == "loss":
                 mine = metric.stateless_update_state(mine, loss)
             else:
-                mine = metric.stateless_update_state(mine, y, y_pred, sample_weight=weight)
+                mine = metric.stateless_update_state(
+                    mine, y, y_pred, sample_weight=weight
+                )
             result = metric.stateless_result(mine)
             logs.update(result if isinstance(result, dict) else {metric.name: result})
             updated += mine
@@ -171,23 +209,41 @@ class OwnMeanStep(OwnStep):
 
 def _dense(case: Case) -> keras.Model:
     activation = ("tanh", "softplus")[case.flavour]
-    return keras.Sequential([keras.Input((6,)), layers.Dense(7, activation=activation), layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(7, activation=activation), layers.Dense(3)]
+    )
 
 
 def _functional(case: Case) -> keras.Model:
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     joined = layers.concatenate([layers.Dense(5, activation="tanh")(a), b])
-    outputs = {"kind": layers.Dense(3, name="kind")(joined), "value": layers.Dense(1, name="value")(joined)}
+    outputs = {
+        "kind": layers.Dense(3, name="kind")(joined),
+        "value": layers.Dense(1, name="value")(joined),
+    }
     return keras.Model({"a": a, "b": b}, outputs)
 
 
 def _cnn(case: Case) -> keras.Model:
     # No bias before a normalization: its gradient is zero but for rounding.
-    normalization = layers.BatchNormalization(momentum=0.8, synchronized=kd.has_strategy())
-    tail = [layers.GlobalAveragePooling2D()] if case.flavour == 0 else [layers.MaxPooling2D(), layers.Flatten()]
+    normalization = layers.BatchNormalization(
+        momentum=0.8, synchronized=kd.has_strategy()
+    )
+    tail = (
+        [layers.GlobalAveragePooling2D()]
+        if case.flavour == 0
+        else [layers.MaxPooling2D(), layers.Flatten()]
+    )
     convolution = layers.Conv2D(4, 3, use_bias=False)
     return keras.Sequential(
-        [keras.Input((6, 6, 2)), convolution, normalization, layers.Activation("tanh"), *tail, layers.Dense(3)]
+        [
+            keras.Input((6, 6, 2)),
+            convolution,
+            normalization,
+            layers.Activation("tanh"),
+            *tail,
+            layers.Dense(3),
+        ]
     )
 
 
@@ -195,21 +251,35 @@ def _recurrent(case: Case) -> keras.Model:
     cell = layers.LSTM if case.flavour % 2 == 0 else layers.GRU
     embedding = layers.Embedding(12, 4, mask_zero=True)
     return keras.Sequential(
-        [keras.Input((5,), dtype="int32"), embedding, cell(4, return_sequences=case.flavour >= 2), layers.Dense(3)]
+        [
+            keras.Input((5,), dtype="int32"),
+            embedding,
+            cell(4, return_sequences=case.flavour >= 2),
+            layers.Dense(3),
+        ]
     )
 
 
 def _random(case: Case) -> keras.Model:
     noise = layers.GaussianNoise(0.1) if case.flavour == 0 else layers.AlphaDropout(0.2)
     hidden = layers.Dense(8, activation="tanh")
-    return keras.Sequential([keras.Input((6,)), noise, hidden, layers.Dropout(0.4), layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((6,)), noise, hidden, layers.Dropout(0.4), layers.Dense(3)]
+    )
 
 
 def _regularized(case: Case) -> keras.Model:
     kernel = regularizers.L1L2(l1=1e-3, l2=1e-2)
-    hidden = layers.Dense(6, activation="tanh", kernel_regularizer=kernel, activity_regularizer=regularizers.L2(1e-2))
+    hidden = layers.Dense(
+        6,
+        activation="tanh",
+        kernel_regularizer=kernel,
+        activity_regularizer=regularizers.L2(1e-2),
+    )
     extra = [Penalty()] if case.flavour == 1 else []
-    return keras.Sequential([keras.Input((6,)), hidden, *extra, layers.Dense(3, bias_regularizer="l2")])
+    return keras.Sequential(
+        [keras.Input((6,)), hidden, *extra, layers.Dense(3, bias_regularizer="l2")]
+    )
 
 
 def _own_step(case: Case) -> keras.Model:
@@ -219,7 +289,9 @@ def _own_step(case: Case) -> keras.Model:
 
 
 def _values(case: Case) -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), layers.Dense(5, activation="tanh"), layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(5, activation="tanh"), layers.Dense(1)]
+    )
 
 
 BUILDERS: dict[str, Callable[[Case], keras.Model]] = {
@@ -246,11 +318,24 @@ def build_model(case: Case) -> keras.Model:
     if case.kind == "functional":
         # Mixed losses, the second one with another reduction than the first.
         loss = {"kind": class_loss(case.reduction), "value": keras.losses.Huber()}
-        metrics = {"kind": ["accuracy"], "value": [keras.metrics.RootMeanSquaredError()]}
-        model.compile(loss=loss, loss_weights={"kind": 1.0, "value": 0.5}, metrics=metrics, **options)
+        metrics = {
+            "kind": ["accuracy"],
+            "value": [keras.metrics.RootMeanSquaredError()],
+        }
+        model.compile(
+            loss=loss,
+            loss_weights={"kind": 1.0, "value": 0.5},
+            metrics=metrics,
+            **options,
+        )
     elif case.kind == "values":
         root = keras.metrics.RootMeanSquaredError(name="weighted_root")
-        model.compile(loss=value_loss(case.reduction), metrics=["mae"], weighted_metrics=[root], **options)
+        model.compile(
+            loss=value_loss(case.reduction),
+            metrics=["mae"],
+            weighted_metrics=[root],
+            **options,
+        )
     else:
         model.compile(loss=class_loss(case.reduction), metrics=["accuracy"], **options)
     return model
@@ -263,12 +348,16 @@ def make_data(case: Case) -> tuple[Any, Any, Any]:
     labels = rng.integers(0, 3, rows).astype("int32")
     weight: Any = (0.2 + rng.random(rows)).astype("float32")
     if case.kind in ("functional", "subclassed"):
-        x: Any = {"a": _normal(rng, rows, 4), "b": _normal(rng, rows, 3 if case.kind == "functional" else 4)}
+        x: Any = {
+            "a": _normal(rng, rows, 4),
+            "b": _normal(rng, rows, 3 if case.kind == "functional" else 4),
+        }
     elif case.kind == "cnn":
         x = _normal(rng, rows, 6, 6, 2)
     elif case.kind == "recurrent":
         x = rng.integers(1, 12, (rows, 5)).astype("int32")
-        # Right-padded rows of every length; the first token stays, so that no row is empty.
+        # Right-padded rows of every length; the first token stays, so that no row is
+        # empty.
         x[np.arange(5) > rng.integers(0, 5, (rows, 1))] = 0
     else:
         x = _normal(rng, rows, 6)
@@ -326,17 +415,29 @@ def run_case(case: Case) -> Callable[[keras.Model], dict[str, Any]]:
     packed = (x, y) if weight is None else (x, y, weight)
     classes = {0: 0.5, 1: 1.0, 2: 2.5} if case.weights == "class" else None
 
-    # Keras runs whole executions: a generator is read past an epoch whose steps they do not divide.
-    steps = math.ceil(case.samples / case.batch_size / case.steps_per_execution) * case.steps_per_execution
+    # Keras runs whole executions: a generator is read past an epoch whose steps they do
+    # not divide.
+    steps = (
+        math.ceil(case.samples / case.batch_size / case.steps_per_execution)
+        * case.steps_per_execution
+    )
 
     def run(model: keras.Model) -> dict[str, Any]:
-        options: dict[str, Any] = {"epochs": case.epochs, "verbose": 0, "class_weight": classes}
+        options: dict[str, Any] = {
+            "epochs": case.epochs,
+            "verbose": 0,
+            "class_weight": classes,
+        }
         if case.inputs == "numpy":
             if case.validate:
                 options["validation_data"] = packed
             rows = {"batch_size": case.batch_size}
-            history = model.fit(x, y, sample_weight=weight, shuffle=case.shuffle, **rows, **options)
-            evaluation = model.evaluate(x, y, sample_weight=weight, return_dict=True, verbose=0, **rows)
+            history = model.fit(
+                x, y, sample_weight=weight, shuffle=case.shuffle, **rows, **options
+            )
+            evaluation = model.evaluate(
+                x, y, sample_weight=weight, return_dict=True, verbose=0, **rows
+            )
             predictions = model.predict(x, verbose=0, **rows)
         else:
             limit: dict[str, Any] = {}
@@ -346,10 +447,18 @@ def run_case(case: Case) -> Callable[[keras.Model], dict[str, Any]]:
                 options["steps_per_epoch"] = limit["steps"] = steps
                 options["validation_steps"] = steps if case.validate else None
             shuffle = case.shuffle and case.inputs == "pydataset"
-            history = model.fit(feed(packed, case.inputs, case.batch_size), shuffle=shuffle, **options)
+            history = model.fit(
+                feed(packed, case.inputs, case.batch_size), shuffle=shuffle, **options
+            )
             again = feed(packed, case.inputs, case.batch_size)
             evaluation = model.evaluate(again, return_dict=True, verbose=0, **limit)
-            predictions = model.predict(feed((x,), case.inputs, case.batch_size), verbose=0, **limit)
-        return {"history": history.history, "evaluation": evaluation, "predictions": predictions}
+            predictions = model.predict(
+                feed((x,), case.inputs, case.batch_size), verbose=0, **limit
+            )
+        return {
+            "history": history.history,
+            "evaluation": evaluation,
+            "predictions": predictions,
+        }
 
     return run

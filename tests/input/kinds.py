@@ -1,4 +1,6 @@
-"""The same examples as each kind of dataset that can be distributed, so that one test covers them all."""
+"""The same examples as each kind of dataset that can be distributed, so that one test
+covers them all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
 class Batches(keras.utils.PyDataset):
     """A `PyDataset` whose batches depend on their index alone."""
 
-    def __init__(self, data: Any, batch_size: int, drop: bool, order: np.ndarray, **options: Any) -> None:
+    def __init__(
+        self, data: Any, batch_size: int, drop: bool, order: np.ndarray, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.data, self.batch_size, self.order = data, batch_size, order
         self.count = len(order) // batch_size if drop else -(-len(order) // batch_size)
@@ -36,14 +40,23 @@ class Batches(keras.utils.PyDataset):
 
 def order_of(rows: int, shuffle: bool, repeat: int) -> np.ndarray:
     """The order of the examples for the kinds that leave it to the user."""
-    passes = [np.random.RandomState(7 + i).permutation(rows) if shuffle else np.arange(rows) for i in range(repeat)]
+    passes = [
+        np.random.RandomState(7 + i).permutation(rows) if shuffle else np.arange(rows)
+        for i in range(repeat)
+    ]
     return np.concatenate(passes) if passes else np.arange(0)
 
 
 def arrays(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
     ids, features = examples(rows)
     order = np.tile(np.arange(rows), repeat)
-    return kd.ArrayDataset((ids[order], features[order]), batch, shuffle=shuffle, seed=3, drop_remainder=drop)
+    return kd.ArrayDataset(
+        (ids[order], features[order]),
+        batch,
+        shuffle=shuffle,
+        seed=3,
+        drop_remainder=drop,
+    )
 
 
 def tf_data(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
@@ -60,7 +73,9 @@ def grain_map(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> 
     ids, features = examples(rows)
     dataset = grain.MapDataset.source(range(rows)).seed(1)
     dataset = (dataset.shuffle() if shuffle else dataset).repeat(repeat)
-    return dataset.map(lambda i: (ids[i], features[i])).batch(batch, drop_remainder=drop)
+    return dataset.map(lambda i: (ids[i], features[i])).batch(
+        batch, drop_remainder=drop
+    )
 
 
 def grain_iter(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
@@ -69,7 +84,11 @@ def grain_iter(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) ->
     ids, features = examples(rows)
     dataset = grain.MapDataset.source(range(rows)).seed(1)
     dataset = (dataset.shuffle() if shuffle else dataset).repeat(repeat)
-    return dataset.map(lambda i: (ids[i], features[i])).to_iter_dataset().batch(batch, drop_remainder=drop)
+    return (
+        dataset.map(lambda i: (ids[i], features[i]))
+        .to_iter_dataset()
+        .batch(batch, drop_remainder=drop)
+    )
 
 
 def grain_loader(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
@@ -81,9 +100,13 @@ def grain_loader(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) 
         def map(self, i: int) -> Any:
             return ids[i], features[i]
 
-    sampler = grain.samplers.IndexSampler(rows, shuffle=shuffle, seed=1, num_epochs=repeat)
+    sampler = grain.samplers.IndexSampler(
+        rows, shuffle=shuffle, seed=1, num_epochs=repeat
+    )
     return grain.DataLoader(
-        data_source=range(rows), sampler=sampler, operations=[Look(), grain.transforms.Batch(batch, drop)]
+        data_source=range(rows),
+        sampler=sampler,
+        operations=[Look(), grain.transforms.Batch(batch, drop)],
     )
 
 
@@ -92,7 +115,9 @@ def py_dataset(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) ->
 
 
 def py_workers(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
-    return Batches(examples(rows), batch, drop, order_of(rows, shuffle, repeat), workers=2)
+    return Batches(
+        examples(rows), batch, drop, order_of(rows, shuffle, repeat), workers=2
+    )
 
 
 def torch_loader(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
@@ -103,25 +128,40 @@ def torch_loader(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) 
     order = list(np.tile(np.arange(rows), repeat))
     dataset = data.TensorDataset(ids[order], features[order])
     generator = torch.Generator().manual_seed(2)
-    return data.DataLoader(dataset, batch, shuffle=shuffle and len(order) > 0, generator=generator, drop_last=drop)
+    return data.DataLoader(
+        dataset,
+        batch,
+        shuffle=shuffle and len(order) > 0,
+        generator=generator,
+        drop_last=drop,
+    )
 
 
-def generator(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Iterator[Any]:
+def generator(
+    rows: int, batch: int, shuffle: bool, repeat: int, drop: bool
+) -> Iterator[Any]:
     dataset = py_dataset(rows, batch, shuffle, repeat, drop)
     return (dataset[i] for i in range(dataset.num_batches))
 
 
-def reusing_generator(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Iterator[Any]:
+def reusing_generator(
+    rows: int, batch: int, shuffle: bool, repeat: int, drop: bool
+) -> Iterator[Any]:
     """One that fills the same arrays again and again, as careful pipelines do."""
     dataset = py_dataset(rows, batch, shuffle, repeat, drop)
-    buffers = tuple(np.zeros((batch, *array.shape[1:]), array.dtype) for array in dataset.data)
+    buffers = tuple(
+        np.zeros((batch, *array.shape[1:]), array.dtype) for array in dataset.data
+    )
 
     def batches() -> Iterator[Any]:
         for i in range(dataset.num_batches):
             arrays = dataset[i]
             for buffer, array in zip(buffers, arrays, strict=True):
                 buffer[: len(array)] = array
-            yield tuple(buffer[: len(array)] for buffer, array in zip(buffers, arrays, strict=True))
+            yield tuple(
+                buffer[: len(array)]
+                for buffer, array in zip(buffers, arrays, strict=True)
+            )
             for buffer in buffers:
                 buffer[:] = -1
 

@@ -1,4 +1,6 @@
-"""Nothing is lost, repeated or moved: what all replicas of all processes see together is what one process sees."""
+"""Nothing is lost, repeated or moved: what all replicas of all processes see together
+is what one process sees.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ PROFILE = settings(
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     batch = draw(st.sampled_from([4, 8, 3, 5, 1, 16]))
-    processes, own = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (1, 2), (2, 1), (4, 2), (4, 1), (3, 1), (1, 8)]))
+    processes, own = draw(
+        st.sampled_from(
+            [(1, 1), (1, 4), (2, 2), (1, 2), (2, 1), (4, 2), (4, 1), (3, 1), (1, 8)]
+        )
+    )
     return {
         "rows": draw(st.integers(0, 30)),
         "batch": batch,
@@ -47,10 +53,14 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 def host_batches(dataset: Any, passes: int) -> list[list[Any]]:
     """What one process reads: the ids of each batch of each pass."""
-    options = kd.InputOptions(experimental_per_replica_buffer_size=0, experimental_fetch_to_device=False)
+    options = kd.InputOptions(
+        experimental_per_replica_buffer_size=0, experimental_fetch_to_device=False
+    )
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
     distributed = sharing.distribute(dataset, mesh, kd.InputContext(1, 0, 1), options)
-    return [[batch[0].values[0].tolist() for batch in distributed] for _ in range(passes)]
+    return [
+        [batch[0].values[0].tolist() for batch in distributed] for _ in range(passes)
+    ]
 
 
 def check(ids: np.ndarray, features: np.ndarray) -> None:
@@ -65,7 +75,13 @@ def test_every_example_once_in_order(kind: str) -> None:
     @settings(PROFILE)
     @given(case=cases())
     def run(case: dict[str, Any]) -> None:
-        make = (case["rows"], case["batch"], case["shuffle"], case["repeat"], case["drop"])
+        make = (
+            case["rows"],
+            case["batch"],
+            case["shuffle"],
+            case["repeat"],
+            case["drop"],
+        )
         whole = case["rows"] * case["repeat"]
         batches = whole // case["batch"] if case["drop"] else -(-whole // case["batch"])
         if not batches and kind in kinds.EMPTY_IS_AN_ERROR:
@@ -74,13 +90,17 @@ def test_every_example_once_in_order(kind: str) -> None:
         expected = host_batches(kinds.KINDS[kind](*make), passes)
         if not case["drop"]:
             every = sorted(kinds.order_of(case["rows"], False, case["repeat"]))
-            assert all(sorted(itertools.chain(*each)) == every for each in expected), "one process loses examples"
+            assert all(sorted(itertools.chain(*each)) == every for each in expected), (
+                "one process loses examples"
+            )
         assert all(len(each) == batches for each in expected)
         event(f"{case['processes']} processes of {case['own']}")
 
         processes, own = case["processes"], case["own"]
         policy = kd.AutoShardPolicy.DATA if processes > 1 else None
-        options = kd.InputOptions(experimental_per_replica_buffer_size=case["ahead"], auto_shard_policy=policy)
+        options = kd.InputOptions(
+            experimental_per_replica_buffer_size=case["ahead"], auto_shard_policy=policy
+        )
         strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(own)])
         iterators = [
             sharing.distribute(
@@ -93,8 +113,13 @@ def test_every_example_once_in_order(kind: str) -> None:
         ]
         seen = []
         for _ in range(passes):
-            steps = [[(step[0].values, step[1].values) for step in iterator] for iterator in iterators]
-            assert len({len(each) for each in steps}) == 1, "the processes have different numbers of steps"
+            steps = [
+                [(step[0].values, step[1].values) for step in iterator]
+                for iterator in iterators
+            ]
+            assert len({len(each) for each in steps}) == 1, (
+                "the processes have different numbers of steps"
+            )
             one_pass = []
             for parts in zip(*steps, strict=True):
                 ids = [np.asarray(value) for part in parts for value in part[0]]
@@ -110,7 +135,9 @@ def test_every_example_once_in_order(kind: str) -> None:
 
 def test_passes_of_arrays_differ_and_follow_the_seed() -> None:
     def orders(seed: int | None) -> list[Any]:
-        return host_batches(kd.ArrayDataset(kinds.examples(20), 5, shuffle=True, seed=seed), 3)
+        return host_batches(
+            kd.ArrayDataset(kinds.examples(20), 5, shuffle=True, seed=seed), 3
+        )
 
     first, second, third = orders(1)
     assert first != second != third != first
@@ -130,20 +157,36 @@ def test_files_are_read_once_by_one_process(tmp_path: Any, policy: str) -> None:
     """Unequal files over 2 processes: together the whole, each file on one process."""
     tf = pytest.importorskip("tensorflow")
     for i, count in enumerate([7, 3, 5, 4]):
-        (tmp_path / f"{i}.txt").write_text("".join(f"{10 * i + j}\n" for j in range(count)))
+        (tmp_path / f"{i}.txt").write_text(
+            "".join(f"{10 * i + j}\n" for j in range(count))
+        )
 
     def part(process: int) -> list[list[list[int]]]:
         dataset = tf.data.TextLineDataset(sorted(str(p) for p in tmp_path.iterdir()))
-        dataset = dataset.map(lambda line: tf.strings.to_number(line, tf.int32)).batch(4)
+        dataset = dataset.map(lambda line: tf.strings.to_number(line, tf.int32)).batch(
+            4
+        )
         strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
         options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy[policy])
-        distributed = sharing.distribute(dataset, strategy.replica_mesh, kd.InputContext(2, process, 4), options)
+        distributed = sharing.distribute(
+            dataset, strategy.replica_mesh, kd.InputContext(2, process, 4), options
+        )
         assert f"process {process} of 2 reads its files ({policy})" in repr(distributed)
-        return [[np.asarray(v).tolist() for v in element.values] for element in distributed]
+        return [
+            [np.asarray(v).tolist() for v in element.values] for element in distributed
+        ]
 
-    parts = [[row for step in part(process) for rows in step for row in rows] for process in (0, 1)]
-    assert sorted(parts[0] + parts[1]) == sorted(10 * i + j for i, n in enumerate([7, 3, 5, 4]) for j in range(n))
-    assert {x // 10 for x in parts[0]} == {0, 2} and {x // 10 for x in parts[1]} == {1, 3}
+    parts = [
+        [row for step in part(process) for rows in step for row in rows]
+        for process in (0, 1)
+    ]
+    assert sorted(parts[0] + parts[1]) == sorted(
+        10 * i + j for i, n in enumerate([7, 3, 5, 4]) for j in range(n)
+    )
+    assert {x // 10 for x in parts[0]} == {0, 2} and {x // 10 for x in parts[1]} == {
+        1,
+        3,
+    }
 
 
 def test_the_first_process_says_what_is_shared_how(capfd: Any) -> None:

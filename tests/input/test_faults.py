@@ -1,4 +1,6 @@
-"""What a broken pipeline does: each fault comes out where the user called, and nothing hangs."""
+"""What a broken pipeline does: each fault comes out where the user called, and nothing
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def ahead(request: Any) -> Any:
     kd.config.set_prefetch_steps(request.param)
     yield request.param
     kd.config.set_prefetch_steps(before)
-    assert not [t for t in threading.enumerate() if t.name == "keras_distribute input" and t.is_alive()]
+    assert not [
+        t
+        for t in threading.enumerate()
+        if t.name == "keras_distribute input" and t.is_alive()
+    ]
 
 
 def model() -> Any:
@@ -35,7 +41,9 @@ def model() -> Any:
 
 def distributed(dataset: Any, ahead: int) -> Any:
     options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
-    return kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(dataset, options)
+    return kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(
+        dataset, options
+    )
 
 
 def the_users_own_function(index: int) -> Any:
@@ -61,13 +69,17 @@ def broken_generator(at: int) -> Any:
 
 
 @pytest.mark.parametrize("at", [2, 5])
-@pytest.mark.parametrize("make", [Broken, broken_generator, lambda at: Broken(at, workers=2)])
+@pytest.mark.parametrize(
+    "make", [Broken, broken_generator, lambda at: Broken(at, workers=2)]
+)
 def test_an_exception_of_the_pipeline_in_fit(make: Any, at: int, ahead: int) -> None:
     trained = model()
     with pytest.raises(LookupError, match=f"no file for batch {at}") as raised:
         trained.fit(make(at), shuffle=False, verbose=0)
     assert "the_users_own_function" in "".join(traceback.format_exception(raised.value))
-    assert int(trained.optimizer.iterations) == at, "the batches before it were trained on"
+    assert int(trained.optimizer.iterations) == at, (
+        "the batches before it were trained on"
+    )
     trained.fit(X, Y, verbose=0)
     assert int(trained.optimizer.iterations) == at + 1
 
@@ -86,14 +98,18 @@ def test_an_exception_of_the_pipeline_in_a_loop(make: Any, ahead: int) -> None:
 def test_an_exception_of_tf_data(ahead: int) -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.range(20).map(
-        lambda i: tf.debugging.check_numerics(1.0 / (10.0 - tf.cast(i, tf.float32)), "bad")
+        lambda i: tf.debugging.check_numerics(
+            1.0 / (10.0 - tf.cast(i, tf.float32)), "bad"
+        )
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="bad"):
         list(distributed(dataset.batch(4), ahead))
 
 
 @pytest.mark.parametrize(
-    "second", [(X,), {"x": X, "y": Y}, ((X, X), Y)], ids=["fewer parts", "a dict", "another nesting"]
+    "second",
+    [(X,), {"x": X, "y": Y}, ((X, X), Y)],
+    ids=["fewer parts", "a dict", "another nesting"],
 )
 def test_another_structure_in_a_loop(second: Any, ahead: int) -> None:
     def batches() -> Any:
@@ -103,9 +119,13 @@ def test_another_structure_in_a_loop(second: Any, ahead: int) -> None:
 
     iterator = iter(distributed(batches(), ahead))
     next(iterator), next(iterator)
-    with pytest.raises(errors.InputError, match="The elements of a dataset have one structure") as raised:
+    with pytest.raises(
+        errors.InputError, match="The elements of a dataset have one structure"
+    ) as raised:
         next(iterator)
-    assert "after PyTreeDef((*, *))" in str(raised.value) and "Fix: yield the same structure" in str(raised.value)
+    assert "after PyTreeDef((*, *))" in str(
+        raised.value
+    ) and "Fix: yield the same structure" in str(raised.value)
 
 
 def test_another_structure_in_fit_means_what_it_means_on_one_device(ahead: int) -> None:
@@ -131,7 +151,9 @@ def test_arrays_of_different_lengths_in_one_batch(ahead: int) -> None:
         for _ in range(3):
             yield X, Y[:5]
 
-    with pytest.raises(errors.InputError, match="The arrays of a batch have different numbers of rows") as raised:
+    with pytest.raises(
+        errors.InputError, match="The arrays of a batch have different numbers of rows"
+    ) as raised:
         list(distributed(batches(), ahead))
     assert "(8, 3), (5, 1)" in str(raised.value)
 
@@ -144,7 +166,12 @@ def test_an_empty_batch(ahead: int) -> None:
         yield X[:1], Y[:1]
 
     elements = list(distributed(batches(), ahead))
-    assert [[len(v) for v in x.values] for x, _ in elements] == [[4, 4], [0, 0], [4, 4], [1, 0]]
+    assert [[len(v) for v in x.values] for x, _ in elements] == [
+        [4, 4],
+        [0, 0],
+        [4, 4],
+        [1, 0],
+    ]
     trained = model()
     with pytest.raises(errors.InputError, match="A batch without rows has no loss"):
         trained.fit(batches(), verbose=0)
@@ -171,7 +198,14 @@ def test_data_that_never_ends(ahead: int) -> None:
             yield X, Y
 
     trained = model()
-    trained.fit(batches(), steps_per_epoch=4, epochs=2, validation_data=batches(), validation_steps=2, verbose=0)
+    trained.fit(
+        batches(),
+        steps_per_epoch=4,
+        epochs=2,
+        validation_data=batches(),
+        validation_steps=2,
+        verbose=0,
+    )
     assert int(trained.optimizer.iterations) == 8
     iterator = iter(distributed(batches(), ahead))
     assert len([next(iterator) for _ in range(5)]) == 5
@@ -182,13 +216,19 @@ def test_data_that_never_ends(ahead: int) -> None:
 def test_no_data(ahead: int) -> None:
     assert list(distributed(kd.ArrayDataset(X[:0], 4), ahead)) == []
     iterator = iter(distributed(kd.ArrayDataset(X[:0], 4), ahead))
-    with pytest.raises(errors.OutOfRangeError, match="The dataset has no more elements"):
+    with pytest.raises(
+        errors.OutOfRangeError, match="The dataset has no more elements"
+    ):
         iterator.get_next()
     optional = iterator.get_next_as_optional()
     assert not optional.has_value()
-    with pytest.raises(errors.ValueStructureError, match="The dataset had no more elements"):
+    with pytest.raises(
+        errors.ValueStructureError, match="The dataset had no more elements"
+    ):
         optional.get_value()
-    with pytest.raises(errors.ValueStructureError, match="The data has no batch|nothing to train"):
+    with pytest.raises(
+        errors.ValueStructureError, match="The data has no batch|nothing to train"
+    ):
         model().fit(distributed(kd.ArrayDataset((X[:0], Y[:0]), 4), ahead), verbose=0)
 
 
@@ -214,9 +254,14 @@ def test_a_distributed_dataset_is_not_distributed_twice() -> None:
     dataset = distributed(kd.ArrayDataset(X, 4), 2)
     with pytest.raises(errors.InputError, match="This dataset is distributed already"):
         distributed(dataset, 2)
-    with pytest.raises(errors.InputError, match="One dataset has one pipeline in each process"):
+    with pytest.raises(
+        errors.InputError, match="One dataset has one pipeline in each process"
+    ):
         kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(
-            kd.ArrayDataset(X, 4), kd.InputOptions(experimental_replication_mode=kd.InputReplicationMode.PER_REPLICA)
+            kd.ArrayDataset(X, 4),
+            kd.InputOptions(
+                experimental_replication_mode=kd.InputReplicationMode.PER_REPLICA
+            ),
         )
 
 
@@ -251,9 +296,13 @@ def test_a_generator_of_several_processes_needs_a_word() -> None:
     def share(policy: Any) -> Any:
         mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
         options = kd.InputOptions(auto_shard_policy=policy)
-        return sharing.distribute(broken_generator(-1), mesh, kd.InputContext(2, 1, 2), options)
+        return sharing.distribute(
+            broken_generator(-1), mesh, kd.InputContext(2, 1, 2), options
+        )
 
-    with pytest.raises(errors.InputError, match="Several processes cannot share a generator"):
+    with pytest.raises(
+        errors.InputError, match="Several processes cannot share a generator"
+    ):
         share(None)
     assert "keeps its rows of each batch (DATA)" in repr(share(kd.AutoShardPolicy.DATA))
     assert "reads all of its own data (OFF)" in repr(share(kd.AutoShardPolicy.OFF))
@@ -269,7 +318,9 @@ def test_several_threads_share_an_iterator(ahead: int) -> None:
     def take(into: list[int]) -> None:
         into.extend(int(element.values[0][0]) for element in iterator)
 
-    threads = [threading.Thread(target=take, args=(into,), daemon=True) for into in seen]
+    threads = [
+        threading.Thread(target=take, args=(into,), daemon=True) for into in seen
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -310,7 +361,9 @@ def test_closing_wakes_a_loop_that_waits() -> None:
 @pytest.mark.parametrize("kind", ["generator", "torch", "arrays"])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
 def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
-    """Two replicas of two processes: each takes its own data in cuts, without positions too."""
+    """Two replicas of two processes: each takes its own data in cuts, without positions
+    too.
+    """
     import torch.utils.data
 
     from keras_distribute.input import sharing
@@ -318,7 +371,9 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
     x = np.arange(24, dtype=np.float32)[:, None]
     made: dict[str, Any] = {
         "generator": ((x[i : i + 8],) for i in range(0, 24, 8)),
-        "torch": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x)), 8),
+        "torch": torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.from_numpy(x)), 8
+        ),
         "arrays": kd.ArrayDataset((x,), 8),
     }
     options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
@@ -326,14 +381,20 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
     dataset = sharing.distribute(made[kind], mesh, kd.InputContext(2, 1, 4), options)
 
     def rows(element: Any) -> list[float]:
-        return np.concatenate([np.asarray(value) for value in element[0].values]).ravel().tolist()
+        return (
+            np.concatenate([np.asarray(value) for value in element[0].values])
+            .ravel()
+            .tolist()
+        )
 
     iterator = iter(dataset)
     seen = [row for _ in range(taken) for row in rows(next(iterator))]
     assert seen == list(range(len(seen)))
     iterator.close()
     rest = [row for element in dataset for row in rows(element)]
-    if kind == "generator":  # What was read for nobody comes again; the batch that was used in part does not.
+    if (
+        kind == "generator"
+    ):  # What was read for nobody comes again; the batch that was used in part does not.
         assert rest == list(range(-(-len(seen) // 8) * 8, 24))
     else:
         assert rest == list(range(24))
@@ -348,29 +409,50 @@ def unseeded(kind: str) -> Any:
         "arrays": lambda: kd.ArrayDataset(X, 4, shuffle=True),
         "torch": lambda: torch.utils.data.DataLoader(list(range(12)), 4, shuffle=True),
         "shuffle": lambda: numbers.shuffle(12).batch(4),
-        "shuffle once": lambda: numbers.shuffle(12, reshuffle_each_iteration=False).batch(4),
+        "shuffle once": lambda: numbers.shuffle(
+            12, reshuffle_each_iteration=False
+        ).batch(4),
         "shuffle in a function": lambda: numbers.batch(4).flat_map(
             lambda x: tf.data.Dataset.from_tensors(x).shuffle(2)
         ),
         "random": lambda: tf.data.Dataset.random().take(12).batch(4),
-        "sampled": lambda: tf.data.Dataset.sample_from_datasets([numbers, numbers]).batch(4),
+        "sampled": lambda: tf.data.Dataset.sample_from_datasets(
+            [numbers, numbers]
+        ).batch(4),
     }[kind]()
 
 
 @pytest.mark.parametrize(
-    "kind", ["arrays", "torch", "shuffle", "shuffle once", "shuffle in a function", "random", "sampled"]
+    "kind",
+    [
+        "arrays",
+        "torch",
+        "shuffle",
+        "shuffle once",
+        "shuffle in a function",
+        "random",
+        "sampled",
+    ],
 )
 def test_processes_must_shuffle_alike(kind: str) -> None:
     import tensorflow as tf
 
     from keras_distribute.input import sharing
 
-    tf.random.set_seed(None)  # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
+    tf.random.set_seed(
+        None
+    )  # As in a program that has set none; keras.utils.set_random_seed sets TensorFlow's, too.
 
     mesh = kd.MirroredStrategy(["cpu:0"]).replica_mesh
-    with pytest.raises(errors.InputError, match=r"(?s)Each process would shuffle.*in another order.*Fix:.*7"):
+    with pytest.raises(
+        errors.InputError,
+        match=r"(?s)Each process would shuffle.*in another order.*Fix:.*7",
+    ):
         sharing.distribute(unseeded(kind), mesh, kd.InputContext(2, 1, 2), None)
-    assert sharing.distribute(unseeded(kind), mesh, kd.InputContext(1, 0, 1), None) is not None
+    assert (
+        sharing.distribute(unseeded(kind), mesh, kd.InputContext(1, 0, 1), None)
+        is not None
+    )
 
 
 def test_a_seed_lets_processes_shuffle_alike() -> None:
@@ -385,6 +467,11 @@ def test_a_seed_lets_processes_shuffle_alike() -> None:
         numbers.shuffle(12, seed=3).repeat(2).batch(4),
         tf.data.Dataset.sample_from_datasets([numbers, numbers], seed=2).batch(4),
     ):
-        parts = [sharing.distribute(dataset, mesh, kd.InputContext(2, worker, 2), None) for worker in (0, 1)]
+        parts = [
+            sharing.distribute(dataset, mesh, kd.InputContext(2, worker, 2), None)
+            for worker in (0, 1)
+        ]
         seen = [[np.asarray(part).tolist() for part in each] for each in parts]
-        assert [len(a + b) for a, b in zip(*seen, strict=True)] == [len(batch) for batch in dataset]
+        assert [len(a + b) for a, b in zip(*seen, strict=True)] == [
+            len(batch) for batch in dataset
+        ]

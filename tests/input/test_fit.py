@@ -1,4 +1,6 @@
-"""`fit`, `evaluate` and `predict` on distributed datasets, and what reading ahead must not change."""
+"""`fit`, `evaluate` and `predict` on distributed datasets, and what reading ahead must
+not change.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ Y = X.sum(1, keepdims=True)
 
 def make() -> keras.Model:
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
+    )
     model.compile("adam", "mse", metrics=["mae"])
     return model
 
 
 def both(fit: Any, replicas: int = 4) -> tuple[Any, Any]:
-    """Weights and history of `fit(model)`, on one device of plain Keras and on replicas."""
+    """Weights and history of `fit(model)`, on one device of plain Keras and on
+    replicas.
+    """
     results = []
     for strategy in (None, kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])):
         if strategy is None:
@@ -84,18 +90,24 @@ def test_fit_takes_a_distributed_dataset(dataset: Any) -> None:
         data = strategy.experimental_distribute_dataset(dataset())
         history = model.fit(data, epochs=2, validation_data=data, verbose=0)
         history.history["evaluate"] = model.evaluate(data, verbose=0)
-        history.history["predict"] = model.predict(strategy.experimental_distribute_dataset(Pairs()), verbose=0)
+        history.history["predict"] = model.predict(
+            strategy.experimental_distribute_dataset(Pairs()), verbose=0
+        )
         return history
 
     assert_same(*both(fit))
 
 
 def test_fit_takes_datasets_from_a_function_whole() -> None:
-    """Three replicas' batches of 8 are a global batch of 24; the last round has one of 8, one of 5, and nothing."""
+    """Three replicas' batches of 8 are a global batch of 24; the last round has one of
+    8, one of 5, and nothing.
+    """
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
 
     def fit(model: Any) -> Any:
-        data = strategy.distribute_datasets_from_function(lambda context: kd.ArrayDataset((X, Y), 8))
+        data = strategy.distribute_datasets_from_function(
+            lambda context: kd.ArrayDataset((X, Y), 8)
+        )
         return model.fit(data, epochs=2, verbose=0)
 
     plain, ours = both(fit)
@@ -128,10 +140,16 @@ def test_several_steps_at_once_without_a_strategy(group: int) -> None:
 
 
 def test_targets_beside_a_distributed_dataset_are_refused() -> None:
-    data = kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(array_dataset())
+    data = kd.MirroredStrategy(["cpu:0"]).experimental_distribute_dataset(
+        array_dataset()
+    )
     for name in ("y", "sample_weight", "class_weight"):
-        with pytest.raises(errors.InputError, match=f"already holds all that a step needs; {name}"):
-            make().fit(data, **{name: {0: 1.0} if name == "class_weight" else Y}, verbose=0)
+        with pytest.raises(
+            errors.InputError, match=f"already holds all that a step needs; {name}"
+        ):
+            make().fit(
+                data, **{name: {0: 1.0} if name == "class_weight" else Y}, verbose=0
+            )
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
@@ -140,7 +158,15 @@ def test_shuffled_arrays_follow_the_seed_and_differ(shuffle: Any, ahead: int) ->
 
     def fit(model: Any) -> Any:
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, verbose=0)
-        return model.fit(X, Y, batch_size=8, epochs=2, shuffle=shuffle, validation_split=0.2, verbose=0)
+        return model.fit(
+            X,
+            Y,
+            batch_size=8,
+            epochs=2,
+            shuffle=shuffle,
+            validation_split=0.2,
+            verbose=0,
+        )
 
     assert_same(*both(fit))
 
@@ -153,7 +179,9 @@ def test_the_batches_of_a_py_dataset_are_shuffled_as_keras_does(ahead: int) -> N
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
-def test_a_shuffled_pass_over_several_epochs_keeps_its_order(shuffle: Any, ahead: int) -> None:
+def test_a_shuffled_pass_over_several_epochs_keeps_its_order(
+    shuffle: Any, ahead: int
+) -> None:
     def fit(model: Any) -> Any:
         options: Any = {"steps_per_epoch": 4, "initial_epoch": 1, "epochs": 4}
         return model.fit(X, Y, batch_size=8, shuffle=shuffle, verbose=0, **options)
@@ -226,12 +254,16 @@ def test_py_datasets_see_their_epochs(workers: int, ahead: int) -> None:
         assert text == "begin 0 1 2 3 4 5 end begin 0 1 2 3 4 5 end"
     else:
         parts = text.split("end")
-        assert [sorted(part.split()) for part in parts[:2]] == [["0", "1", "2", "3", "4", "5", "begin"]] * 2
+        assert [sorted(part.split()) for part in parts[:2]] == [
+            ["0", "1", "2", "3", "4", "5", "begin"]
+        ] * 2
 
 
 def test_reading_ahead_ends_with_what_it_was_for() -> None:
     def ours() -> list[str]:
-        return [t.name for t in threading.enumerate() if t.name == "keras_distribute input"]
+        return [
+            t.name for t in threading.enumerate() if t.name == "keras_distribute input"
+        ]
 
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
@@ -264,7 +296,9 @@ def test_batches_are_ready_before_they_are_asked_for() -> None:
     options = kd.InputOptions(experimental_per_replica_buffer_size=2)
     iterator = iter(strategy.experimental_distribute_dataset(batches(), options))
     next(iterator)
-    assert reached.wait(20), "the second batch ahead was not read while the first was used"
+    assert reached.wait(20), (
+        "the second batch ahead was not read while the first was used"
+    )
     iterator.close()
     assert next(iterator, None) is None
 
@@ -291,9 +325,13 @@ def test_a_pipeline_sees_the_strategy_and_the_policy_of_its_caller() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_a_wrong_number_of_steps_ahead(value: Any) -> None:
-    with pytest.raises(errors.ValueStructureError, match="Batches are made ready for a number of steps"):
+    with pytest.raises(
+        errors.ValueStructureError, match="Batches are made ready for a number of steps"
+    ):
         kd.config.set_prefetch_steps(value)
-    with pytest.raises(errors.ValueStructureError, match="The buffer is a number of steps"):
+    with pytest.raises(
+        errors.ValueStructureError, match="The buffer is a number of steps"
+    ):
         kd.InputOptions(experimental_per_replica_buffer_size=value)
 
 
@@ -302,7 +340,9 @@ def test_memory_does_not_grow() -> None:
     import resource
 
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-    dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.zeros((8000, 512), np.float32), 8))
+    dataset = strategy.experimental_distribute_dataset(
+        kd.ArrayDataset(np.zeros((8000, 512), np.float32), 8)
+    )
     peaks = []
     for _ in range(10):
         for element in dataset:
@@ -355,9 +395,15 @@ def test_generators_in_rounds_go_on(count: int, taken: int, mode: Any) -> None:
 
     def values_of(element: Any) -> list[tuple[int, int]]:
         numbered = enumerate(element[0].values)
-        return [(replica, int(value[0, 0])) for replica, value in numbered if np.asarray(value).shape[0]]
+        return [
+            (replica, int(value[0, 0]))
+            for replica, value in numbered
+            if np.asarray(value).shape[0]
+        ]
 
-    options = kd.InputOptions(experimental_replication_mode=mode, experimental_per_replica_buffer_size=3)
+    options = kd.InputOptions(
+        experimental_replication_mode=mode, experimental_per_replica_buffer_size=3
+    )
     dataset = strategy.distribute_datasets_from_function(made, options)
     iterator = iter(dataset)
     seen = [values_of(next(iterator)) for _ in range(taken)]
@@ -368,13 +414,17 @@ def test_generators_in_rounds_go_on(count: int, taken: int, mode: Any) -> None:
     if mode is kd.InputReplicationMode.PER_WORKER:
         flat = [value for step in seen for _, value in step]
         assert flat == list(range(count))
-        assert all([replica for replica, _ in step] == list(range(len(step))) for step in seen)
+        assert all(
+            [replica for replica, _ in step] == list(range(len(step))) for step in seen
+        )
     else:
         assert seen == [[(0, i), *([(1, i)] if i < 3 else [])] for i in range(count)]
 
 
 def test_an_empty_generator_has_no_elements() -> None:
-    dataset = kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(numbers(0))
+    dataset = kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(
+        numbers(0)
+    )
     assert list(dataset) == []
     with pytest.raises(errors.InputError, match="is known only when one has been read"):
         _ = dataset.element_spec

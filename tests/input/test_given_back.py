@@ -1,4 +1,6 @@
-"""What a pass has read ends with the pass, without a garbage collection: pipelines hold threads and large buffers."""
+"""What a pass has read ends with the pass, without a garbage collection: pipelines hold
+threads and large buffers.
+"""
 
 import gc
 import weakref
@@ -25,7 +27,11 @@ def unknown_length():
 
 
 def grain_data():
-    return grain.MapDataset.source([(x, y) for x, y in zip(X, Y, strict=True)]).batch(16).to_iter_dataset()
+    return (
+        grain.MapDataset.source([(x, y) for x, y in zip(X, Y, strict=True)])
+        .batch(16)
+        .to_iter_dataset()
+    )
 
 
 @pytest.fixture
@@ -42,7 +48,9 @@ def failing(x):
     raise ValueError("an error of the user's")
 
 
-@pytest.mark.parametrize("data", [tf_data, unknown_length, grain_data], ids=lambda data: data.__name__)
+@pytest.mark.parametrize(
+    "data", [tf_data, unknown_length, grain_data], ids=lambda data: data.__name__
+)
 def test_by_the_methods_of_a_model(data, no_collection):
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

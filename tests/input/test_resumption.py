@@ -1,4 +1,6 @@
-"""An iterator goes on from a position with the very next batch: in this process, and in a new one."""
+"""An iterator goes on from a position with the very next batch: in this process, and in
+a new one.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,13 @@ def test_goes_on_with_the_next_batch(kind: str, ahead: int) -> None:
         resumed.set_state(pickle.loads(pickle.dumps(state)))
         assert [ids(element) for element in resumed] == rest
         next_pass.append([ids(element) for element in other])
-    if kind == "arrays":  # Each stop was in a new pass, and the pass after it is the next one.
+    if (
+        kind == "arrays"
+    ):  # Each stop was in a new pass, and the pass after it is the next one.
         assert len({json.dumps(each) for each in next_pass}) == len(next_pass)
-        assert next_pass[0] == [ids(element) for element in _skipped(distributed(kind), 1)]
+        assert next_pass[0] == [
+            ids(element) for element in _skipped(distributed(kind), 1)
+        ]
 
 
 def _skipped(dataset: Any, passes: int) -> Any:
@@ -74,7 +80,9 @@ def test_a_state_after_a_resumption_is_a_position_too() -> None:
             if state is not None:
                 iterator.set_state(state)
                 assert iterator.get_state() is not None
-            taken = [ids(element) for element, _ in zip(iterator, range(3), strict=False)]
+            taken = [
+                ids(element) for element, _ in zip(iterator, range(3), strict=False)
+            ]
             seen += taken[:2] if len(taken) > 2 else taken
             if len(taken) < 3:
                 break
@@ -120,9 +128,13 @@ CHILD = """
 
 def child(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-c", textwrap.dedent(CHILD), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
+    return json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:]
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -163,7 +175,9 @@ def feed_of(adapter: Any) -> Any:
 @pytest.mark.parametrize("kind", [Counting, Drawing])
 @pytest.mark.parametrize("goes_on", [Counting, Drawing])
 def test_arrays_shuffled_by_fit_go_on(kind: Any, goes_on: Any, shuffle: Any) -> None:
-    """The order of Keras, as the reader of `fit` sees it; another version goes on in it."""
+    """The order of Keras, as the reader of `fit` sees it; another version goes on in
+    it.
+    """
 
     def adapter(kind: Any) -> Any:
         return kind(np.arange(20), batch_size=3, shuffle=shuffle)
@@ -191,7 +205,10 @@ def test_an_order_by_the_epoch_is_that_of_keras() -> None:
         within = Counting(np.arange(7), batch_size=3, shuffle="batch")
         within._epoch = epoch
         starts = enumerate(([0, 1, 2], [3, 4, 5], [6]))
-        rows = [np.random.default_rng(epoch + i).permutation(part).tolist() for i, part in starts]
+        rows = [
+            np.random.default_rng(epoch + i).permutation(part).tolist()
+            for i, part in starts
+        ]
         assert list(feed_of(within)) == rows
 
 
@@ -209,7 +226,10 @@ class Saying(Changing):
 
 
 def test_what_cannot_go_on_says_so() -> None:
-    for kind, text in (("generator", "a generator cannot start in the middle"), ("torch DataLoader", "StatefulData")):
+    for kind, text in (
+        ("generator", "a generator cannot start in the middle"),
+        ("torch DataLoader", "StatefulData"),
+    ):
         iterator = iter(distributed(kind))
         next(iterator)
         with pytest.raises(errors.InputError, match=text) as raised:
@@ -218,10 +238,14 @@ def test_what_cannot_go_on_says_so() -> None:
         assert len(list(iterator)) == 11, "the iterator is as usable as before"
 
     def py(cls: Any) -> Any:
-        return strategy().experimental_distribute_dataset(cls(kinds.examples(12), 4, False, np.arange(12)))
+        return strategy().experimental_distribute_dataset(
+            cls(kinds.examples(12), 4, False, np.arange(12))
+        )
 
     iterator = iter(py(Changing))
-    with pytest.raises(errors.InputError, match="Changing cannot be resumed: it changes between epochs"):
+    with pytest.raises(
+        errors.InputError, match="Changing cannot be resumed: it changes between epochs"
+    ):
         iterator.get_state()
     first, second = py(Saying), py(Saying)
     list(first)
@@ -241,6 +265,8 @@ def test_a_position_of_something_else_is_refused() -> None:
         iterator.set_state(iter(data).get_state())
     with pytest.raises(errors.InputError, match="This is not a position in arrays"):
         iterator.set_state({})
-    shorter = strategy().experimental_distribute_dataset(kd.ArrayDataset(np.arange(9), 4))
+    shorter = strategy().experimental_distribute_dataset(
+        kd.ArrayDataset(np.arange(9), 4)
+    )
     with pytest.raises(errors.InputError, match="rows=46 in the position, rows=9 here"):
         iter(shorter).set_state(iter(arrays).get_state())

@@ -1,4 +1,6 @@
-"""TensorFlow is kept off the accelerators, whenever it is imported; a stand-in shows what it is told."""
+"""TensorFlow is kept off the accelerators, whenever it is imported; a stand-in shows
+what it is told.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ STAND_IN = """
 def run(folder: Any, code: str, started: bool = False, **environment: str) -> Any:
     package = folder / "tensorflow"
     package.mkdir()
-    (package / "__init__.py").write_text(textwrap.dedent(STAND_IN).format(started=started))
+    (package / "__init__.py").write_text(
+        textwrap.dedent(STAND_IN).format(started=started)
+    )
     path = os.pathsep.join([str(folder), *sys.path])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -45,7 +49,10 @@ def run(folder: Any, code: str, started: bool = False, **environment: str) -> An
 def test_devices_are_hidden(first: str, tmp_path: Any) -> None:
     second = {"keras_distribute": "tensorflow", "tensorflow": "keras_distribute"}[first]
     code = f"import {first}\nimport {second}\nimport tensorflow\nprint(tensorflow.config.hidden)"
-    assert run(tmp_path, code).stdout.strip().splitlines()[-1] == "[([], 'GPU'), ([], 'TPU')]"
+    assert (
+        run(tmp_path, code).stdout.strip().splitlines()[-1]
+        == "[([], 'GPU'), ([], 'TPU')]"
+    )
 
 
 def test_a_look_for_it_changes_nothing(tmp_path: Any) -> None:
@@ -87,5 +94,11 @@ def test_uninstalling_leaves_the_import_system_as_it_was(tmp_path: Any) -> None:
 def test_the_real_one(tmp_path: Any) -> None:
     pytest.importorskip("tensorflow")
     code = "import keras_distribute, tensorflow as tf\nprint(tf.config.get_visible_devices())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert "CPU" in done.stdout and "GPU" not in done.stdout

@@ -1,4 +1,6 @@
-"""What is asked of TensorFlow's device assignment, and of ours: meshes, shapes, and the questions."""
+"""What is asked of TensorFlow's device assignment, and of ours: meshes, shapes, and the
+questions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ MESHES: dict[str, tuple[list[int], list[list[list[int]]]]] = {}
 
 
 def _mesh(name: str, shape: list[int], tasks: int, leave_out: int = 0) -> None:
-    """Devices chip by chip, x first, the cores of a chip together, dealt to the tasks in order."""
+    """Devices chip by chip, x first, the cores of a chip together, dealt to the tasks
+    in order.
+    """
     x, y, z, cores = map(range, shape)
     places = [[i, j, k, core] for k in z for j in y for i in x for core in cores]
     places = places[: len(places) - leave_out]
@@ -54,12 +58,24 @@ _BAD: list[dict[str, Any]] = [
 
 CASES: list[dict[str, Any]] = [
     *(
-        {"mesh": mesh, "computation_shape": shape, "num_replicas": number, "device_order_mode": mode}
-        for mesh, shape, number, mode in itertools.product(MESHES, _SHAPES, (1, 2, 3, 4, 8, 16), (0, 1, 2))
+        {
+            "mesh": mesh,
+            "computation_shape": shape,
+            "num_replicas": number,
+            "device_order_mode": mode,
+        }
+        for mesh, shape, number, mode in itertools.product(
+            MESHES, _SHAPES, (1, 2, 3, 4, 8, 16), (0, 1, 2)
+        )
         if mode == 0 or number in (2, 4)
     ),
     *(
-        {"mesh": mesh, "computation_shape": shape, "computation_stride": stride, "num_replicas": number}
+        {
+            "mesh": mesh,
+            "computation_shape": shape,
+            "computation_stride": stride,
+            "num_replicas": number,
+        }
         for mesh, shape, stride, number in itertools.product(
             ("v5e 8", "v5e 16", "even cube", "gaps"),
             ([1, 2, 1, 1], [2, 1, 1, 1], [1, 1, 1, 1]),
@@ -76,7 +92,10 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"mesh_shape": [2, 2, 1, 1], "device_coordinates": [[0, 0, 0, 0]]},
     {"mesh_shape": [2, 2, 1, 1], "device_coordinates": [[[0, 0, 0]]]},
     {"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[2, 0, 0, 0]]]},
-    *({"mesh_shape": shape, "device_coordinates": devices} for shape, devices in MESHES.values()),
+    *(
+        {"mesh_shape": shape, "device_coordinates": devices}
+        for shape, devices in MESHES.values()
+    ),
 ]
 
 
@@ -88,13 +107,21 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 
 def build(namespace: Any, case: dict[str, Any]) -> Any:
-    """The assignment that `namespace` (`tf.tpu.experimental`, or ours) makes, and what it says of each replica."""
+    """The assignment that `namespace` (`tf.tpu.experimental`, or ours) makes, and what
+    it says of each replica.
+    """
     arguments = dict(case)
     shape, devices = MESHES[arguments.pop("mesh")]
     if "device_order_mode" in arguments:
-        arguments["device_order_mode"] = namespace.DeviceOrderMode(arguments["device_order_mode"])
+        arguments["device_order_mode"] = namespace.DeviceOrderMode(
+            arguments["device_order_mode"]
+        )
     topology = namespace.Topology(mesh_shape=shape, device_coordinates=devices)
-    return _tried(lambda: np.asarray(namespace.DeviceAssignment.build(topology, **arguments).core_assignment).tolist())
+    return _tried(
+        lambda: np.asarray(
+            namespace.DeviceAssignment.build(topology, **arguments).core_assignment
+        ).tolist()
+    )
 
 
 def described(namespace: Any, mesh: str) -> dict[str, Any]:
@@ -108,12 +135,18 @@ def described(namespace: Any, mesh: str) -> dict[str, Any]:
         "ordinals": [int(assignment.tpu_ordinal(replica)) for replica in range(2)],
         "hosts": [assignment.host_device(1), assignment.host_device(1, 0, "worker")],
         "devices": [assignment.tpu_device(1), assignment.tpu_device(1, 0, "worker")],
-        "replicas of": [_tried(lambda task=task: assignment.lookup_replicas(task, 0)) for task in range(3)],
+        "replicas of": [
+            _tried(lambda task=task: assignment.lookup_replicas(task, 0))
+            for task in range(3)
+        ],
         "replicas of core 1": _tried(lambda: assignment.lookup_replicas(0, 1)),
         "tasks": [topology.num_tasks, topology.num_tpus_per_task, topology.mesh_rank],
         "missing": np.asarray(topology.missing_devices).tolist(),
         "serialized": topology.serialized().hex(),
-        "again": np.asarray(namespace.Topology(topology.serialized()).device_coordinates).tolist() == devices,
+        "again": np.asarray(
+            namespace.Topology(topology.serialized()).device_coordinates
+        ).tolist()
+        == devices,
     }
 
 

@@ -5,29 +5,58 @@ import os
 from typing import Any
 from unittest import mock
 
-WORKERS = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+WORKERS = {
+    "cluster": {"worker": ["a:1", "b:2"]},
+    "task": {"type": "worker", "index": 1},
+}
 ALL = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"], "evaluator": ["e:1"]}
-STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+STEP = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
 
 
 def tf_config(config: Any, **arguments: Any) -> dict[str, Any]:
     text = config if isinstance(config, str) else json.dumps(config)
-    return {"resolver": "TFConfigClusterResolver", "arguments": arguments, "environment": {"TF_CONFIG": text}}
+    return {
+        "resolver": "TFConfigClusterResolver",
+        "arguments": arguments,
+        "environment": {"TF_CONFIG": text},
+    }
 
 
 def slurm(environment: dict[str, str], **arguments: Any) -> dict[str, Any]:
     arguments = {"gpus_per_node": 8, **arguments}
-    return {"resolver": "SlurmClusterResolver", "arguments": arguments, "environment": environment}
+    return {
+        "resolver": "SlurmClusterResolver",
+        "arguments": arguments,
+        "environment": environment,
+    }
 
 
-def step(rank: int, nodes: str, tasks: str, total: int, **arguments: Any) -> dict[str, Any]:
-    names = ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-    return slurm(dict(zip(names, (str(rank), nodes, tasks, str(total)), strict=True)), **arguments)
+def step(
+    rank: int, nodes: str, tasks: str, total: int, **arguments: Any
+) -> dict[str, Any]:
+    names = (
+        "SLURM_PROCID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_NUM_TASKS",
+    )
+    return slurm(
+        dict(zip(names, (str(rank), nodes, tasks, str(total)), strict=True)),
+        **arguments,
+    )
 
 
 def sagemaker(hosts: str, current: str, **arguments: Any) -> dict[str, Any]:
     environment = {"SM_HOSTS": hosts, "SM_CURRENT_HOST": current}
-    return {"resolver": "SageMakerClusterResolver", "arguments": arguments, "environment": environment}
+    return {
+        "resolver": "SageMakerClusterResolver",
+        "arguments": arguments,
+        "environment": environment,
+    }
 
 
 def tasks_of(job: str, **task: Any) -> dict[str, Any]:
@@ -52,12 +81,29 @@ RESOLVERS = [
     tf_config({"task": {"type": "worker", "index": 0}}),
     tf_config({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}),
     tf_config({"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}),
-    tf_config({"cluster": {"worker": {"0": "a:1", "1": "b:1"}}, "task": {"type": "worker", "index": 1}}),
-    tf_config({"cluster": {"worker": {"1": "b:1", "3": "d:1"}}, "task": {"type": "worker", "index": 3}}),
+    tf_config(
+        {
+            "cluster": {"worker": {"0": "a:1", "1": "b:1"}},
+            "task": {"type": "worker", "index": 1},
+        }
+    ),
+    tf_config(
+        {
+            "cluster": {"worker": {"1": "b:1", "3": "d:1"}},
+            "task": {"type": "worker", "index": 3},
+        }
+    ),
     tf_config({"cluster": {"worker": "a:1"}, "task": {"type": "worker", "index": 0}}),
     tf_config({"cluster": {"worker": [1, 2]}, "task": {"type": "worker", "index": 0}}),
-    tf_config({"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}),
-    tf_config({"cluster": {"master": ["a:1"], "worker": ["b:1"]}, "task": {"type": "master", "index": 0}}),
+    tf_config(
+        {"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}
+    ),
+    tf_config(
+        {
+            "cluster": {"master": ["a:1"], "worker": ["b:1"]},
+            "task": {"type": "master", "index": 0},
+        }
+    ),
     tf_config({**WORKERS, "task": {"type": "worker", "index": 2}}),
     tf_config({**WORKERS, "task": {"type": "boss", "index": 0}}),
     tf_config({**WORKERS, "task": {"type": "chief", "index": 0}}),
@@ -79,7 +125,16 @@ RESOLVERS = [
     step(0, "a,b", "3(x2)", 6, jobs={"worker": 5, "ps": 1}),
     step(2, "a,b", "2(x2)", 4, gpus_per_node=4),
     step(2, "a,b", "2(x2)", 4, gpus_per_node=4, gpus_per_task=1),
-    step(2, "a,b", "2(x2)", 4, gpus_per_node=4, auto_set_gpu=False, port_base=1000, rpc_layer="rpc"),
+    step(
+        2,
+        "a,b",
+        "2(x2)",
+        4,
+        gpus_per_node=4,
+        auto_set_gpu=False,
+        port_base=1000,
+        rpc_layer="rpc",
+    ),
     step(2, "a,b", "2(x2)", 4, gpus_per_node=2, gpus_per_task=2),
     step(2, "a,b", "2(x2)", 4, jobs={"worker": 3}),
     step(2, "a,b", "2(x2)", 4, gpus_per_node=0),
@@ -99,13 +154,21 @@ RESOLVERS = [
     sagemaker('["algo-2", "algo-1"]', "algo-1", task_type="worker", task_id=1),
     {"resolver": "SageMakerClusterResolver", "arguments": {}, "environment": {}},
     *[
-        {"resolver": "TPUClusterResolver", "arguments": {"tpu": tpu, **more}, "environment": environment}
+        {
+            "resolver": "TPUClusterResolver",
+            "arguments": {"tpu": tpu, **more},
+            "environment": environment,
+        }
         for tpu, more, environment in [
             ("grpc://10.0.0.1:8470", {}, {}),
             ("grpc://10.0.0.1", {}, {}),
             ("grpc://10.0.0.1:1,grpc://10.0.0.2:2,10.0.0.3", {}, {}),
             ("grpc://a:1", {"job_name": "tpu_worker"}, {}),
-            ("grpc://a:1", {"coordinator_name": "coordinator", "coordinator_address": "c:5"}, {}),
+            (
+                "grpc://a:1",
+                {"coordinator_name": "coordinator", "coordinator_address": "c:5"},
+                {},
+            ),
             (["grpc://a:1"], {}, {}),
             (["grpc://a:1", "grpc://b:1"], {}, {}),
             ("local", {}, {}),
@@ -146,7 +209,9 @@ JSON = Any
 
 
 def answers(make: Any, environment: dict[str, str], rules: Any) -> JSON:
-    """What a resolver says in an environment, each question by itself; an error is its type."""
+    """What a resolver says in an environment, each question by itself; an error is its
+    type.
+    """
     with mock.patch.dict(os.environ, environment):
         try:
             resolver = make()
@@ -159,7 +224,9 @@ def answers(make: Any, environment: dict[str, str], rules: Any) -> JSON:
         spec = ask(resolver.cluster_spec)
         for name, rule in rules.items():
             if "error" not in said["cluster_spec"]:
-                said[name] = ask(lambda rule=rule: rule(spec, resolver.task_type, resolver.task_id))
+                said[name] = ask(
+                    lambda rule=rule: rule(spec, resolver.task_type, resolver.task_id)
+                )
         return said
 
 
@@ -172,7 +239,9 @@ QUESTIONS = {
     "environment": lambda r: r.environment,
     "master": lambda r: r.master(),
     "master of worker 1": lambda r: r.master("worker", 1, "http"),
-    "task info": lambda r: list(r.get_task_info()) if hasattr(r, "get_task_info") else None,
+    "task info": lambda r: (
+        list(r.get_task_info()) if hasattr(r, "get_task_info") else None
+    ),
     "leader": lambda r: getattr(r, "get_coordination_service_leader", lambda: None)(),
 }
 
@@ -191,7 +260,11 @@ def spec_answers(make: Any) -> JSON:
         "num_tasks": [ask(lambda job=job: spec.num_tasks(job)) for job in jobs],
         "task_indices": [ask(lambda job=job: spec.task_indices(job)) for job in jobs],
         "job_tasks": [ask(lambda job=job: spec.job_tasks(job)) for job in jobs],
-        "task_address": [ask(lambda job=job, i=i: spec.task_address(job, i)) for job in jobs for i in (0, 1)],
+        "task_address": [
+            ask(lambda job=job, i=i: spec.task_address(job, i))
+            for job in jobs
+            for i in (0, 1)
+        ],
         "equal": [spec == make(), spec != make(), ask(lambda: spec == spec.as_dict())],
     }
 
@@ -206,4 +279,8 @@ def ask(question: Any) -> JSON:
 def kinds(error: Exception) -> list[str]:
     """The builtin types of an error, by which it can be caught."""
     own = ("Exception", "BaseException", "object", "JSONDecodeError")
-    return [t.__name__ for t in type(error).__mro__ if t.__module__ == "builtins" and t.__name__ not in own]
+    return [
+        t.__name__
+        for t in type(error).__mro__
+        if t.__module__ == "builtins" and t.__name__ not in own
+    ]

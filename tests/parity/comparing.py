@@ -1,4 +1,6 @@
-"""Our side of the comparison: the record's inputs as our values, our results as the record writes them, the verdict."""
+"""Our side of the comparison: the record's inputs as our values, our results as the
+record writes them, the verdict.
+"""
 
 import builtins
 import json
@@ -29,24 +31,36 @@ def record() -> dict[str, list[Entry]]:
     return json.loads(Path(__file__).with_name("tensorflow.json").read_text())
 
 
-def entries(topic: str, *names: str, where: Callable[[Entry], bool] = lambda entry: True) -> Any:
-    """Parametrises a test by a topic's entries, as `entry`; `names` are the keys that make a readable id."""
+def entries(
+    topic: str, *names: str, where: Callable[[Entry], bool] = lambda entry: True
+) -> Any:
+    """Parametrises a test by a topic's entries, as `entry`; `names` are the keys that
+    make a readable id.
+    """
 
     def identify(entry: Entry) -> str:
         said = [str(entry[name]) for name in names if entry.get(name) is not None]
         return "-".join([*said, f"{entry['replicas']} replicas"])
 
-    return pytest.mark.parametrize("entry", list(filter(where, record()[topic])), ids=identify)
+    return pytest.mark.parametrize(
+        "entry", list(filter(where, record()[topic])), ids=identify
+    )
 
 
 def cases(topic: str, name: str = "name") -> Any:
-    """Parametrises a test by every item of every entry's "results", as `entry` and `case`."""
+    """Parametrises a test by every item of every entry's "results", as `entry` and
+    `case`.
+    """
 
     def all_cases() -> Iterator[Any]:
         for entry in record()[topic]:
             for *arguments, result in entry["results"]:
                 said = ", ".join(map(str, arguments))
-                yield pytest.param(entry, (*arguments, result), id=f"{entry[name]}-{said}-{entry['replicas']} replicas")
+                yield pytest.param(
+                    entry,
+                    (*arguments, result),
+                    id=f"{entry[name]}-{said}-{entry['replicas']} replicas",
+                )
 
     return pytest.mark.parametrize(("entry", "case"), list(all_cases()))
 
@@ -58,7 +72,9 @@ def mirrored(replicas: int) -> kd.MirroredStrategy:
 
 
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
-    """The record's value as one of ours: a PerReplica, a structure of them, or a plain value."""
+    """The record's value as one of ours: a PerReplica, a structure of them, or a plain
+    value.
+    """
     value = decode(encoded)
     if not is_distributed(encoded):
         return arrays(value)
@@ -69,7 +85,9 @@ def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
 
 def arrays(structure: Any) -> Any:
     """NumPy's arrays and numbers in a structure as JAX arrays."""
-    return keras.tree.map_structure(lambda x: jnp.asarray(x) if hasattr(x, "dtype") else x, structure)
+    return keras.tree.map_structure(
+        lambda x: jnp.asarray(x) if hasattr(x, "dtype") else x, structure
+    )
 
 
 def encoded(strategy: kd.Strategy, value: Any) -> JSON:
@@ -94,7 +112,9 @@ def check(strategy: kd.Strategy, call: Callable[[], Any], expected: JSON) -> Non
 
 
 def check_error(call: Callable[[], Any], expected: JSON, *, fix: bool = True) -> None:
-    """Asserts that `call` raises the builtin class that the record names, with a remedy in the text."""
+    """Asserts that `call` raises the builtin class that the record names, with a remedy
+    in the text.
+    """
     if expected["error"] in ("Exception", "AssertionError"):
         assert because("op errors")
         allowed: Any = (ValueError, TypeError)
@@ -107,7 +127,9 @@ def check_error(call: Callable[[], Any], expected: JSON, *, fix: bool = True) ->
 
 
 def assert_same(actual: JSON, expected: JSON) -> None:
-    """Asserts that two encoded values have the same tags, containers and dtypes, and close numbers."""
+    """Asserts that two encoded values have the same tags, containers and dtypes, and
+    close numbers.
+    """
     expected = without_64_bit(expected)
     assert form(actual) == form(expected)
     for ours, theirs in zip(numbers(actual), numbers(expected), strict=True):
@@ -123,7 +145,11 @@ def form(encoded: JSON) -> JSON:
         return {tag: [form(item) for item in content]}
     if tag in ("dict", "Pair"):
         return {tag: {name: form(item) for name, item in content.items()}}
-    return encoded if tag in ("python", "object", "error") else f"{tag}{list(np.shape(decode(encoded)))}"
+    return (
+        encoded
+        if tag in ("python", "object", "error")
+        else f"{tag}{list(np.shape(decode(encoded)))}"
+    )
 
 
 def numbers(encoded: JSON) -> Iterator[np.ndarray]:
@@ -153,7 +179,9 @@ def as_run_returns(encoded: JSON, replicas: int) -> JSON:
         *("python", "object", "error", "list", "tuple", "dict", "Pair"),
         *DISTRIBUTED,
     ):
-        assert because("one replica") if replicas == 1 else because("always per replica")
+        assert (
+            because("one replica") if replicas == 1 else because("always per replica")
+        )
         return {"PerReplica": [encoded] * replicas}
     if is_distributed(encoded):
         return encoded

@@ -1,4 +1,5 @@
-"""Where this package deliberately differs from TensorFlow, in a sentence each. Tests name the difference they rely on.
+"""Where this package deliberately differs from TensorFlow, in a sentence each. Tests
+name the difference they rely on.
 
 A test that meets a difference asserts what we do instead; it is never skipped.
 """

@@ -1,7 +1,8 @@
-"""Distributed datasets on our side: what comes out of them, the rules that say what should, the same data as every kind.
+"""Distributed datasets on our side: what comes out of them, the rules that say what
+should, the same data as every kind.
 
-The rules are arithmetic on the record's encoding: a test first shows that they say what TensorFlow did, then relies on
-them where the two deliberately differ.
+The rules are arithmetic on the record's encoding: a test first shows that they say what
+TensorFlow did, then relies on them where the two deliberately differ.
 """
 
 import json
@@ -40,7 +41,9 @@ def record() -> dict[str, list[Entry]]:
 
 def entries(*topics: str, where: Callable[[Entry], bool] = lambda entry: True) -> Any:
     """Parametrises a test by the entries of topics, as `entry`."""
-    return pytest.mark.parametrize("entry", [pytest.param(e, id=i) for e, i in identified(topics) if where(e)])
+    return pytest.mark.parametrize(
+        "entry", [pytest.param(e, id=i) for e, i in identified(topics) if where(e)]
+    )
 
 
 def identified(topics: Iterable[str]) -> Iterator[tuple[Entry, str]]:
@@ -49,14 +52,26 @@ def identified(topics: Iterable[str]) -> Iterator[tuple[Entry, str]]:
         for entry in record()[topic]:
             said = (
                 topic,
-                *(str(entry[k]) for k in ("name", "policy", "mode", "file_set", "strategy", "call") if k in entry),
+                *(
+                    str(entry[k])
+                    for k in ("name", "policy", "mode", "file_set", "strategy", "call")
+                    if k in entry
+                ),
             )
-            devices = f"{entry['replicas']} replicas" if "replicas" in entry else f"2 x {entry['devices']} devices"
+            devices = (
+                f"{entry['replicas']} replicas"
+                if "replicas" in entry
+                else f"2 x {entry['devices']} devices"
+            )
             yield entry, "-".join((*said, devices))
 
 
-def elements_of(strategy: kd.Strategy, dataset: Iterable[Any], most: int = MOST) -> Elements:
-    """The elements of a distributed dataset in the record's encoding, and whether they ended."""
+def elements_of(
+    strategy: kd.Strategy, dataset: Iterable[Any], most: int = MOST
+) -> Elements:
+    """The elements of a distributed dataset in the record's encoding, and whether they
+    ended.
+    """
     elements: list[JSON] = []
     iterator = iter(dataset)
     while len(elements) < most:
@@ -90,7 +105,9 @@ def leaves(value: JSON) -> list[JSON]:
 
 
 def as_ours(elements: list[JSON], on_devices: bool = True) -> list[JSON]:
-    """TensorFlow's elements as ours: always PerReplica, in JAX's dtypes, None where there is nothing."""
+    """TensorFlow's elements as ours: always PerReplica, in JAX's dtypes, None where
+    there is nothing.
+    """
 
     def component(value: JSON) -> JSON:
         return in_32_bits(value) if on_devices else value
@@ -112,7 +129,10 @@ def in_32_bits(value: JSON) -> JSON:
     tag = next(iter(value))
     if tag in IN_32_BITS:
         assert because("32-bit elements")
-        return {IN_32_BITS[tag] if name == tag else name: content for name, content in value.items()}
+        return {
+            IN_32_BITS[tag] if name == tag else name: content
+            for name, content in value.items()
+        }
     return value
 
 
@@ -121,12 +141,22 @@ def in_32_bits(value: JSON) -> JSON:
 
 def rows_of(batch: JSON) -> set[int]:
     """The numbers of rows in a batch."""
-    return {len(array) for array in map(array_of, leaves(batch)) if array is not None and array.ndim}
+    return {
+        len(array)
+        for array in map(array_of, leaves(batch))
+        if array is not None and array.ndim
+    }
 
 
 def array_of(leaf: JSON) -> Any:
-    """The array of a leaf, a ragged one filled up with zeros, as Keras does; None for what is none."""
-    if leaf is None or not isinstance(leaf, dict) or leaf.keys() & {"object", "SparseTensor"}:
+    """The array of a leaf, a ragged one filled up with zeros, as Keras does; None for
+    what is none.
+    """
+    if (
+        leaf is None
+        or not isinstance(leaf, dict)
+        or leaf.keys() & {"object", "SparseTensor"}
+    ):
         return None
     if "RaggedTensor" not in leaf:
         return decode(leaf)
@@ -143,7 +173,11 @@ def per_replica(parts: list[JSON], on_devices: bool = True) -> JSON:
 
     def group(*components: Any) -> Any:
         arrays = [encode_array(np.asarray(component)) for component in components]
-        return {"PerReplica": [in_32_bits(array) if on_devices else array for array in arrays]}
+        return {
+            "PerReplica": [
+                in_32_bits(array) if on_devices else array for array in arrays
+            ]
+        }
 
     return _zipped(group, parts)
 
@@ -152,9 +186,19 @@ def _zipped(group: Callable[..., JSON], parts: list[JSON]) -> JSON:
     first = parts[0]
     tag = next(iter(first)) if isinstance(first, dict) else None
     if tag in ("list", "tuple"):
-        return {tag: [_zipped(group, list(items)) for items in zip(*(part[tag] for part in parts), strict=True)]}
+        return {
+            tag: [
+                _zipped(group, list(items))
+                for items in zip(*(part[tag] for part in parts), strict=True)
+            ]
+        }
     if tag in ("dict", "Pair"):
-        return {tag: {name: _zipped(group, [part[tag][name] for part in parts]) for name in first[tag]}}
+        return {
+            tag: {
+                name: _zipped(group, [part[tag][name] for part in parts])
+                for name in first[tag]
+            }
+        }
     return None if array_of(first) is None else group(*map(array_of, parts))
 
 
@@ -163,15 +207,23 @@ def rows_between(batch: JSON, start: int, stop: int) -> JSON:
 
     def cut(leaf: JSON) -> JSON:
         array = array_of(leaf)
-        return leaf if array is None else encode_array(array[start:stop] if array.ndim else array)
+        return (
+            leaf
+            if array is None
+            else encode_array(array[start:stop] if array.ndim else array)
+        )
 
     return mapped(cut, batch)
 
 
 def split(batch: JSON, replicas: int) -> list[JSON]:
-    """A global batch cut for the replicas: each takes ceil(rows / replicas) rows until none are left."""
+    """A global batch cut for the replicas: each takes ceil(rows / replicas) rows until
+    none are left.
+    """
     ends = np.cumsum([0, *piece_sizes(max(rows_of(batch), default=0), replicas)])
-    return [rows_between(batch, int(start), int(stop)) for start, stop in pairwise(ends)]
+    return [
+        rows_between(batch, int(start), int(stop)) for start, stop in pairwise(ends)
+    ]
 
 
 def by_split(batches: list[JSON], replicas: int, on_devices: bool = True) -> list[JSON]:
@@ -180,12 +232,18 @@ def by_split(batches: list[JSON], replicas: int, on_devices: bool = True) -> lis
 
 
 def by_rounds(of_replicas: list[list[JSON]], on_devices: bool = True) -> list[JSON]:
-    """The elements where each replica has batches of its own; one that has none left gets no rows."""
+    """The elements where each replica has batches of its own; one that has none left
+    gets no rows.
+    """
     found = []
     for step in range(max(map(len, of_replicas))):
-        taken = [batches[step] if step < len(batches) else None for batches in of_replicas]
+        taken = [
+            batches[step] if step < len(batches) else None for batches in of_replicas
+        ]
         given = next(batch for batch in taken if batch is not None)
-        parts = [rows_between(given, 0, 0) if batch is None else batch for batch in taken]
+        parts = [
+            rows_between(given, 0, 0) if batch is None else batch for batch in taken
+        ]
         found.append(per_replica(parts, on_devices))
     return found
 
@@ -199,7 +257,9 @@ def dealt(batches: list[JSON], replicas: int) -> list[list[JSON]]:
 
 
 def spec_of(value: JSON) -> Any:
-    """TensorFlow's element_spec as ours: one ElementSpec for all replicas, whose rows vary."""
+    """TensorFlow's element_spec as ours: one ElementSpec for all replicas, whose rows
+    vary.
+    """
     tag = next(iter(value)) if isinstance(value, dict) else None
     if tag == "tuple":
         return tuple(map(spec_of, value[tag]))
@@ -232,13 +292,25 @@ def assert_spec(actual: Any, recorded: JSON) -> None:
 
 def structure(batch: JSON) -> Any:
     """A batch with NumPy arrays."""
-    return decode(mapped(lambda leaf: leaf if array_of(leaf) is None else encode_array(array_of(leaf)), batch))
+    return decode(
+        mapped(
+            lambda leaf: (
+                leaf if array_of(leaf) is None else encode_array(array_of(leaf))
+            ),
+            batch,
+        )
+    )
 
 
 def even(batches: list[Any]) -> int | None:
     """The size of the batches, if that is one size, but for a smaller last one."""
-    sizes = [{len(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf)} for batch in batches]
-    if any(len(size) != 1 for size in sizes) or not all(np.ndim(leaf) for b in batches for leaf in jax.tree.leaves(b)):
+    sizes = [
+        {len(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+        for batch in batches
+    ]
+    if any(len(size) != 1 for size in sizes) or not all(
+        np.ndim(leaf) for b in batches for leaf in jax.tree.leaves(b)
+    ):
         return None
     if not alike(batches):
         return None
@@ -249,7 +321,15 @@ def even(batches: list[Any]) -> int | None:
 
 def alike(batches: list[Any]) -> bool:
     """Whether all batches can be joined: some are padded to another width."""
-    return len({tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch)) for batch in batches}) == 1
+    return (
+        len(
+            {
+                tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch))
+                for batch in batches
+            }
+        )
+        == 1
+    )
 
 
 def joined(batches: list[Any]) -> Any:
@@ -260,7 +340,9 @@ def joined(batches: list[Any]) -> Any:
 def arrays(batches: list[Any]) -> Any:
     """A kd.ArrayDataset, which has batches of one size, and numbers only."""
     size = even(batches)
-    if size is None or any(leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in jax.tree.leaves(batches)):
+    if size is None or any(
+        leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in jax.tree.leaves(batches)
+    ):
         return None
     return kd.ArrayDataset(joined(batches), batch_size=size)
 
@@ -279,10 +361,14 @@ def grain_rows(batches: list[Any]) -> Any:
 
 
 def grain_batches(batches: list[Any]) -> Any:
-    """A Grain IterDataset of ready batches; Keras takes no text and no scalars from Grain."""
+    """A Grain IterDataset of ready batches; Keras takes no text and no scalars from
+    Grain.
+    """
     import grain
 
-    if any(leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in jax.tree.leaves(batches)):
+    if any(
+        leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in jax.tree.leaves(batches)
+    ):
         return None
     return grain.MapDataset.source(batches).to_iter_dataset()
 
@@ -308,8 +394,12 @@ def torch_rows(batches: list[Any]) -> Any:
     from torch.utils.data import DataLoader
 
     flat = jax.tree.leaves(batches)
-    sizes = [{len(leaf) for leaf in jax.tree.leaves(batch) if leaf.ndim} for batch in batches]
-    if any(leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in flat) or any(len(size) != 1 for size in sizes):
+    sizes = [
+        {len(leaf) for leaf in jax.tree.leaves(batch) if leaf.ndim} for batch in batches
+    ]
+    if any(leaf.dtype.kind == "U" or leaf.ndim == 0 for leaf in flat) or any(
+        len(size) != 1 for size in sizes
+    ):
         return None
     if not alike(batches):
         return None
@@ -345,9 +435,14 @@ TUPLES_ONLY = ("PyDataset", "generator", "torch DataLoader")
 def as_kind(kind: str, batches: list[JSON]) -> Any:
     """The same batches as another kind of dataset; None where it cannot express them.
 
-    An empty dataset is left out: only a tf.data pipeline and an array say what its elements would have been.
+    An empty dataset is left out: only a tf.data pipeline and an array say what its
+    elements would have been.
     """
-    return KINDS[kind]([structure(batch) for batch in wrapped(kind, batches)]) if batches else None
+    return (
+        KINDS[kind]([structure(batch) for batch in wrapped(kind, batches)])
+        if batches
+        else None
+    )
 
 
 def expressible(kind: str, batches: list[JSON]) -> bool:
@@ -364,8 +459,14 @@ def wrapped(kind: str, batches: list[JSON]) -> list[JSON]:
     """Batches as the kind yields them: some know tuples only."""
     if kind == "arrays":
         batches = [mapped(_in_floatx, batch) for batch in batches]
-    bare = kind in TUPLES_ONLY and batches and next(iter(batches[0])) not in ("tuple", "Pair", "dict")
-    bare = bare or (kind == "generator" and batches and next(iter(batches[0])) == "dict")
+    bare = (
+        kind in TUPLES_ONLY
+        and batches
+        and next(iter(batches[0])) not in ("tuple", "Pair", "dict")
+    )
+    bare = bare or (
+        kind == "generator" and batches and next(iter(batches[0])) == "dict"
+    )
     return [{"tuple": [batch]} for batch in batches] if bare else batches
 
 
@@ -375,8 +476,12 @@ def _in_floatx(leaf: JSON) -> JSON:
     return {"float32": leaf[tag]} if tag in ("float16", "float64") else leaf
 
 
-def with_kinds(*topics: str, where: Callable[[Entry], bool] = lambda entry: True) -> Any:
-    """Parametrises a test by the entries of topics whose batches are known, and by the kinds that can express them."""
+def with_kinds(
+    *topics: str, where: Callable[[Entry], bool] = lambda entry: True
+) -> Any:
+    """Parametrises a test by the entries of topics whose batches are known, and by the
+    kinds that can express them.
+    """
     cases = [
         pytest.param(entry, kind, id=f"{kind}-{name}")
         for entry, name in identified(topics)
@@ -387,12 +492,16 @@ def with_kinds(*topics: str, where: Callable[[Entry], bool] = lambda entry: True
     return pytest.mark.parametrize(("entry", "kind"), cases)
 
 
-def pipeline(steps: JSON, policy: str = "AUTO", files: list[str] | None = None) -> tf.data.Dataset:
+def pipeline(
+    steps: JSON, policy: str = "AUTO", files: list[str] | None = None
+) -> tf.data.Dataset:
     """The tf.data pipeline of an entry, with its policy."""
     from .pipelines import build
 
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy[policy]
+    )
     return build(steps, files or []).with_options(options)
 
 
@@ -410,7 +519,9 @@ def raised_in(entry: Entry) -> bool:
 
 
 def assert_result(strategy: kd.Strategy, value: Any, recorded: JSON) -> None:
-    """Asserts that a call returned the numbers of the record, for each replica where there are several values."""
+    """Asserts that a call returned the numbers of the record, for each replica where
+    there are several values.
+    """
     ours, theirs = plain(encoded(strategy, value)), plain(recorded)
     if ours != theirs:
         assert because("elements of one replica")
@@ -419,7 +530,9 @@ def assert_result(strategy: kd.Strategy, value: Any, recorded: JSON) -> None:
 
 
 def plain(value: JSON) -> Any:
-    """The numbers and texts of the record in lists; what was encoded twice is the same as what was encoded once."""
+    """The numbers and texts of the record in lists; what was encoded twice is the same
+    as what was encoded once.
+    """
     if not isinstance(value, dict):
         return value
     tag, content = next(iter(value.items()))

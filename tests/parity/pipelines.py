@@ -1,4 +1,5 @@
-"""A `tf.data` pipeline written as JSON, so that the record can name its inputs and a test can build them again.
+"""A `tf.data` pipeline written as JSON, so that the record can name its inputs and a
+test can build them again.
 
 A pipeline is a list of steps, each a list of a name and its arguments:
 
@@ -55,12 +56,24 @@ MAPS: dict[str, Callable[..., Any]] = {
     "bool": lambda x: x % 2 == 0,
     "all dtypes": lambda x: {dtype: tf.cast(x, dtype) for dtype in DTYPES},
 }
-DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+DTYPES = (
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+)
 
 
 def name_of(steps: Steps) -> str:
     """The pipeline as a line of code."""
-    return ".".join(f"{name}({', '.join(map(_argument, arguments))})" for name, *arguments in steps)
+    return ".".join(
+        f"{name}({', '.join(map(_argument, arguments))})" for name, *arguments in steps
+    )
 
 
 def _argument(argument: JSON) -> str:
@@ -79,7 +92,9 @@ def build(steps: Steps, files: Sequence[str] = ()) -> tf.data.Dataset:
 
 
 def write_files(files: Files, kind: str, folder: Path) -> list[str]:
-    """Writes each file's numbers, one a row, and gives the paths in the order of `files`."""
+    """Writes each file's numbers, one a row, and gives the paths in the order of
+    `files`.
+    """
     paths = [str(folder / name) for name in files]
     for path, rows in zip(paths, files.values(), strict=True):
         if kind == "tf_records":
@@ -91,7 +106,9 @@ def write_files(files: Files, kind: str, folder: Path) -> list[str]:
     return paths
 
 
-def _step(dataset: Any, name: str, arguments: list[Any], files: list[str]) -> tf.data.Dataset:
+def _step(
+    dataset: Any, name: str, arguments: list[Any], files: list[str]
+) -> tf.data.Dataset:
     match name:
         case "range":
             return tf.data.Dataset.range(*arguments)
@@ -103,7 +120,9 @@ def _step(dataset: Any, name: str, arguments: list[Any], files: list[str]) -> tf
             return tf.data.TFRecordDataset(files)
         case "interleave":
             paths = tf.data.Dataset.from_tensor_slices(files)
-            return paths.interleave(tf.data.TextLineDataset, cycle_length=arguments[0], block_length=1)
+            return paths.interleave(
+                tf.data.TextLineDataset, cycle_length=arguments[0], block_length=1
+            )
         case "batch":
             return dataset.batch(arguments[0], drop_remainder=len(arguments) > 1)
         case "shuffle":
@@ -112,9 +131,13 @@ def _step(dataset: Any, name: str, arguments: list[Any], files: list[str]) -> tf
             hint = tf.data.experimental.SHARD_HINT
             return dataset.shard(hint, hint)
         case "bucket":
-            return dataset.bucket_by_sequence_length(tf.size, [3], [arguments[0], arguments[0] // 2])
+            return dataset.bucket_by_sequence_length(
+                tf.size, [3], [arguments[0], arguments[0] // 2]
+            )
         case "window_batch":
-            return dataset.window(arguments[0]).flat_map(lambda window: window.batch(arguments[0]))
+            return dataset.window(arguments[0]).flat_map(
+                lambda window: window.batch(arguments[0])
+            )
         case "map":
             return dataset.map(MAPS[arguments[0]])
         case "filter":
@@ -134,4 +157,6 @@ def _generator(sizes: list[int]) -> tf.data.Dataset:
         for size, end in zip(sizes, ends, strict=True):
             yield np.arange(end - size, end, dtype=np.int64)
 
-    return tf.data.Dataset.from_generator(chunks, output_signature=tf.TensorSpec((None,), tf.int64))
+    return tf.data.Dataset.from_generator(
+        chunks, output_signature=tf.TensorSpec((None,), tf.int64)
+    )

@@ -1,11 +1,13 @@
 """Records what `tf.distribute` really does, to `tensorflow.json` beside this file.
 
-Run from the repository's root, in an environment of its own with `tensorflow-cpu` and `tf_keras`:
+Run from the repository's root, in an environment of its own with `tensorflow-cpu` and
+`tf_keras`:
 
     python -m tests.parity.record_tensorflow [TOPIC ...]
 
-Naming topics records only those again. The tests read the record and need no TensorFlow. Every entry holds its inputs,
-its number of replicas, and its result in the encoding of `encoding.py`.
+Naming topics records only those again. The tests read the record and need no
+TensorFlow. Every entry holds its inputs, its number of replicas, and its result in the
+encoding of `encoding.py`.
 """
 
 import json
@@ -63,9 +65,11 @@ def made_by() -> dict[str, str]:
 
 
 def record(topic: str) -> list[dict[str, JSON]]:
-    """All entries of a topic, for every number of replicas, each function in a process of its own.
+    """All entries of a topic, for every number of replicas, each function in a process
+    of its own.
 
-    TensorFlow refuses every collective after one has failed, so that errors would leak into what follows.
+    TensorFlow refuses every collective after one has failed, so that errors would leak
+    into what follows.
     """
     functions = TOPICS[topic]
     entries = []

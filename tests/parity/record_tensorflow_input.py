@@ -1,11 +1,13 @@
-"""Records how `tf.distribute` really distributes datasets, to `tensorflow_input.json` beside this file.
+"""Records how `tf.distribute` really distributes datasets, to `tensorflow_input.json`
+beside this file.
 
 Run from the repository's root, in an environment with `tensorflow-cpu`:
 
     python -m tests.parity.record_tensorflow_input [TOPIC ...]
 
-Naming topics records only those again. The tests read the record and need no TensorFlow. Pipelines are written as in
-`pipelines.py`, values in the encoding of `encoding.py`. The topics that begin with "workers" start two processes, with a
+Naming topics records only those again. The tests read the record and need no
+TensorFlow. Pipelines are written as in `pipelines.py`, values in the encoding of
+`encoding.py`. The topics that begin with "workers" start two processes, with a
 TF_CONFIG each, for every entry.
 """
 
@@ -61,7 +63,11 @@ def made_by() -> dict[str, str]:
 def record(topic: str) -> list[dict[str, JSON]]:
     """All entries of a topic, for every number of replicas, or of devices a worker."""
     if topic in WORKER_TOPICS:
-        return [entry for devices in workers.DEVICES for entry in WORKER_TOPICS[topic](devices)]
+        return [
+            entry
+            for devices in workers.DEVICES
+            for entry in WORKER_TOPICS[topic](devices)
+        ]
     entries = []
     for replicas in REPLICAS:
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
@@ -81,7 +87,11 @@ def main(topics: list[str]) -> None:
     about = made_by()
     for topic in topics or (*TOPICS, *WORKER_TOPICS):
         recorded[topic] = record(topic)
-        write(RECORD, about, {topic: recorded.get(topic, []) for topic in (*TOPICS, *WORKER_TOPICS)})
+        write(
+            RECORD,
+            about,
+            {topic: recorded.get(topic, []) for topic in (*TOPICS, *WORKER_TOPICS)},
+        )
         print(f"{topic}: {len(recorded[topic])} entries", flush=True)
 
 

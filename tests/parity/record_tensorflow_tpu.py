@@ -1,6 +1,8 @@
-"""Records how TensorFlow assigns the devices of a TPU to replicas, to `tensorflow_tpu.json` beside this file.
+"""Records how TensorFlow assigns the devices of a TPU to replicas, to
+`tensorflow_tpu.json` beside this file.
 
-It needs no TPU. Run from the repository's root, in an environment with `tensorflow-cpu`:
+It needs no TPU. Run from the repository's root, in an environment with
+`tensorflow-cpu`:
 
     python -m tests.parity.record_tensorflow_tpu
 """
@@ -22,7 +24,9 @@ def main() -> None:
     namespace = tf.tpu.experimental
     topics = {
         "assignments": [build(namespace, case) for case in CASES],
-        "descriptions": [described(namespace, mesh) for mesh in MESHES if mesh != "one chip"],
+        "descriptions": [
+            described(namespace, mesh) for mesh in MESHES if mesh != "one chip"
+        ],
         "topologies": [topology(namespace, arguments) for arguments in TOPOLOGIES],
     }
     write(RECORD, header("tests.parity.record_tensorflow_tpu"), topics)

@@ -1,4 +1,6 @@
-"""Which context each place is in, and what calls in the wrong one do, against TensorFlow."""
+"""Which context each place is in, and what calls in the wrong one do, against
+TensorFlow.
+"""
 
 import jax.numpy as jnp
 import keras
@@ -6,7 +8,16 @@ import pytest
 
 import keras_distribute as kd
 
-from .comparing import as_run_returns, check, check_error, encoded, entries, mirrored, numbers, record
+from .comparing import (
+    as_run_returns,
+    check,
+    check_error,
+    encoded,
+    entries,
+    mirrored,
+    numbers,
+    record,
+)
 from .differences import because
 from .encoding import is_error
 
@@ -41,7 +52,9 @@ def test_places(replicas):
         with strategy.scope():
             note("scope in scope")
         note("after inner scope")
-        strategy.experimental_distribute_values_from_function(lambda context: note("value function"))
+        strategy.experimental_distribute_values_from_function(
+            lambda context: note("value function")
+        )
     note("after scope")
     strategy.run(lambda: note("run outside scope"))
     strategy.extended.update(variable, lambda v: note("update outside scope"))
@@ -52,7 +65,10 @@ def test_places(replicas):
         kd.experimental_set_strategy(None)
     note("strategy unset")
     places = [entry for entry in record()["places"] if entry["replicas"] == replicas]
-    assert noted == {e["place"]: {key: e[key] for key in e if key not in ("replicas", "place")} for e in places}
+    assert noted == {
+        e["place"]: {key: e[key] for key in e if key not in ("replicas", "place")}
+        for e in places
+    }
 
 
 # What TensorFlow lets pass and we refuse, with the builtin class of our error.
@@ -68,7 +84,11 @@ REFUSED = {
 
 @entries("misuse", "name")
 def test_misuse(entry):
-    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    strategy, name, expected = (
+        mirrored(entry["replicas"]),
+        entry["name"],
+        entry["result"],
+    )
     call = calls(strategy)[name]
     if name == "devices not a list":
         assert because("one device name")
@@ -82,7 +102,9 @@ def test_misuse(entry):
         check_error(call, expected)
     elif name.endswith("in update"):
         assert because("updates are one program")
-        assert all(float(number) == 1.0 for number in numbers(encoded(strategy, call())))
+        assert all(
+            float(number) == 1.0 for number in numbers(encoded(strategy, call()))
+        )
     elif name.startswith("default") or name == "scope in own scope":
         check(strategy, call, expected)
     else:
@@ -108,7 +130,9 @@ def calls(strategy):
         return lambda: strategy.run(fn)
 
     def in_merge_call(fn):
-        return lambda: strategy.run(lambda: kd.get_replica_context().merge_call(lambda strategy: fn()))
+        return lambda: strategy.run(
+            lambda: kd.get_replica_context().merge_call(lambda strategy: fn())
+        )
 
     def in_update(fn):
         return lambda: strategy.extended.update(variable, lambda v: fn(), group=False)

@@ -1,4 +1,6 @@
-"""`experimental_distribute_dataset` on one process against TensorFlow, for tf.data and for all other kinds of datasets."""
+"""`experimental_distribute_dataset` on one process against TensorFlow, for tf.data and
+for all other kinds of datasets.
+"""
 
 import json
 
@@ -32,14 +34,25 @@ from .distributing import (
 from .encoding import JSON, decode, encode_array
 
 # What a kind of dataset changes is decided before its elements are put on devices.
-ON_THE_HOST = {"experimental_fetch_to_device": False, "experimental_per_replica_buffer_size": 0}
+ON_THE_HOST = {
+    "experimental_fetch_to_device": False,
+    "experimental_per_replica_buffer_size": 0,
+}
 
 
 def refusal(entry: Entry) -> str | None:
     """What our InputError says of an entry, where there must be one."""
-    tags = {next(iter(leaf)) for batch in entry.get("whole", []) for leaf in leaves(batch) if isinstance(leaf, dict)}
+    tags = {
+        next(iter(leaf))
+        for batch in entry.get("whole", [])
+        for leaf in leaves(batch)
+        if isinstance(leaf, dict)
+    }
     dimensions = {
-        array_of(leaf).ndim for batch in entry.get("whole", []) for leaf in leaves(batch) if array_of(leaf) is not None
+        array_of(leaf).ndim
+        for batch in entry.get("whole", [])
+        for leaf in leaves(batch)
+        if array_of(leaf) is not None
     }
     if "whole" not in entry and entry["policy"] != "HINT":
         assert because("op errors")
@@ -65,8 +78,13 @@ def expected_of(entry: Entry) -> list[JSON]:
     if "whole" not in entry:  # a hint
         if entry["replicas"] > 1:
             assert because("incomplete rounds")
-            assert theirs == by_split([{"int64": [0, 1, 2, 3]}, {"int64": [4, 5, 6, 7]}], entry["replicas"])
-        return by_split([{"int64": [0, 1, 2, 3]}, {"int64": [4, 5, 6, 7]}, {"int64": [8, 9]}], entry["replicas"])
+            assert theirs == by_split(
+                [{"int64": [0, 1, 2, 3]}, {"int64": [4, 5, 6, 7]}], entry["replicas"]
+            )
+        return by_split(
+            [{"int64": [0, 1, 2, 3]}, {"int64": [4, 5, 6, 7]}, {"int64": [8, 9]}],
+            entry["replicas"],
+        )
     ours = by_split(entry["whole"], entry["replicas"])
     if entry.get("policy") in ("FILE", "HINT", "OFF") and ours != theirs:
         assert because("policies on one process")
@@ -84,7 +102,9 @@ def expected_of(entry: Entry) -> list[JSON]:
 def test_tf_data(entry):
     strategy = mirrored(entry["replicas"])
     options = kd.InputOptions(**ON_THE_HOST) if "policy" in entry else None
-    dataset = strategy.experimental_distribute_dataset(pipeline(entry["dataset"], entry.get("policy", "AUTO")), options)
+    dataset = strategy.experimental_distribute_dataset(
+        pipeline(entry["dataset"], entry.get("policy", "AUTO")), options
+    )
     refused = refusal(entry)
     if refused:
         with pytest.raises(errors.InputError, match=refused) as raised:
@@ -93,7 +113,9 @@ def test_tf_data(entry):
     else:
         elements, end = elements_of(strategy, dataset, end_of(entry))
         elements = as_ours(elements)  # where they stayed on the host
-        assert json.dumps(elements) == json.dumps(expected_of(entry)), "also the order of keys"
+        assert json.dumps(elements) == json.dumps(expected_of(entry)), (
+            "also the order of keys"
+        )
         assert end == ("StopIteration" if raised_in(entry) else entry["end"])
     if "element_spec" not in entry:
         return
@@ -114,20 +136,31 @@ def test_tf_data(entry):
 
 
 @with_kinds(
-    "distribute_dataset", "structures", "policies", where=lambda entry: not raised_in(entry) and not refusal(entry)
+    "distribute_dataset",
+    "structures",
+    "policies",
+    where=lambda entry: not raised_in(entry) and not refusal(entry),
 )
 def test_other_kinds(entry, kind):
     strategy = mirrored(entry["replicas"])
     policy = kd.AutoShardPolicy[entry.get("policy", "AUTO")]
     options = kd.InputOptions(auto_shard_policy=policy, **ON_THE_HOST)
-    dataset = strategy.experimental_distribute_dataset(as_kind(kind, entry["whole"]), options)
+    dataset = strategy.experimental_distribute_dataset(
+        as_kind(kind, entry["whole"]), options
+    )
     elements, _ = elements_of(strategy, dataset)
-    assert elements == by_split(wrapped(kind, entry["whole"]), entry["replicas"], on_devices=False)
+    assert elements == by_split(
+        wrapped(kind, entry["whole"]), entry["replicas"], on_devices=False
+    )
     if kind != "generator" and "policy" not in entry:  # a generator can be read once
         assert len(elements_of(strategy, dataset)[0]) == len(elements)
     if elements:
         spec, first = dataset.element_spec, leaves(elements[0])
-        assert len(dataset) == len(elements) if kind in ("arrays", "PyDataset", "torch DataLoader") else True
+        assert (
+            len(dataset) == len(elements)
+            if kind in ("arrays", "PyDataset", "torch DataLoader")
+            else True
+        )
         assert sorted(leaf.dtype for leaf in jax.tree.leaves(spec)) == sorted(
             _dtype(leaf) for leaf in first if leaf is not None
         )
@@ -137,16 +170,28 @@ def _dtype(leaf):
     return decode(leaf["PerReplica"][0]).dtype.name
 
 
-@entries("structures", where=lambda entry: "error" not in entry["local_results"] and not refusal(entry))
+@entries(
+    "structures",
+    where=lambda entry: "error" not in entry["local_results"] and not refusal(entry),
+)
 def test_local_results(entry):
     strategy = mirrored(entry["replicas"])
-    element = next(iter(strategy.experimental_distribute_dataset(pipeline(entry["dataset"]))))
+    element = next(
+        iter(strategy.experimental_distribute_dataset(pipeline(entry["dataset"])))
+    )
     results = entry["local_results"]["tuple"]
     if "ragged" in entry["name"]:
         assert because("ragged tensors")
-        results = [mapped(lambda leaf: encode_array(array_of(leaf)), result) for result in results]
+        results = [
+            mapped(lambda leaf: encode_array(array_of(leaf)), result)
+            for result in results
+        ]
         widths = max(len(row) for result in results for row in result["int64"])
         assert strategy.experimental_local_results(element)[0].shape[1] == widths
         return
     ours = encoded(strategy, strategy.experimental_local_results(element))
-    assert ours == {"tuple": [mapped(lambda leaf: leaf and in_32_bits(leaf), result) for result in results]}
+    assert ours == {
+        "tuple": [
+            mapped(lambda leaf: leaf and in_32_bits(leaf), result) for result in results
+        ]
+    }

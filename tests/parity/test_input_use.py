@@ -1,4 +1,6 @@
-"""Distributed datasets in use against TensorFlow: iterators, `reduce`, `run`, options, the other strategies."""
+"""Distributed datasets in use against TensorFlow: iterators, `reduce`, `run`, options,
+the other strategies.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,15 @@ from keras_distribute import errors
 
 from .comparing import check_error, encoded, mirrored
 from .differences import because
-from .distributing import as_ours, assert_result, assert_spec, by_split, elements_of, entries, pipeline
+from .distributing import (
+    as_ours,
+    assert_result,
+    assert_spec,
+    by_split,
+    elements_of,
+    entries,
+    pipeline,
+)
 from .encoding import is_error
 
 IN_RUN = ("distribute in run", "iter in run", "next in run", "get_next in run")
@@ -18,7 +28,11 @@ IN_RUN = ("distribute in run", "iter in run", "next in run", "get_next in run")
 
 @entries("iteration")
 def test_iteration(entry):
-    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    strategy, name, expected = (
+        mirrored(entry["replicas"]),
+        entry["name"],
+        entry["result"],
+    )
     call = iteration(strategy)[name]
     if name in IN_RUN:
         assert because("iterating in run")
@@ -56,7 +70,9 @@ def iteration(strategy):
     whole = tf.data.Dataset.range(8).batch(4)
 
     def dataset(rows=6):
-        return strategy.experimental_distribute_dataset(tf.data.Dataset.range(rows).batch(4))
+        return strategy.experimental_distribute_dataset(
+            tf.data.Dataset.range(rows).batch(4)
+        )
 
     def after_end(call, rows=6):
         def run():
@@ -121,15 +137,25 @@ def iteration(strategy):
         "a new iterator starts over": partly,
         "for twice": twice,
         "next at the end": after_end(next),
-        "next again at the end": after_end(lambda iterator: [next(iterator, None), next(iterator, None)]),
+        "next again at the end": after_end(
+            lambda iterator: [next(iterator, None), next(iterator, None)]
+        ),
         "get_next": lambda: iter(dataset()).get_next(),
         "get_next at the end": after_end(lambda iterator: iterator.get_next()),
-        "get_next at the end, full batches": after_end(lambda iterator: iterator.get_next(), rows=8),
-        "get_next_as_optional": lambda: iter(dataset()).get_next_as_optional().get_value(),
+        "get_next at the end, full batches": after_end(
+            lambda iterator: iterator.get_next(), rows=8
+        ),
+        "get_next_as_optional": lambda: (
+            iter(dataset()).get_next_as_optional().get_value()
+        ),
         "get_next_as_optional has_value": lambda: optional(6, 4),
         "get_next_as_optional has_value, empty": lambda: optional(0, 2),
-        "get_next_as_optional get_value at the end": after_end(lambda i: i.get_next_as_optional().get_value()),
-        "class of the optional": lambda: type(iter(dataset()).get_next_as_optional()).__name__,
+        "get_next_as_optional get_value at the end": after_end(
+            lambda i: i.get_next_as_optional().get_value()
+        ),
+        "class of the optional": lambda: (
+            type(iter(dataset()).get_next_as_optional()).__name__
+        ),
         "iterator element_spec": lambda: iter(dataset()).element_spec,
         "next of the dataset": lambda: next(dataset()),
         "len of the dataset": lambda: len(dataset()),
@@ -142,33 +168,54 @@ def iteration(strategy):
         "reduce": lambda: dataset(10).reduce(0, total),
         "reduce, empty": lambda: dataset(0).reduce(0, total),
         "reduce of sizes": lambda: dataset(9).reduce(
-            0, lambda state, x: state + strategy.reduce("SUM", strategy.run(sizes, (x,)), axis=None)
+            0,
+            lambda state, x: (
+                state + strategy.reduce("SUM", strategy.run(sizes, (x,)), axis=None)
+            ),
         ),
         "loop in a function": lambda: in_function(dataset(10)),
         "loop in a function, full batches": lambda: in_function(dataset(8)),
         "loop in a function over an iterator": lambda: in_function(iter(dataset(10))),
         "run of next": lambda: strategy.run(sizes, (next(iter(dataset())),)),
-        "run of the last": lambda: [strategy.run(sizes, (element,)) for element in dataset(9)],
+        "run of the last": lambda: [
+            strategy.run(sizes, (element,)) for element in dataset(9)
+        ],
         "in scope": scoped,
         "distribute in run": lambda: strategy.run(lambda: next(iter(dataset()))),
         "iter in run": lambda: strategy.run(lambda d: next(iter(d)), (dataset(),)),
-        "next in run": lambda: strategy.run(lambda iterator: next(iterator), (iter(dataset()),)),
-        "get_next in run": lambda: strategy.run(lambda iterator: iterator.get_next(), (iter(dataset()),)),
+        "next in run": lambda: strategy.run(
+            lambda iterator: next(iterator), (iter(dataset()),)
+        ),
+        "get_next in run": lambda: strategy.run(
+            lambda iterator: iterator.get_next(), (iter(dataset()),)
+        ),
         "distribute a distributed dataset": distributed_of(dataset),
         "distribute a list": distributed_of(lambda: [1, 2]),
         "distribute an array": distributed_of(lambda: np.arange(8)),
         "distribute none": distributed_of(lambda: None),
         "distribute an iterator": distributed_of(lambda: iter(whole)),
         "distribute a function": distributed_of(lambda: lambda context: whole),
-        "distribute without a dataset": lambda: strategy.experimental_distribute_dataset(),
-        "distribute with a dict as options": lambda: strategy.experimental_distribute_dataset(whole, {"a": 1}),
+        "distribute without a dataset": lambda: (
+            strategy.experimental_distribute_dataset()
+        ),
+        "distribute with a dict as options": lambda: (
+            strategy.experimental_distribute_dataset(whole, {"a": 1})
+        ),
         "text of element_spec": lambda: dataset().element_spec,
         "text of element_spec, static": lambda: (
-            strategy.experimental_distribute_dataset(whole.map(lambda x: tf.ensure_shape(x, [4]))).element_spec
+            strategy.experimental_distribute_dataset(
+                whole.map(lambda x: tf.ensure_shape(x, [4]))
+            ).element_spec
         ),
-        "reduce SUM of a tail": lambda: [strategy.reduce("SUM", element, axis=0) for element in dataset(9)],
-        "reduce MEAN of a tail": lambda: [strategy.reduce("MEAN", element, axis=0) for element in dataset(9)],
-        "gather of a tail": lambda: [strategy.gather(element, axis=0) for element in dataset(9)],
+        "reduce SUM of a tail": lambda: [
+            strategy.reduce("SUM", element, axis=0) for element in dataset(9)
+        ],
+        "reduce MEAN of a tail": lambda: [
+            strategy.reduce("MEAN", element, axis=0) for element in dataset(9)
+        ],
+        "gather of a tail": lambda: [
+            strategy.gather(element, axis=0) for element in dataset(9)
+        ],
     }
 
 
@@ -176,7 +223,9 @@ def iteration(strategy):
 def test_options(entry):
     strategy, arguments = mirrored(entry["replicas"]), dict(entry["options"])
     mode = arguments.get("experimental_replication_mode", "PER_WORKER")
-    if mode is None or (mode == "PER_REPLICA" and len(arguments) == 1):  # the text, not the member
+    if mode is None or (
+        mode == "PER_REPLICA" and len(arguments) == 1
+    ):  # the text, not the member
         assert because("not a dataset")
         check_error(lambda: kd.InputOptions(**arguments), {"error": "TypeError"})
         return
@@ -199,10 +248,21 @@ def test_options(entry):
             check_error(call, {"error": "ValueError"})
             return
         elements, end = elements_of(strategy, call())
-        assert (elements, end) == (as_ours(recorded["elements"], on_devices), recorded["end"])
+        assert (elements, end) == (
+            as_ours(recorded["elements"], on_devices),
+            recorded["end"],
+        )
 
-    check(lambda: strategy.experimental_distribute_dataset(whole, options), entry["dataset"])
-    check(lambda: strategy.distribute_datasets_from_function(lambda context: whole, options), entry["function"])
+    check(
+        lambda: strategy.experimental_distribute_dataset(whole, options),
+        entry["dataset"],
+    )
+    check(
+        lambda: strategy.distribute_datasets_from_function(
+            lambda context: whole, options
+        ),
+        entry["function"],
+    )
 
 
 @entries("options", where=lambda entry: entry["name"] != "combination")
@@ -210,9 +270,15 @@ def test_the_options_themselves(entry):
     name, expected = entry["name"], entry["result"]
     default = kd.InputOptions()
     if name == "defaults":
-        ours = {key: getattr(getattr(default, key), "name", getattr(default, key)) for key in expected}
+        ours = {
+            key: getattr(getattr(default, key), "name", getattr(default, key))
+            for key in expected
+        }
         assert because("options of our own")
-        assert ours == expected | {"experimental_fetch_to_device": None, "experimental_per_replica_buffer_size": None}
+        assert ours == expected | {
+            "experimental_fetch_to_device": None,
+            "experimental_per_replica_buffer_size": None,
+        }
     elif name in ("repr", "is a tuple"):
         assert because("options of our own")
         assert repr(default).startswith("InputOptions(experimental_fetch_to_device=")
@@ -220,12 +286,18 @@ def test_the_options_themselves(entry):
         with pytest.raises(TypeError, match="positional"):
             kd.InputOptions(True)
     elif name == "attributes are set":
-        check_error(lambda: setattr(default, "experimental_fetch_to_device", False), expected, fix=False)
+        check_error(
+            lambda: setattr(default, "experimental_fetch_to_device", False),
+            expected,
+            fix=False,
+        )
     else:
         assert {mode.name: mode.value for mode in kd.InputReplicationMode} == expected
 
 
-@entries("other_strategies", where=lambda entry: entry["strategy"] == "OneDeviceStrategy")
+@entries(
+    "other_strategies", where=lambda entry: entry["strategy"] == "OneDeviceStrategy"
+)
 def test_one_device_strategy(entry):
     strategy = kd.OneDeviceStrategy("cpu:1")
     whole = tf.data.Dataset.range(10).batch(4)
@@ -237,27 +309,52 @@ def test_one_device_strategy(entry):
             return pipeline(entry["dataset"])
 
         if entry["call"] == "dataset":
-            dataset = strategy.experimental_distribute_dataset(pipeline(entry["dataset"]))
+            dataset = strategy.experimental_distribute_dataset(
+                pipeline(entry["dataset"])
+            )
             assert_spec(dataset.element_spec, entry["element_spec"])
-            assert dataset.layout.num_steps == (entry["cardinality"] if entry["cardinality"] >= 0 else None)
+            assert dataset.layout.num_steps == (
+                entry["cardinality"] if entry["cardinality"] >= 0 else None
+            )
         else:
             dataset = strategy.distribute_datasets_from_function(dataset_fn)
-            assert [str(context) for context in contexts] == [made["str"][14:] for made in entry["contexts"]]
+            assert [str(context) for context in contexts] == [
+                made["str"][14:] for made in entry["contexts"]
+            ]
         most = len(entry["elements"]) if entry["end"] == "more" else 40
-        assert elements_of(strategy, dataset, most) == (as_ours(entry["elements"]), entry["end"])
+        assert elements_of(strategy, dataset, most) == (
+            as_ours(entry["elements"]),
+            entry["end"],
+        )
     elif entry["name"] == "what comes back":
         distributed = strategy.experimental_distribute_dataset(whole)
-        from_function = strategy.distribute_datasets_from_function(lambda context: whole)
-        assert isinstance(distributed, kd.DistributedDataset) == entry["is_distributed_dataset"]
-        assert isinstance(iter(distributed), kd.DistributedIterator) == entry["is_distributed_iterator"]
-        assert type(distributed).__name__ == type(from_function).__name__ == entry["class"]
+        from_function = strategy.distribute_datasets_from_function(
+            lambda context: whole
+        )
+        assert (
+            isinstance(distributed, kd.DistributedDataset)
+            == entry["is_distributed_dataset"]
+        )
+        assert (
+            isinstance(iter(distributed), kd.DistributedIterator)
+            == entry["is_distributed_iterator"]
+        )
+        assert (
+            type(distributed).__name__ == type(from_function).__name__ == entry["class"]
+        )
     elif entry["name"] == "options":
         check_with_options(strategy, entry, whole)
     else:
         assert because("not a dataset")
         value = {"distribute none": None}.get(entry["name"], [1, 2, 3])
-        check_error(lambda: strategy.experimental_distribute_dataset(value), {"error": "ValueError"})
-        check_error(lambda: strategy.distribute_datasets_from_function(lambda c: value), {"error": "ValueError"})
+        check_error(
+            lambda: strategy.experimental_distribute_dataset(value),
+            {"error": "ValueError"},
+        )
+        check_error(
+            lambda: strategy.distribute_datasets_from_function(lambda c: value),
+            {"error": "ValueError"},
+        )
 
 
 def check_with_options(strategy, entry, whole):
@@ -270,13 +367,22 @@ def check_with_options(strategy, entry, whole):
         check_error(lambda: kd.InputOptions(**arguments), {"error": "ValueError"})
         return
     options = kd.InputOptions(**arguments)
-    from_function = strategy.distribute_datasets_from_function(lambda context: whole, options)
+    from_function = strategy.distribute_datasets_from_function(
+        lambda context: whole, options
+    )
     if mode is kd.InputReplicationMode.PER_WORKER:
         dataset = strategy.experimental_distribute_dataset(whole, options)
-        assert elements_of(strategy, dataset)[0] == as_ours(entry["dataset"]["elements"])
-        assert elements_of(strategy, from_function)[0] == as_ours(entry["function"]["elements"])
+        assert elements_of(strategy, dataset)[0] == as_ours(
+            entry["dataset"]["elements"]
+        )
+        assert elements_of(strategy, from_function)[0] == as_ours(
+            entry["function"]["elements"]
+        )
         return
-    check_error(lambda: strategy.experimental_distribute_dataset(whole, options), {"error": "ValueError"})
+    check_error(
+        lambda: strategy.experimental_distribute_dataset(whole, options),
+        {"error": "ValueError"},
+    )
     assert because("replicas of workers")
     batches = [{"int64": [0, 1, 2, 3]}, {"int64": [4, 5, 6, 7]}, {"int64": [8, 9]}]
     assert elements_of(strategy, from_function)[0] == by_split(batches, 1)
@@ -285,9 +391,13 @@ def check_with_options(strategy, entry, whole):
 @entries("other_strategies", where=lambda entry: entry["strategy"] == "default")
 def test_default_strategy(entry):
     strategy = kd.get_strategy()
-    whole = pipeline(entry["dataset"] if "call" in entry else [["range", 10], ["batch", 4]])
+    whole = pipeline(
+        entry["dataset"] if "call" in entry else [["range", 10], ["batch", 4]]
+    )
     options = entry.get("options") and kd.InputOptions(
-        experimental_replication_mode=kd.InputReplicationMode[entry["options"]["experimental_replication_mode"]]
+        experimental_replication_mode=kd.InputReplicationMode[
+            entry["options"]["experimental_replication_mode"]
+        ]
     )
     contexts = []
 
@@ -299,7 +409,11 @@ def test_default_strategy(entry):
     assert strategy.distribute_datasets_from_function(dataset_fn, options) is whole
     assert contexts == ["InputContext(input pipeline id 0, total: 1)"]
     if "result" in entry:
-        value = {"distribute none": None, "distribute a list": [1, 2, 3]}.get(entry["name"], [1, 2])
+        value = {"distribute none": None, "distribute a list": [1, 2, 3]}.get(
+            entry["name"], [1, 2]
+        )
         assert strategy.experimental_distribute_dataset(value) is value
-        assert strategy.distribute_datasets_from_function(lambda context: value) is value
+        assert (
+            strategy.distribute_datasets_from_function(lambda context: value) is value
+        )
         assert encoded(strategy, value) == entry["result"]

@@ -2,7 +2,15 @@
 
 import keras_distribute as kd
 
-from .comparing import assert_same, cases, check, check_error, encoded, mirrored, value_of
+from .comparing import (
+    assert_same,
+    cases,
+    check,
+    check_error,
+    encoded,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import is_error
 
@@ -17,23 +25,35 @@ def test_reduce(entry, case):
         axis = tuple(axis)
 
     def call():
-        return strategy.reduce(kd.ReduceOp.SUM if op == "ReduceOp.SUM" else op, value, axis=axis)
+        return strategy.reduce(
+            kd.ReduceOp.SUM if op == "ReduceOp.SUM" else op, value, axis=axis
+        )
 
     if name == "axis as a list":
         assert because("axes in a list")
-        assert_same(encoded(strategy, call()), encoded(strategy, strategy.reduce(op, value, axis=tuple(axis))))
+        assert_same(
+            encoded(strategy, call()),
+            encoded(strategy, strategy.reduce(op, value, axis=tuple(axis))),
+        )
     elif name == "none":
         assert because("none")
         assert call() is None
     elif name == "bool scalars":
         assert because("booleans")
         total = [1, 1, None, 3][entry["replicas"] - 1]
-        expected = {"int32": total} if op == "SUM" else {"float32": total / entry["replicas"]}
+        expected = (
+            {"int32": total} if op == "SUM" else {"float32": total / entry["replicas"]}
+        )
         assert_same(encoded(strategy, call()), expected)
     elif name == "plain matrix" and op == "SUM" and entry["replicas"] > 1:
         assert because("common values")
         check_error(call, {"error": "ValueError"})
-    elif op == "MEAN" and axis is None and entry["replicas"] == 1 and "PerReplica" in entry["value"]:
+    elif (
+        op == "MEAN"
+        and axis is None
+        and entry["replicas"] == 1
+        and "PerReplica" in entry["value"]
+    ):
         check(strategy, call, _mean_of_one(expected))
     else:
         check(strategy, call, _as_array(expected))
@@ -45,7 +65,11 @@ def _mean_of_one(expected):
         assert because("no 64-bit")
         return {"float32": expected["int32"]}
     if "dict" in expected:
-        return {"dict": {name: _mean_of_one(item) for name, item in expected["dict"].items()}}
+        return {
+            "dict": {
+                name: _mean_of_one(item) for name, item in expected["dict"].items()
+            }
+        }
     return expected
 
 
@@ -53,7 +77,11 @@ def _as_array(expected):
     """The mean of a Python number: TensorFlow hands the number back."""
     if isinstance(expected, dict) and "python" in expected:
         assert because("numbers become arrays")
-        return {"int32" if isinstance(expected["python"], int) else "float32": expected["python"]}
+        return {
+            "int32" if isinstance(expected["python"], int) else "float32": expected[
+                "python"
+            ]
+        }
     return expected
 
 
@@ -68,14 +96,26 @@ def test_gather(entry, case):
 
     if axis < 0 and "PerReplica" in entry["value"]:
         assert because("negative axes")
-        assert_same(encoded(strategy, call()), encoded(strategy, strategy.gather(value, axis=2 + axis)))
+        assert_same(
+            encoded(strategy, call()),
+            encoded(strategy, strategy.gather(value, axis=2 + axis)),
+        )
     elif entry["name"] in ("dict per replica", "ragged rows of a dict"):
         assert because("gathered structures")
-        expected = {"dict": {name: encoded(strategy, strategy.gather(value[name], axis)) for name in value}}
+        expected = {
+            "dict": {
+                name: encoded(strategy, strategy.gather(value[name], axis))
+                for name in value
+            }
+        }
         assert_same(encoded(strategy, call()), expected)
     elif is_error(expected):
         check_error(call, expected)
-    elif (entry["name"], axis) == ("float32 matrices", 2) or entry["name"] in ("scalars", "plain scalar", "python int"):
+    elif (entry["name"], axis) == ("float32 matrices", 2) or entry["name"] in (
+        "scalars",
+        "plain scalar",
+        "python int",
+    ):
         assert because("refused early")
         check_error(call, {"error": "ValueError"})
     else:

@@ -1,4 +1,6 @@
-"""`all_reduce`, `all_gather`, `merge_call` and their gradients, inside `run`, against TensorFlow."""
+"""`all_reduce`, `all_gather`, `merge_call` and their gradients, inside `run`, against
+TensorFlow.
+"""
 
 from functools import partial
 
@@ -7,7 +9,15 @@ import jax.numpy as jnp
 
 import keras_distribute as kd
 
-from .comparing import as_run_returns, cases, check, check_error, entries, mirrored, value_of
+from .comparing import (
+    as_run_returns,
+    cases,
+    check,
+    check_error,
+    entries,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import decode, is_error
 
@@ -23,18 +33,29 @@ def test_all_reduce(entry, case):
     strategy = mirrored(entry["replicas"])
     if entry["name"] == "mixed dtypes" and is_error(expected):
         expected = _mixed_dtypes(entry, op)
-    if entry["name"] in ("int scalar", "mixed dtypes") and op == "MEAN" and entry["replicas"] == 1:
+    if (
+        entry["name"] in ("int scalar", "mixed dtypes")
+        and op == "MEAN"
+        and entry["replicas"] == 1
+    ):
         expected = _floats(expected)
     step = partial(lambda op, value: kd.get_replica_context().all_reduce(op, value), op)
-    check(strategy, lambda: run(entry, step), as_run_returns(expected, entry["replicas"]))
+    check(
+        strategy, lambda: run(entry, step), as_run_returns(expected, entry["replicas"])
+    )
 
 
 def _mixed_dtypes(entry, op):
-    """TensorFlow refuses floats beside integers on CPUs; by itself each reduces as ever."""
+    """TensorFlow refuses floats beside integers on CPUs; by itself each reduces as
+    ever.
+    """
     assert because("mixed dtypes")
     floats, ints = zip(*decode(entry["value"]), strict=True)
     scale = len(floats) if op == "MEAN" else 1
-    reduced = [{"float32": float(sum(floats)) / scale}, {"int32" if op == "SUM" else "float32": int(sum(ints)) / scale}]
+    reduced = [
+        {"float32": float(sum(floats)) / scale},
+        {"int32" if op == "SUM" else "float32": int(sum(ints)) / scale},
+    ]
     return {"tuple": [{"PerReplica": [value] * len(floats)} for value in reduced]}
 
 
@@ -52,14 +73,18 @@ def test_all_gather(entry, case):
     strategy = mirrored(entry["replicas"])
 
     def call(axis=axis):
-        return run(entry, lambda value: kd.get_replica_context().all_gather(value, axis=axis))
+        return run(
+            entry, lambda value: kd.get_replica_context().all_gather(value, axis=axis)
+        )
 
     if entry["name"] == "scalars" or (entry["name"], axis) == ("float32 matrices", 2):
         assert because("refused early")
         check_error(call, {"error": "ValueError"})
     elif axis in (-1, -2) and is_error(expected):
         assert because("negative axes")
-        expected = next(result for other, result in entry["results"] if other == 2 + axis)
+        expected = next(
+            result for other, result in entry["results"] if other == 2 + axis
+        )
         check(strategy, call, as_run_returns(expected, entry["replicas"]))
     else:
         check(strategy, call, as_run_returns(expected, entry["replicas"]))
@@ -93,13 +118,23 @@ def test_merge_call(entry):
     functions = {
         "reduce": lambda strategy, value: strategy.reduce("SUM", value, axis=None),
         "same": lambda strategy, value: value,
-        "structure": lambda strategy, value: {"mean": strategy.reduce("MEAN", value, axis=None), "own": value},
-        "last local result": lambda strategy, value: strategy.experimental_local_results(value)[-1],
+        "structure": lambda strategy, value: {
+            "mean": strategy.reduce("MEAN", value, axis=None),
+            "own": value,
+        },
+        "last local result": lambda strategy, value: (
+            strategy.experimental_local_results(value)[-1]
+        ),
         "raises": failing,
     }
 
     def call():
-        return run(entry, lambda value: kd.get_replica_context().merge_call(functions[entry["name"]], args=(value,)))
+        return run(
+            entry,
+            lambda value: kd.get_replica_context().merge_call(
+                functions[entry["name"]], args=(value,)
+            ),
+        )
 
     if entry["name"] == "raises":  # the user's own error, as it is
         check_error(call, entry["result"], fix=False)
@@ -107,4 +142,8 @@ def test_merge_call(entry):
         assert because("merge_call is traced")
         check_error(call, {"error": "ValueError"})
     else:
-        check(mirrored(entry["replicas"]), call, as_run_returns(entry["result"], entry["replicas"]))
+        check(
+            mirrored(entry["replicas"]),
+            call,
+            as_run_returns(entry["result"], entry["replicas"]),
+        )

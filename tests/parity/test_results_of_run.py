@@ -1,11 +1,22 @@
-"""How results are put together and taken apart, against TensorFlow: `run`, local results, values from a function."""
+"""How results are put together and taken apart, against TensorFlow: `run`, local
+results, values from a function.
+"""
 
 import jax.numpy as jnp
 import keras
 
 import keras_distribute as kd
 
-from .comparing import as_run_returns, assert_same, check, check_error, encoded, entries, mirrored, value_of
+from .comparing import (
+    as_run_returns,
+    assert_same,
+    check,
+    check_error,
+    encoded,
+    entries,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import Marker, Pair, is_error
 
@@ -20,7 +31,9 @@ def test_regrouped_result(entry):
         on_read = keras.Variable(3.0, synchronization="on_read", aggregation="sum")
 
     def tensor(scale=10.0):
-        return scale * jnp.asarray(kd.get_replica_context().replica_id_in_sync_group, "float32")
+        return scale * jnp.asarray(
+            kd.get_replica_context().replica_id_in_sync_group, "float32"
+        )
 
     functions = {
         "tensor": tensor,
@@ -30,7 +43,9 @@ def test_regrouped_result(entry):
         "python int": lambda: 3,
         "python float": lambda: 2.5,
         "bool": lambda: True,
-        "differing python ints": lambda: kd.get_replica_context().replica_id_in_sync_group,
+        "differing python ints": lambda: (
+            kd.get_replica_context().replica_id_in_sync_group
+        ),
         "same object": lambda: MARKER,
         "list": lambda: [tensor(), tensor(2.0)],
         "tuple": lambda: (tensor(), None),
@@ -38,7 +53,10 @@ def test_regrouped_result(entry):
         "empty dict": dict,
         "dict": lambda: {"a": tensor(), "b": "text", "c": 3},
         "named tuple": lambda: Pair(tensor(), {"x": tensor(2.0)}),
-        "nested": lambda: {"a": [tensor(), (tensor(2.0), None)], "b": Pair("text", [1, tensor()])},
+        "nested": lambda: {
+            "a": [tensor(), (tensor(2.0), None)],
+            "b": Pair("text", [1, tensor()]),
+        },
         "mirrored variable": lambda: variable,
         "read of a mirrored variable": lambda: variable.value,
         "on read variable": lambda: on_read,
@@ -93,17 +111,29 @@ def test_values_from_a_function(entry):
     distribute = strategy.experimental_distribute_values_from_function
     if name == "contexts":
         distribute(note)
-        assert contexts == [{key: value for key, value in said.items() if key != "str"} for said in expected]
+        assert contexts == [
+            {key: value for key, value in said.items() if key != "str"}
+            for said in expected
+        ]
     elif name == "defaults":
         context = kd.experimental.ValueContext()
-        assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
+        assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (
+            0,
+            1,
+        )
     elif name == "in run":
         assert because("values in run")
-        check_error(lambda: strategy.run(lambda: distribute(note)), {"error": "RuntimeError"})
+        check_error(
+            lambda: strategy.run(lambda: distribute(note)), {"error": "RuntimeError"}
+        )
     elif name.startswith("python"):
         assert because("numbers become arrays")
         dtype = "float32" if name == "python float" else "int32"
-        expected = {"PerReplica": [{dtype: component["python"]} for component in expected["PerReplica"]]}
+        expected = {
+            "PerReplica": [
+                {dtype: component["python"]} for component in expected["PerReplica"]
+            ]
+        }
         assert_same(encoded(strategy, distribute(functions[name])), expected)
     elif is_error(expected):
         check_error(lambda: distribute(functions[name]), expected)

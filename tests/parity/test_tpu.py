@@ -14,7 +14,9 @@ OURS = kd.tpu.experimental
 
 
 def agrees(theirs, ours):
-    """The same, or an error of ours, which is a `ValueError`, where TensorFlow has an error."""
+    """The same, or an error of ours, which is a `ValueError`, where TensorFlow has an
+    error.
+    """
     if isinstance(theirs, dict) and "error" in theirs:
         return isinstance(ours, dict) and "ValueError" in ours["error"]
     return theirs == ours
@@ -22,8 +24,13 @@ def agrees(theirs, ours):
 
 def test_replicas_get_the_devices_that_tensorflow_gives_them():
     assert len(CASES) == len(RECORD["assignments"]) > 500
-    said = [(case, theirs, build(OURS, case)) for case, theirs in zip(CASES, RECORD["assignments"], strict=True)]
-    assert [(case, theirs, ours) for case, theirs, ours in said if not agrees(theirs, ours)] == []
+    said = [
+        (case, theirs, build(OURS, case))
+        for case, theirs in zip(CASES, RECORD["assignments"], strict=True)
+    ]
+    assert [
+        (case, theirs, ours) for case, theirs, ours in said if not agrees(theirs, ours)
+    ] == []
     assert sum(isinstance(theirs, list) for _, theirs, _ in said) > 200
 
 
@@ -32,7 +39,9 @@ def test_names_and_numbers_are_tensorflows(mesh):
     names = [name for name in MESHES if name != "one chip"]
     theirs, ours = RECORD["descriptions"][names.index(mesh)], described(OURS, mesh)
     assert list(theirs) == list(ours)
-    assert {name for name in theirs if not agrees(theirs[name], ours[name])} <= {"replicas of"}
+    assert {name for name in theirs if not agrees(theirs[name], ours[name])} <= {
+        "replicas of"
+    }
     assert all(map(agrees, theirs["replicas of"], ours["replicas of"]))
 
 

@@ -1,4 +1,6 @@
-"""Optimizers, metrics and loss scaling inside `run` against TensorFlow with its own Keras."""
+"""Optimizers, metrics and loss scaling inside `run` against TensorFlow with its own
+Keras.
+"""
 
 import jax.numpy as jnp
 import keras
@@ -6,7 +8,17 @@ import numpy as np
 
 import keras_distribute as kd
 
-from .comparing import arrays, as_run_returns, assert_same, check, check_error, encoded, entries, mirrored, value_of
+from .comparing import (
+    arrays,
+    as_run_returns,
+    assert_same,
+    check,
+    check_error,
+    encoded,
+    entries,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import decode, encode, is_error
 
@@ -24,7 +36,9 @@ def test_optimizer_sums_raw_gradients(entry):
 
     for gradients, expected in zip(entry["gradients"], entry["after"], strict=True):
         strategy.run(step, args=(value_of(strategy, gradients),))
-        assert_same(encoded(strategy, [variable.value for variable in variables]), expected)
+        assert_same(
+            encoded(strategy, [variable.value for variable in variables]), expected
+        )
     assert int(optimizer.iterations.value) == entry["iterations"]
 
 
@@ -33,7 +47,10 @@ def test_metric(entry):
     strategy = mirrored(entry["replicas"])
     with strategy.scope():
         metric = getattr(keras.metrics, entry["metric"])(**entry["config"])
-    alone = [getattr(keras.metrics, entry["metric"])(**entry["config"]) for _ in range(entry["replicas"])]
+    alone = [
+        getattr(keras.metrics, entry["metric"])(**entry["config"])
+        for _ in range(entry["replicas"])
+    ]
     batches = decode(entry["batch"])
 
     def step(args, weights):
@@ -50,7 +67,12 @@ def test_metric(entry):
         inside = strategy.run(step, args=(distribute(0), weights))
         assert because("keras 3 metrics")
         assert_same(
-            encoded(strategy, inside), {"PerReplica": [_updated(*pair) for pair in zip(alone, batches, strict=True)]}
+            encoded(strategy, inside),
+            {
+                "PerReplica": [
+                    _updated(*pair) for pair in zip(alone, batches, strict=True)
+                ]
+            },
         )
         assert_same(encoded(strategy, metric.result()), expected["after"])
     metric.reset_state()
@@ -66,11 +88,25 @@ def _updated(metric, batch):
 
 @entries("average_loss", "name")
 def test_compute_average_loss(entry):
-    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    strategy, name, expected = (
+        mirrored(entry["replicas"]),
+        entry["name"],
+        entry["result"],
+    )
     if name in ("in scope", "no strategy"):
-        _check_outside_run(strategy, name, kd.nn.compute_average_loss, jnp.asarray([1.0, 2.0]), expected)
+        _check_outside_run(
+            strategy,
+            name,
+            kd.nn.compute_average_loss,
+            jnp.asarray([1.0, 2.0]),
+            expected,
+        )
         return
-    size = {"global_batch_size": entry["global_batch_size"]} if "global_batch_size" in entry else {}
+    size = (
+        {"global_batch_size": entry["global_batch_size"]}
+        if "global_batch_size" in entry
+        else {}
+    )
 
     def call():
         def step(losses, weights):
@@ -83,20 +119,31 @@ def test_compute_average_loss(entry):
         assert because("ragged average loss")
         parts = decode(entry["losses"])
         share = [np.float32(part.sum() / sum(map(len, parts))) for part in parts]
-        assert_same(encoded(strategy, call()), {"PerReplica": [encode(value) for value in share]})
+        assert_same(
+            encoded(strategy, call()),
+            {"PerReplica": [encode(value) for value in share]},
+        )
     else:
         check(strategy, call, as_run_returns(expected, entry["replicas"]))
 
 
 @entries("regularization_loss", "name")
 def test_scale_regularization_loss(entry):
-    strategy, name, expected = mirrored(entry["replicas"]), entry["name"], entry["result"]
+    strategy, name, expected = (
+        mirrored(entry["replicas"]),
+        entry["name"],
+        entry["result"],
+    )
     if name in ("in scope", "no strategy"):
-        _check_outside_run(strategy, name, kd.nn.scale_regularization_loss, jnp.asarray(2.0), expected)
+        _check_outside_run(
+            strategy, name, kd.nn.scale_regularization_loss, jnp.asarray(2.0), expected
+        )
         return
 
     def call():
-        return strategy.run(kd.nn.scale_regularization_loss, args=(value_of(strategy, entry["losses"]),))
+        return strategy.run(
+            kd.nn.scale_regularization_loss, args=(value_of(strategy, entry["losses"]),)
+        )
 
     check(strategy, call, as_run_returns(expected, entry["replicas"]))
 

@@ -1,4 +1,6 @@
-"""Variables against TensorFlow: what they hold, and read as, after each operation in each context."""
+"""Variables against TensorFlow: what they hold, and read as, after each operation in
+each context.
+"""
 
 import jax.numpy as jnp
 import keras
@@ -41,14 +43,20 @@ def operand():
 
 
 def components(strategy, variable):
-    return [float(component) for component in strategy.experimental_local_results(variable)]
+    return [
+        float(component) for component in strategy.experimental_local_results(variable)
+    ]
 
 
 def numbers(strategy, result):
     """One float, or one per replica."""
     if isinstance(result, kd.DistributedValues):
         result = strategy.experimental_local_results(result)
-    return [float(component) for component in result] if isinstance(result, tuple) else float(result)
+    return (
+        [float(component) for component in result]
+        if isinstance(result, tuple)
+        else float(result)
+    )
 
 
 def drifts(entry, operation):
@@ -63,7 +71,9 @@ def drifts(entry, operation):
 
 
 def as_ours(entry, operation):
-    """What the record says after `operation`, with the sums that are synchronized on read as ours are."""
+    """What the record says after `operation`, with the sums that are synchronized on
+    read as ours are.
+    """
     expected = dict(entry[operation])
     if entry["replicas"] == 1 and entry["context"] == "replica":
         assert because("one replica")
@@ -80,12 +90,19 @@ def as_ours(entry, operation):
         components = moved(expected["components"])
         if entry["context"] == "cross-replica":
             assert because("sum added")
-            change = {"read": 0.0, "assign_add": COMMON, "assign_sub": -COMMON}[operation]
+            change = {"read": 0.0, "assign_add": COMMON, "assign_sub": -COMMON}[
+                operation
+            ]
             components = [prepared[0] + change, *prepared[1:]]
             inside = sum(components)
         else:
             inside = {"components": components}
-        return {"prepared": prepared, "inside": inside, "components": components, "value": sum(components)}
+        return {
+            "prepared": prepared,
+            "inside": inside,
+            "components": components,
+            "value": sum(components),
+        }
     if entry["context"] == "cross-replica":
         assert because("sum assigned")
         expected["components"] = [COMMON] + [0.0] * (len(prepared) - 1)
@@ -107,7 +124,9 @@ def test_variable(entry, operation):
         with strategy.scope():
             if entry["context"] == "cross-replica":
                 return operate(variable, operation, COMMON)
-            return strategy.extended.update(variable, operate, args=(operation, COMMON), group=False)
+            return strategy.extended.update(
+                variable, operate, args=(operation, COMMON), group=False
+            )
 
     if drifts(entry, operation):
         assert because("none aggregation")
@@ -118,7 +137,9 @@ def test_variable(entry, operation):
     if is_error(inside):
         check_error(call, inside)
     else:
-        assert numbers(strategy, call()) == (next(iter(inside.values())) if isinstance(inside, dict) else inside)
+        assert numbers(strategy, call()) == (
+            next(iter(inside.values())) if isinstance(inside, dict) else inside
+        )
     assert components(strategy, variable) == expected["components"]
     with strategy.scope():
         if is_error(expected["value"]):
@@ -144,7 +165,11 @@ def test_creation(entry):
 
     if name == "in run":
         assert because("creation in run")
-        check_error(lambda: strategy.run(lambda: keras.Variable(1.0).value), {"error": "ValueError"}, fix=False)
+        check_error(
+            lambda: strategy.run(lambda: keras.Variable(1.0).value),
+            {"error": "ValueError"},
+            fix=False,
+        )
         return
     if name == "outside, is_distributed":
         assert not isinstance(keras.Variable(1.0), kd.DistributedValues)
@@ -160,10 +185,16 @@ def test_creation(entry):
         "defaults": ((1.0,), {}),
         "not trainable": ((1.0,), {"trainable": False}),
         "integer": ((1,), {"dtype": "int32"}),
-        "on read, trainable": ((1.0,), {"trainable": True, "synchronization": "on_read"}),
+        "on read, trainable": (
+            (1.0,),
+            {"trainable": True, "synchronization": "on_read"},
+        ),
         "bad aggregation": ((1.0,), {"aggregation": "most"}),
         "bad synchronization": ((1.0,), {"synchronization": "later"}),
-        "initial value by replica": ((lambda shape, dtype: jnp.asarray(1.0, dtype),), {"shape": ()}),
+        "initial value by replica": (
+            (lambda shape, dtype: jnp.asarray(1.0, dtype),),
+            {"shape": ()},
+        ),
     }
     args, options = arguments[name]
     if is_error(expected):

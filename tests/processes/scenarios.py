@@ -1,4 +1,6 @@
-"""What several processes do together; each function runs in every one of them, and returns what its test compares."""
+"""What several processes do together; each function runs in every one of them, and
+returns what its test compares.
+"""
 
 import gc
 import os
@@ -27,7 +29,11 @@ def make_model():
             keras.layers.Dense(3, activation="softmax"),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
     return model
 
 
@@ -35,7 +41,9 @@ def linear(steps_per_execution=1):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, steps_per_execution=steps_per_execution)
+    model.compile(
+        keras.optimizers.SGD(0.1), loss, steps_per_execution=steps_per_execution
+    )
     return model
 
 
@@ -53,8 +61,12 @@ def contracts(folder):
     plain = history, model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0), model
     held = {}
     for name, test in {
-        "training": lambda: contract.test_training_gives_the_numbers_of_one_device(strategy, plain, folder),
-        "custom loop": lambda: contract.test_a_custom_loop_gives_the_numbers_of_one_device(strategy),
+        "training": lambda: contract.test_training_gives_the_numbers_of_one_device(
+            strategy, plain, folder
+        ),
+        "custom loop": lambda: (
+            contract.test_a_custom_loop_gives_the_numbers_of_one_device(strategy)
+        ),
         "contexts": lambda: contract.test_scope_and_contexts(strategy),
     }.items():
         try:
@@ -62,7 +74,12 @@ def contracts(folder):
             held[name] = None
         except BaseException:
             held[name] = traceback.format_exc()
-    return strategy.num_replicas_in_sync, jax.process_count(), jax.local_device_count(), held
+    return (
+        strategy.num_replicas_in_sync,
+        jax.process_count(),
+        jax.local_device_count(),
+        held,
+    )
 
 
 class Squares(keras.utils.PyDataset):
@@ -79,37 +96,63 @@ def batches_of(rows, size):
 
 
 def kinds_of_data():
-    """One epoch of `fit` and a `predict` over each kind, under the strategy and without: the weights of both."""
+    """One epoch of `fit` and a `predict` over each kind, under the strategy and
+    without: the weights of both.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     same = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
     kinds = {
         "arrays, shuffled": lambda distribute: ((X, Y), {"batch_size": 16}),
-        "fewer rows than replicas": lambda distribute: ((X[:3], Y[:3]), {"batch_size": 2}),
+        "fewer rows than replicas": lambda distribute: (
+            (X[:3], Y[:3]),
+            {"batch_size": 2},
+        ),
         "a PyDataset": lambda distribute: ((Squares(),), {}),
-        "a generator": lambda distribute: ((distribute(batches_of(np.arange(46), 16)),), {}),
-        "steps_per_epoch": lambda distribute: ((distribute(batches_of(np.arange(46), 10)),), {"steps_per_epoch": 3}),
+        "a generator": lambda distribute: (
+            (distribute(batches_of(np.arange(46), 16)),),
+            {},
+        ),
+        "steps_per_epoch": lambda distribute: (
+            (distribute(batches_of(np.arange(46), 10)),),
+            {"steps_per_epoch": 3},
+        ),
         "groups of 2 steps": lambda distribute: ((X, Y), {"batch_size": 8}),
         "groups of auto steps": lambda distribute: ((X, Y), {"batch_size": 8}),
-        "validation": lambda distribute: ((X, Y), {"batch_size": 16, "validation_split": 0.3}),
+        "validation": lambda distribute: (
+            (X, Y),
+            {"batch_size": 16, "validation_split": 0.3},
+        ),
     }
     seen = {}
     for name, arguments in kinds.items():
         weights = []
         for distributed in (True, False):
             scope = strategy.scope() if distributed else kd.get_strategy().scope()
-            group = name.split()[2] if name.startswith("groups") and distributed else "1"
+            group = (
+                name.split()[2] if name.startswith("groups") and distributed else "1"
+            )
             with scope:
                 model = linear(int(group) if group.isdigit() else group)
-            distribute = lambda g: strategy.experimental_distribute_dataset(g, same) if distributed else g  # noqa: E731, B023
+            distribute = lambda g: (
+                strategy.experimental_distribute_dataset(g, same) if distributed else g
+            )
             positional, named = arguments(distribute)
             history = model.fit(*positional, verbose=0, **named).history
-            weights.append((weights_of(model), history, model.predict(X[:7], batch_size=3, verbose=0)))
+            weights.append(
+                (
+                    weights_of(model),
+                    history,
+                    model.predict(X[:7], batch_size=3, verbose=0),
+                )
+            )
         seen[name] = weights
     return seen
 
 
 def own_data(unequal):
-    """Each process reads data of its own, of another length: the steps, the history and the weights."""
+    """Each process reads data of its own, of another length: the steps, the history and
+    the weights.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     process, count = kd.process_index(), kd.process_count()
     lengths = [3 + 2 * i if unequal else 4 for i in range(count)]
@@ -119,8 +162,12 @@ def own_data(unequal):
     with strategy.scope():
         model = linear()
     steps = []
-    counting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-    dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset((X[own], Y[own]), 5), off)
+    counting = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    dataset = strategy.experimental_distribute_dataset(
+        kd.ArrayDataset((X[own], Y[own]), 5), off
+    )
     history = model.fit(dataset, epochs=2, verbose=0, callbacks=[counting]).history
     loop = []
     for x, _ in strategy.experimental_distribute_dataset(batches_of(own, 5), off):
@@ -133,33 +180,56 @@ def own_data(unequal):
                 np.asarray(strategy.gather(x, axis=0)).shape,
             )
         )
-    return {"steps": steps, "history": history, "weights": weights_of(model), "loop": loop, "own": own}
+    return {
+        "steps": steps,
+        "history": history,
+        "weights": weights_of(model),
+        "loop": loop,
+        "own": own,
+    }
 
 
 def loops_broken_off(taken):
-    """Loops over a generator that each process has, one of them far fewer batches: the first rows, and the rest."""
+    """Loops over a generator that each process has, one of them far fewer batches: the
+    first rows, and the rest.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     count = 4 * (1 + 4 * kd.process_index())
     own = np.arange(count, dtype=np.float32)[:, None] + 100 * kd.process_index()
     off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
-    dataset = strategy.experimental_distribute_dataset(((own[i : i + 4],) for i in range(0, count, 4)), off)
+    dataset = strategy.experimental_distribute_dataset(
+        ((own[i : i + 4],) for i in range(0, count, 4)), off
+    )
     passes = []
     for most in (taken, 100):
         steps = [element[0] for _, element in zip(range(most), dataset, strict=False)]
-        passes.append([np.asarray(strategy.experimental_local_results(x)[0]).ravel().tolist() for x in steps])
+        passes.append(
+            [
+                np.asarray(strategy.experimental_local_results(x)[0]).ravel().tolist()
+                for x in steps
+            ]
+        )
     return own.ravel().tolist(), passes
 
 
 def shared_files(paths):
-    """A `tf.data` pipeline over files of unequal lengths: the numbers that this process reads, and those of all."""
+    """A `tf.data` pipeline over files of unequal lengths: the numbers that this process
+    reads, and those of all.
+    """
     import tensorflow as tf
 
     strategy = kd.MultiWorkerMirroredStrategy()
-    lines = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset, cycle_length=1)
+    lines = tf.data.Dataset.from_tensor_slices(paths).interleave(
+        tf.data.TextLineDataset, cycle_length=1
+    )
     pipeline = lines.map(lambda line: tf.strings.to_number(line)).batch(4)
     own, everyone = [], []
     for element in strategy.experimental_distribute_dataset(pipeline):
-        own += [float(x) for part in strategy.experimental_local_results(element) for x in np.asarray(part)]
+        own += [
+            float(x)
+            for part in strategy.experimental_local_results(element)
+            for x in np.asarray(part)
+        ]
         everyone += np.asarray(strategy.gather(element, axis=0)).tolist()
     return {"own": own, "everyone": everyone}
 
@@ -168,14 +238,18 @@ def values():
     """Reductions, gathers, values and variables: what each process sees."""
     strategy = kd.MultiWorkerMirroredStrategy()
     n, own = strategy.num_replicas_in_sync, strategy.replica_mesh.local_replicas
-    even = strategy.experimental_distribute_values_from_function(lambda c: np.float32([c.replica_id_in_sync_group, 1]))
+    even = strategy.experimental_distribute_values_from_function(
+        lambda c: np.float32([c.replica_id_in_sync_group, 1])
+    )
     ragged = strategy.experimental_distribute_values_from_function(
         lambda c: np.arange(c.replica_id_in_sync_group, dtype="float32")
     )
     unlike = strategy.experimental_distribute_values_from_function(
         lambda c: np.zeros((1,) * (1 + c.replica_id_in_sync_group), "float32")
     )
-    texts = strategy.experimental_distribute_values_from_function(lambda c: f"replica {c.replica_id_in_sync_group}")
+    texts = strategy.experimental_distribute_values_from_function(
+        lambda c: f"replica {c.replica_id_in_sync_group}"
+    )
     with strategy.scope():
         mirrored = keras.Variable(np.arange(3.0))
         on_read = keras.Variable(2.0, synchronization="on_read", aggregation="sum")
@@ -190,7 +264,9 @@ def values():
 
     def joining(value):
         joined = kd.get_replica_context().all_gather(value, axis=0)
-        gradient = jax.grad(lambda x: jax.numpy.sum(kd.get_replica_context().all_gather(x, axis=0) ** 2))(value)
+        gradient = jax.grad(
+            lambda x: jax.numpy.sum(kd.get_replica_context().all_gather(x, axis=0) ** 2)
+        )(value)
         return joined, gradient
 
     joined, gradient = strategy.run(joining, args=(ragged,))
@@ -207,14 +283,19 @@ def values():
     structures = strategy.experimental_local_results({"a": result["sum"], "b": 1})
     return {
         "own": list(own),
-        "context": (strategy.input_context.num_input_pipelines, strategy.input_context.input_pipeline_id),
+        "context": (
+            strategy.input_context.num_input_pipelines,
+            strategy.input_context.input_pipeline_id,
+        ),
         "gathered": np.asarray(strategy.gather(even, axis=0)).tolist(),
         "ragged": np.asarray(strategy.gather(ragged, axis=0)).tolist(),
         "joined": [np.asarray(v).tolist() for v in joined.values],
         "gradient": np.asarray(strategy.gather(gradient, axis=0)).tolist(),
         "ragged sum": float(strategy.reduce("SUM", ragged, axis=0)),
         "mean": np.asarray(strategy.reduce("MEAN", even, axis=None)).tolist(),
-        "local": [np.asarray(v).tolist() for v in strategy.experimental_local_results(even)],
+        "local": [
+            np.asarray(v).tolist() for v in strategy.experimental_local_results(even)
+        ],
         "texts": list(texts.values),
         "structures": [(float(s["a"]), s["b"]) for s in structures],
         "ids": [int(v) for v in result["id"].values],
@@ -246,21 +327,36 @@ def single_batches():
         error = "none"
     except ValueError as caught:
         error = str(caught)
-    return losses, expected, np.asarray(predictions), plain.predict_on_batch(X[:5]), error
+    return (
+        losses,
+        expected,
+        np.asarray(predictions),
+        plain.predict_on_batch(X[:5]),
+        error,
+    )
 
 
 def narrow_sums(dtype):
-    """Gradients of 1/3 and more on each replica, summed in another dtype: what one step takes off, and one of `fit`."""
+    """Gradients of 1/3 and more on each replica, summed in another dtype: what one step
+    takes off, and one of `fit`.
+    """
     strategy = kd.MultiWorkerMirroredStrategy(communication_dtype=dtype)
     with strategy.scope():
         weight = keras.Variable(np.zeros(2, "float32"))
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build([weight])
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+        model = keras.Sequential(
+            [
+                keras.Input((1,)),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+            ]
+        )
         model.compile(keras.optimizers.SGD(1.0), lambda y, prediction: y * prediction)
 
     def step():
-        own = kd.get_replica_context().replica_id_in_sync_group + jax.numpy.full(2, 1 / 3, "float32")
+        own = kd.get_replica_context().replica_id_in_sync_group + jax.numpy.full(
+            2, 1 / 3, "float32"
+        )
         optimizer.apply([own], [weight])
 
     strategy.run(step)
@@ -270,21 +366,32 @@ def narrow_sums(dtype):
 
 
 def a_nan():
-    """A value that is no number, in a row of process 1: what each process is told, and when Keras's callback ends."""
+    """A value that is no number, in a row of process 1: what each process is told, and
+    when Keras's callback ends.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = linear()
     x = X[:32].copy()
     x[27] = np.nan  # In the third quarter of the second batch.
     try:
-        model.fit(x, Y[:32], batch_size=16, shuffle=False, verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        model.fit(
+            x,
+            Y[:32],
+            batch_size=16,
+            shuffle=False,
+            verbose=0,
+            callbacks=[kd.callbacks.RaiseOnNaN()],
+        )
         error = "none"
     except FloatingPointError as caught:
         error = str(caught)
     with strategy.scope():
         model = linear()
     stops = keras.callbacks.TerminateOnNaN()
-    history = model.fit(x, Y[:32], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[stops]).history
+    history = model.fit(
+        x, Y[:32], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[stops]
+    ).history
     return error, int(model.optimizer.iterations), len(history["loss"])
 
 
@@ -297,7 +404,15 @@ def interrupted(tries):
         model = make_model()
 
     def fit(*callbacks):
-        model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+        model.fit(
+            X,
+            Y,
+            batch_size=16,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=list(callbacks),
+        )
 
     class Note(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -307,7 +422,9 @@ def interrupted(tries):
         return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
 
     def set_state(values):
-        for variable, value in zip((*model.variables, *model.optimizer.variables), values, strict=True):
+        for variable, value in zip(
+            (*model.variables, *model.optimizer.variables), values, strict=True
+        ):
             variable.assign(value)
 
     fit()
@@ -320,14 +437,18 @@ def interrupted(tries):
     outcomes = []
     for i in range(tries):
         set_state(begin)
-        interrupter = Interrupter((2 * i + 1) * counter.count // (2 * tries), inside="training/compiled.py")
+        interrupter = Interrupter(
+            (2 * i + 1) * counter.count // (2 * tries), inside="training/compiled.py"
+        )
         was = interrupter(fit)
         left = state()
         whole = [all(map(np.array_equal, left, other)) for other in states]
         set_state(begin)
         fit()
         again = all(map(np.array_equal, state(), states[-1]))
-        outcomes.append((was, whole.index(True) if any(whole) else None, again, interrupter.where))
+        outcomes.append(
+            (was, whole.index(True) if any(whole) else None, again, interrupter.where)
+        )
     return outcomes
 
 
@@ -345,10 +466,14 @@ def different_programs():
 
     tried(
         "other lengths",
-        lambda: strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(10 + 10 * kd.process_index()), 5)),
+        lambda: strategy.experimental_distribute_dataset(
+            kd.ArrayDataset(np.arange(10 + 10 * kd.process_index()), 5)
+        ),
     )
     data = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
-    dataset = strategy.experimental_distribute_dataset(((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data)
+    dataset = strategy.experimental_distribute_dataset(
+        ((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data
+    )
     tried("other rows", lambda: list(dataset))
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
@@ -365,7 +490,12 @@ def different_programs():
 def fit_with_orbax(strategy):
     with strategy.scope():
         model = linear()
-    model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint("never_written", save_freq="epoch")])
+    model.fit(
+        X,
+        Y,
+        verbose=0,
+        callbacks=[keras.callbacks.OrbaxCheckpoint("never_written", save_freq="epoch")],
+    )
 
 
 def eager_fit(strategy):
@@ -378,24 +508,40 @@ def eager_fit(strategy):
 def different_seeds(seed):
     """Seeds that differ, or are missing: what each process draws afterwards."""
     if seed is not None:
-        keras.utils.set_random_seed(seed + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]))
+        keras.utils.set_random_seed(
+            seed + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
+        )
     kd.MultiWorkerMirroredStrategy()
     return np.random.rand(2).tolist(), float(keras.random.normal(()))
 
 
 def runtime_of_ones_own(seed):
-    """The program starts JAX's runtime itself, and names no cluster: who takes part, and what each draws."""
-    names = [f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")]
+    """The program starts JAX's runtime itself, and names no cluster: who takes part,
+    and what each draws.
+    """
+    names = [
+        f"KERAS_DISTRIBUTION_{name}"
+        for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
+    ]
     address, count, index = (os.environ.pop(name) for name in names)
     keras.utils.set_random_seed(seed + int(index))
-    jax.distributed.initialize(address, int(count), int(index), cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        address, int(count), int(index), cluster_detection_method="deactivate"
+    )
     strategies = [kd.MultiWorkerMirroredStrategy() for _ in range(2)]
     resolver = strategies[0].cluster_resolver
-    assert resolver.topology() == kd.cluster_resolver.Topology(int(index), int(count), address)
+    assert resolver.topology() == kd.cluster_resolver.Topology(
+        int(index), int(count), address
+    )
     with strategies[1].scope():
         model = linear()
     model.fit(X, Y, batch_size=16, verbose=0)
-    return strategies[1].num_replicas_in_sync, type(resolver).__name__, np.random.rand(2).tolist(), weights_of(model)
+    return (
+        strategies[1].num_replicas_in_sync,
+        type(resolver).__name__,
+        np.random.rand(2).tolist(),
+        weights_of(model),
+    )
 
 
 def different_devices():
@@ -414,11 +560,15 @@ def several(calls):
 
 
 def checkpoint(folder, what):
-    """Trains with a checkpoint in the middle, or goes on from one: the weights, and what each process saw."""
+    """Trains with a checkpoint in the middle, or goes on from one: the weights, and
+    what each process saw.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_model()
-    manager = kd.CheckpointManager(kd.Checkpoint(model=model), f"{folder}/manager", max_to_keep=2)
+    manager = kd.CheckpointManager(
+        kd.Checkpoint(model=model), f"{folder}/manager", max_to_keep=2
+    )
     if what == "save":
         model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
         single = kd.Checkpoint(model=model).save(f"{folder}/single")
@@ -482,23 +632,35 @@ def save_under_way(folder):
 
 
 def files(folder):
-    """A `fit` with callbacks that write: which files there are, and what was printed where."""
+    """A `fit` with callbacks that write: which files there are, and what was printed
+    where.
+    """
     strategy = kd.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_model()
     own = f"{folder}/model.keras"
     callbacks = [
-        keras.callbacks.ModelCheckpoint(f"{folder}/deep/best.keras", save_best_only=True, monitor="loss"),
-        keras.callbacks.ModelCheckpoint(f"{folder}/weights/{{epoch}}.weights.h5", save_weights_only=True),
+        keras.callbacks.ModelCheckpoint(
+            f"{folder}/deep/best.keras", save_best_only=True, monitor="loss"
+        ),
+        keras.callbacks.ModelCheckpoint(
+            f"{folder}/weights/{{epoch}}.weights.h5", save_weights_only=True
+        ),
         keras.callbacks.CSVLogger(f"{folder}/log.csv"),
-        keras.callbacks.BackupAndRestore(f"{folder}/keras_backup", delete_checkpoint=False),
+        keras.callbacks.BackupAndRestore(
+            f"{folder}/keras_backup", delete_checkpoint=False
+        ),
         kd.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
     ]
-    model.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=2, callbacks=callbacks)
+    model.fit(
+        X, Y, batch_size=16, epochs=2, shuffle=False, verbose=2, callbacks=callbacks
+    )
     model.save(own)
     exists = os.path.exists(own)
     loaded = keras.models.load_model(own)
-    same = np.allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-6)
+    same = np.allclose(
+        loaded.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-6
+    )
     try:
         model.save(f"{folder}/missing/model.keras")
         error = "none"

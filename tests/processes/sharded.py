@@ -1,4 +1,6 @@
-"""What a strategy over several processes does whose slots are divided; runs in each of them."""
+"""What a strategy over several processes does whose slots are divided; runs in each of
+them.
+"""
 
 import jax
 import keras
@@ -14,7 +16,10 @@ X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
 def built(strategy, make=lambda: keras.optimizers.Adam(1e-3)):
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        blocks = [keras.layers.Dense(128, activation="tanh"), keras.layers.Dense(64, activation="tanh")]
+        blocks = [
+            keras.layers.Dense(128, activation="tanh"),
+            keras.layers.Dense(64, activation="tanh"),
+        ]
         model = keras.Sequential([keras.Input((32,)), *blocks, keras.layers.Dense(4)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(make(), loss, metrics=["accuracy"])
@@ -22,7 +27,15 @@ def built(strategy, make=lambda: keras.optimizers.Adam(1e-3)):
 
 
 def fitted(model, epochs=2, callbacks=()):
-    model.fit(X, Y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    model.fit(
+        X,
+        Y,
+        batch_size=16,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
     return model
 
 
@@ -34,7 +47,9 @@ def numbers(model):
 def share_of_slots(model):
     """Which part of the slots' bytes is on a device of this process."""
     arrays = [v.stored for v in model.optimizer.variables]
-    return sum(a.addressable_shards[0].data.nbytes for a in arrays) / sum(a.nbytes for a in arrays)
+    return sum(a.addressable_shards[0].data.nbytes for a in arrays) / sum(
+        a.nbytes for a in arrays
+    )
 
 
 def in_a_loop(model):
@@ -48,7 +63,9 @@ def in_a_loop(model):
         model.optimizer.apply(grads, model.trainable_variables)
         return loss
 
-    for element in strategy.experimental_distribute_dataset(kd.ArrayDataset((X[:64], Y[:64]), 16)):
+    for element in strategy.experimental_distribute_dataset(
+        kd.ArrayDataset((X[:64], Y[:64]), 16)
+    ):
         strategy.run(step, args=element)
     return model
 
@@ -60,19 +77,30 @@ class Stop(keras.callbacks.Callback):
 
 
 def resumed(strategy, folder):
-    """A `fit` that is interrupted in all processes, and goes on from its backup in a new model."""
+    """A `fit` that is interrupted in all processes, and goes on from its backup in a
+    new model.
+    """
     backup = {"backup_dir": f"{folder}/backup", "save_freq": 3}
     try:
-        fitted(built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup), Stop()])
+        fitted(
+            built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup), Stop()]
+        )
         raise AssertionError("it was not interrupted")
     except KeyboardInterrupt:
-        return fitted(built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup)])
+        return fitted(
+            built(strategy), callbacks=[kd.callbacks.BackupAndRestore(**backup)]
+        )
 
 
 def num_sums(strategy, *shapes):
     """In how many reductions gradients of these shapes are summed."""
-    gradients = [jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *shape), "float32") for shape in shapes]
-    program = jax.make_jaxpr(lambda gradients: forward.summed(gradients, strategy))(gradients)
+    gradients = [
+        jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *shape), "float32")
+        for shape in shapes
+    ]
+    program = jax.make_jaxpr(lambda gradients: forward.summed(gradients, strategy))(
+        gradients
+    )
     return str(program).count("psum")
 
 
@@ -115,6 +143,9 @@ def training(folder):
         "again": (numbers(again), share_of_slots(again)),
         "resumed": numbers(resumed(strategy, folder)),
         "loops": [numbers(in_a_loop(built(each))) for each in (strategy, whole)],
-        "sums": (num_sums(whole, *[(100, 100)] * 20), num_sums(whole, (100, 100), (2048, 1024), (100, 100))),
+        "sums": (
+            num_sums(whole, *[(100, 100)] * 20),
+            num_sums(whole, (100, 100), (2048, 1024), (100, 100)),
+        ),
         "processes": jax.process_count(),
     }

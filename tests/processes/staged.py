@@ -1,4 +1,6 @@
-"""Trains with a backup; sends one of its processes a signal at a moment of the training, once in the folder's life."""
+"""Trains with a backup; sends one of its processes a signal at a moment of the
+training, once in the folder's life.
+"""
 
 import json
 import os
@@ -7,7 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
-folder, moment, victim, name = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+folder, moment, victim, name = (
+    Path(sys.argv[1]),
+    sys.argv[2],
+    int(sys.argv[3]),
+    sys.argv[4],
+)
 PROCESS = int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
 
 
@@ -52,13 +59,26 @@ class Moments(keras.callbacks.Callback):
 with strategy.scope():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
     )
     model.compile("adam", "mse")
 x = np.random.RandomState(0).randn(44, 5).astype("float32")
-backup = kd.callbacks.BackupAndRestore(folder / "backup", save_freq=1, delete_checkpoint=False)
+backup = kd.callbacks.BackupAndRestore(
+    folder / "backup", save_freq=1, delete_checkpoint=False
+)
 model.fit(
-    x, x[:, :3], batch_size=10, epochs=3, verbose=0, validation_data=(x[:9], x[:9, :3]), callbacks=[backup, Moments()]
+    x,
+    x[:, :3],
+    batch_size=10,
+    epochs=3,
+    verbose=0,
+    validation_data=(x[:9], x[:9, :3]),
+    callbacks=[backup, Moments()],
 )
 weights = [np.asarray(w).ravel().tolist() for w in model.get_weights()]
 (folder / f"{PROCESS}.json").write_text(json.dumps({"weights": weights}))

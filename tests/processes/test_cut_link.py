@@ -1,4 +1,5 @@
-"""Two network namespaces stand for two hosts, and the link between them is cut in the middle of a training.
+"""Two network namespaces stand for two hosts, and the link between them is cut in the
+middle of a training.
 
 Needs root, `ip` and a kernel with namespaces; skipped where one is missing.
 """
@@ -24,21 +25,42 @@ SECONDS = 130
 
 
 def ip(*arguments):
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+    return subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=20
+    )
 
 
 @contextlib.contextmanager
 def two_hosts():
-    """The names of two namespaces with a link between them, whose ends are `link0` and `link1`."""
+    """The names of two namespaces with a link between them, whose ends are `link0` and
+    `link1`.
+    """
     names = [f"kd{os.getpid()}-{i}" for i in (0, 1)]
     hosts = [pathlib.Path("/etc/netns") / name for name in names]
     try:
         for name, folder in zip(names, hosts, strict=True):
             ip("netns", "add", name)
-            folder.mkdir(parents=True)  # `ip netns exec` puts it in place of /etc/hosts.
+            folder.mkdir(
+                parents=True
+            )  # `ip netns exec` puts it in place of /etc/hosts.
             address = f"10.213.0.{1 + int(name[-1])}"
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-        ip("link", "add", "link0", "netns", names[0], "type", "veth", "peer", "name", "link1", "netns", names[1])
+            (folder / "hosts").write_text(
+                f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
+            )
+        ip(
+            "link",
+            "add",
+            "link0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "link1",
+            "netns",
+            names[1],
+        )
         for i, name in enumerate(names):
             ip("-n", name, "address", "add", f"10.213.0.{1 + i}/24", "dev", f"link{i}")
             ip("-n", name, "link", "set", "lo", "up")
@@ -59,7 +81,9 @@ def hosts():
         try:
             names = stack.enter_context(two_hosts())
         except (subprocess.SubprocessError, OSError) as error:
-            pytest.skip(f"this kernel has no network namespaces: {getattr(error, 'stderr', error)}")
+            pytest.skip(
+                f"this kernel has no network namespaces: {getattr(error, 'stderr', error)}"
+            )
         yield names
 
 
@@ -67,10 +91,40 @@ class Host:
     """The launcher in one namespace, and what it has written."""
 
     def __init__(self, rank, name, folder):
-        command = ["ip", "netns", "exec", name, sys.executable, "-u", "-m", "keras_distribute.launch", "--nproc", "1"]
-        command += ["--nnodes", "2", "--node-rank", str(rank), "--coordinator", "10.213.0.1:7654", "--cpu-devices", "1"]
-        command += ["--max-restarts", "1", "--grace", "5", str(TRAINING), "cut", str(folder)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-u",
+            "-m",
+            "keras_distribute.launch",
+            "--nproc",
+            "1",
+        ]
+        command += [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--coordinator",
+            "10.213.0.1:7654",
+            "--cpu-devices",
+            "1",
+        ]
+        command += [
+            "--max-restarts",
+            "1",
+            "--grace",
+            "5",
+            str(TRAINING),
+            "cut",
+            str(folder),
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self.said = ""
         self.thread = threading.Thread(target=self.read, daemon=True)
         self.thread.start()
@@ -88,27 +142,42 @@ def until(condition, hosts):
 
 
 @pytest.mark.timeout(400)
-def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint(hosts, tmp_path, monkeypatch):
+def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint(
+    hosts, tmp_path, monkeypatch
+):
     folder, plain = tmp_path / "cut", tmp_path / "plain"
     folder.mkdir()
     plain.mkdir()
     launched = [Host(rank, name, folder) for rank, name in enumerate(hosts)]
     try:
-        until(lambda: all((folder / f"at-the-cut-{i}").exists() for i in (0, 1)), launched)
+        until(
+            lambda: all((folder / f"at-the-cut-{i}").exists() for i in (0, 1)), launched
+        )
         ip("-n", hosts[1], "link", "set", "link1", "down")
         (folder / "is-cut").touch()
         start = time.monotonic()
-        until(lambda: all("starts the job again" in host.said for host in launched), launched)
+        until(
+            lambda: all("starts the job again" in host.said for host in launched),
+            launched,
+        )
         assert time.monotonic() - start < 60  # And not after JAX's 100 seconds.
         ip("-n", hosts[1], "link", "set", "link1", "up")
-        until(lambda: all(host.process.poll() is not None for host in launched), launched)
+        until(
+            lambda: all(host.process.poll() is not None for host in launched), launched
+        )
         for host in launched:
             host.thread.join(10)
     finally:
         for host in launched:
             host.process.kill()
-    assert [host.process.returncode for host in launched] == [0, 0], [host.said for host in launched]
-    for host, other in zip(launched, ("process 1 gave its last sign", "process 0, by which all find"), strict=True):
+    assert [host.process.returncode for host in launched] == [0, 0], [
+        host.said for host in launched
+    ]
+    for host, other in zip(
+        launched,
+        ("process 1 gave its last sign", "process 0, by which all find"),
+        strict=True,
+    ):
         assert re.search(rf"keras_distribute: {other}.* seconds", host.said), host.said
     monkeypatch.setattr(sys, "argv", [str(TRAINING), "nothing", str(plain)])
     monkeypatch.setenv("KERAS_DISTRIBUTE_RESTARTS", "0")
@@ -116,6 +185,8 @@ def test_hosts_that_cannot_reach_each_other_say_so_and_go_on_from_the_checkpoint
     expected = json.loads((plain / "0.json").read_text())
     first, second = (json.loads((folder / f"{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    np.testing.assert_allclose(first["history"]["loss"], expected["history"]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(
+        first["history"]["loss"], expected["history"]["loss"], rtol=1e-5
+    )
     for ours, theirs in zip(first["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Processes that do not do the same, and what is said; seeds; and the kit that runs them."""
+"""Processes that do not do the same, and what is said; seeds; and the kit that runs
+them.
+"""
 
 import os
 import signal
@@ -17,23 +19,37 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def errors():
     results = kd.testing.run_in_processes(scenarios.different_programs, 2, timeout=100)
-    assert results[0][1] == results[1][1] == results[0][2] != results[1][2]  # The chief's process number.
+    assert (
+        results[0][1] == results[1][1] == results[0][2] != results[1][2]
+    )  # The chief's process number.
     return [result[0] for result in results]
 
 
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("other lengths", "InputError: The processes read a dataset of their own.*process 0: 2 batches; process 1: 4"),
+        (
+            "other lengths",
+            "InputError: The processes read a dataset of their own.*process 0: 2 batches; process 1: 4",
+        ),
         (
             "other rows",
             "InputError: The processes read data of their own.*0: a batch of 4 rows; process 1: a batch of 5",
         ),
-        ("orbax", "CheckpointError: keras.callbacks.OrbaxCheckpoint cannot save what several.*a fit in 2 processes"),
+        (
+            "orbax",
+            "CheckpointError: keras.callbacks.OrbaxCheckpoint cannot save what several.*a fit in 2 processes",
+        ),
         ("eager", "ContextError: Steps over several processes are compiled"),
         ("chief raises", "ValueError: invalid literal for int"),
-        ("other places", "ClusterError: The processes do different things.*is at barrier 'place [01]'"),
-        ("other values", "VariableScopeError: The processes have given different values to 1 mirrored.*wrong"),
+        (
+            "other places",
+            "ClusterError: The processes do different things.*is at barrier 'place [01]'",
+        ),
+        (
+            "other values",
+            "VariableScopeError: The processes have given different values to 1 mirrored.*wrong",
+        ),
     ],
 )
 def test_every_process_raises_the_same(errors, what, text):
@@ -46,20 +62,28 @@ def test_every_process_raises_the_same(errors, what, text):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_seeds_are_agreed(seed):
     """Without a seed, and with different ones."""
-    first, second = kd.testing.run_in_processes(scenarios.different_seeds, 2, seed, timeout=60)
+    first, second = kd.testing.run_in_processes(
+        scenarios.different_seeds, 2, seed, timeout=60
+    )
     assert first == second
 
 
 def test_a_runtime_that_the_program_has_started_is_taken_over():
-    first, second = kd.testing.run_in_processes(scenarios.runtime_of_ones_own, 2, 3, timeout=100)
+    first, second = kd.testing.run_in_processes(
+        scenarios.runtime_of_ones_own, 2, 3, timeout=100
+    )
     assert first[:3] == second[:3] and first[:2] == (2, "JaxClusterResolver")
     for ours, theirs in zip(first[3], second[3], strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_processes_have_as_many_devices():
-    for error in kd.testing.run_in_processes(scenarios.different_devices, 2, timeout=60):
-        assert error.startswith("The processes have different numbers of devices.\n  Received: 1, 2 devices.")
+    for error in kd.testing.run_in_processes(
+        scenarios.different_devices, 2, timeout=60
+    ):
+        assert error.startswith(
+            "The processes have different numbers of devices.\n  Received: 1, 2 devices."
+        )
 
 
 def sleeping():
@@ -75,11 +99,16 @@ def raising(index):
 def test_the_runner_kills_freezes_and_gives_up():
     with kd.testing.MultiProcessRunner(sleeping, 2, timeout=60) as runner:
         end = time.monotonic() + 50
-        while not all("asleep" in runner.log(i) for i in (0, 1)) and time.monotonic() < end:
+        while (
+            not all("asleep" in runner.log(i) for i in (0, 1))
+            and time.monotonic() < end
+        ):
             time.sleep(0.1)
         runner.freeze(0)
         runner.kill(1)
-        with pytest.raises(kd.errors.ClusterError, match=r"sleeping did not end in time in process 0\."):
+        with pytest.raises(
+            kd.errors.ClusterError, match=r"sleeping did not end in time in process 0\."
+        ):
             runner.join(timeout=2)
         pids = [worker.process.pid for worker in runner._job.workers]
     assert runner.num_running == 0
@@ -90,7 +119,8 @@ def test_the_runner_kills_freezes_and_gives_up():
 
 def test_the_runner_says_who_failed():
     with pytest.raises(
-        kd.errors.ClusterError, match="(?s)1 of 2 processes failed; process 1 with exit code 1.*the key"
+        kd.errors.ClusterError,
+        match="(?s)1 of 2 processes failed; process 1 with exit code 1.*the key",
     ):
         kd.testing.run_in_processes(raising, 2, 1, timeout=60)
     with kd.testing.MultiProcessRunner(raising, 2, args=[0], timeout=60) as runner:

@@ -1,4 +1,6 @@
-"""One cell of `benchmarks/kill_matrix.py`; `python -m benchmarks kill_matrix` runs all of them."""
+"""One cell of `benchmarks/kill_matrix.py`; `python -m benchmarks kill_matrix` runs all
+of them.
+"""
 
 import importlib
 import pathlib
@@ -30,5 +32,7 @@ def test_the_table_says_what_was_not_run(matrix):
     table = matrix.table({"epoch worker KILL": {"result": "HUNG", "seconds": 120}})
     lines = table.splitlines()
     assert len(lines) == 2 + len(matrix.MOMENTS)
-    assert lines[0].startswith("| killed, frozen or terminated | worker, SIGKILL | worker, SIGSTOP |")
+    assert lines[0].startswith(
+        "| killed, frozen or terminated | worker, SIGKILL | worker, SIGSTOP |"
+    )
     assert lines[4] == "| in the middle of an epoch | HUNG, 120 s |" + " not run |" * 5

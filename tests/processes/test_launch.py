@@ -25,7 +25,10 @@ TRAINING = Path(__file__).with_name("training.py")
 
 def script(tmp_path, text):
     path = tmp_path / "script.py"
-    path.write_text("import os, sys, time\nindex = int(os.environ['KERAS_DISTRIBUTION_PROCESS_ID'])\n" + text)
+    path.write_text(
+        "import os, sys, time\nindex = int(os.environ['KERAS_DISTRIBUTION_PROCESS_ID'])\n"
+        + text
+    )
     return str(path)
 
 
@@ -41,7 +44,17 @@ def test_every_process_has_its_place_and_its_lines(tmp_path, capsys):
         "print(*[os.environ[name] for name in names], *sys.argv[1:])\nprint('to stderr', file=sys.stderr)\n",
     )
     logs = tmp_path / "logs"
-    arguments = ["--nproc", "2", "--cpu-devices", "3", "--log-dir", str(logs), path, "--epochs", "2"]
+    arguments = [
+        "--nproc",
+        "2",
+        "--cpu-devices",
+        "3",
+        "--log-dir",
+        str(logs),
+        path,
+        "--epochs",
+        "2",
+    ]
     code, out = run(arguments, capsys)
     assert code == 0
     assert sorted(out.splitlines()) == [
@@ -55,7 +68,17 @@ def test_every_process_has_its_place_and_its_lines(tmp_path, capsys):
 
 def test_another_host_goes_on_counting(tmp_path, capsys):
     path = script(tmp_path, "print(os.environ['KERAS_DISTRIBUTION_JOB_ADDRESSES'])\n")
-    arguments = ["--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--coordinator", "host0:1234", path]
+    arguments = [
+        "--nproc",
+        "2",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--coordinator",
+        "host0:1234",
+        path,
+    ]
     code, out = run(arguments, capsys)
     assert (code, sorted(out.splitlines())) == (0, ["[2] host0:1234", "[3] host0:1234"])
 
@@ -71,17 +94,24 @@ def test_the_first_failure_ends_the_job_with_its_code_and_traceback(tmp_path, ca
     start = time.monotonic()
     code, out = run(["--nproc", "3", "--grace", "1", path], capsys)
     assert code == 1 and time.monotonic() - start < 30
-    assert "[launch] process 1 failed first (exit code 1); the others, [0, 2], were stopped." in out
+    assert (
+        "[launch] process 1 failed first (exit code 1); the others, [0, 2], were stopped."
+        in out
+    )
     assert out.rstrip().endswith("KeyError: 'missing'")
 
 
 def test_restarts_are_counted_and_end(tmp_path, capsys):
-    path = script(tmp_path, "print('try', os.environ['KERAS_DISTRIBUTE_RESTARTS'])\nsys.exit(7)\n")
+    path = script(
+        tmp_path, "print('try', os.environ['KERAS_DISTRIBUTE_RESTARTS'])\nsys.exit(7)\n"
+    )
     code, out = run(["--nproc", "1", "--max-restarts", "2", path], capsys)
     assert code == 7
     assert re.findall(r"\[0\] try (\d)", out) == ["0", "1", "2"]
     assert "starts the job again, for the 2nd time of 2" in out
-    succeeds = script(tmp_path, "sys.exit(os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '0')\n")
+    succeeds = script(
+        tmp_path, "sys.exit(os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '0')\n"
+    )
     assert run(["--max-restarts", "5", succeeds], capsys)[0] == 0
 
 
@@ -102,7 +132,10 @@ def signalled(path, number, tmp_path, grace):
     watchdog = threading.Timer(100, process.kill)
     watchdog.start()
     end = time.monotonic() + 60
-    while not all((tmp_path / f"ready{i}").exists() for i in (0, 1)) and time.monotonic() < end:
+    while (
+        not all((tmp_path / f"ready{i}").exists() for i in (0, 1))
+        and time.monotonic() < end
+    ):
         time.sleep(0.1)
     process.send_signal(number)
     out, _ = process.communicate(timeout=90)
@@ -137,7 +170,9 @@ def test_whoever_is_killed_after_a_signal_has_failed(tmp_path):
 
 
 def test_a_process_writes_to_its_end_where_its_lines_cannot_be_shown(tmp_path):
-    path = script(tmp_path, "for i in range(20000):\n    print('a line that fills the pipe', i)\n")
+    path = script(
+        tmp_path, "for i in range(20000):\n    print('a line that fills the pipe', i)\n"
+    )
 
     def refused(index, line):
         raise OSError("no space left")
@@ -167,10 +202,16 @@ def trained(what, folder, code):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("what", "code"), [("raise", 0), ("kill", 0), ("terminate", 42)])
-def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(what, code, uninterrupted, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "code"), [("raise", 0), ("kill", 0), ("terminate", 42)]
+)
+def test_a_job_goes_on_from_its_checkpoint_with_the_same_result(
+    what, code, uninterrupted, tmp_path, monkeypatch
+):
     """A worker raises, the chief is killed, the launcher is told to end."""
-    if what == "terminate":  # The launcher is this process, whose handler for SIGTERM it replaces for the time.
+    if (
+        what == "terminate"
+    ):  # The launcher is this process, whose handler for SIGTERM it replaces for the time.
         assert launching._SIGNALS[0] == signal.SIGTERM
     first, second = trained(what, tmp_path, code)
     assert first == second
@@ -187,16 +228,39 @@ def test_a_job_shrinks_to_the_processes_that_are_left(uninterrupted, tmp_path, c
     assert "goes on with 1 of 2 processes" in capsys.readouterr().out
     assert not (tmp_path / "1.json").exists()
     result = json.loads((tmp_path / "0.json").read_text())
-    np.testing.assert_allclose(result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5)
-    for ours, theirs in zip(result["weights"], uninterrupted[0]["weights"], strict=True):
+    np.testing.assert_allclose(
+        result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5
+    )
+    for ours, theirs in zip(
+        result["weights"], uninterrupted[0]["weights"], strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
-    """The launcher of the second host is killed, and with it its process; the first host goes on alone."""
+    """The launcher of the second host is killed, and with it its process; the first
+    host goes on alone.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "keras_distribute.launch", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}"]
-    command += ["--min-nnodes", "1", "--node-timeout", "2", "--max-restarts", "1", "--cpu-devices", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "keras_distribute.launch",
+        "--nnodes",
+        "2",
+        "--coordinator",
+        f"127.0.0.1:{port}",
+    ]
+    command += [
+        "--min-nnodes",
+        "1",
+        "--node-timeout",
+        "2",
+        "--max-restarts",
+        "1",
+        "--cpu-devices",
+        "1",
+    ]
     token = tmp_path / "job.token"
     token.touch(0o600)
     token.write_text(signing.new_token())
@@ -221,21 +285,34 @@ def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
     assert "goes on with the hosts 0 of 2." in said
     assert not (tmp_path / "1.json").exists()
     result = json.loads((tmp_path / "0.json").read_text())
-    np.testing.assert_allclose(result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5)
-    for ours, theirs in zip(result["weights"], uninterrupted[0]["weights"], strict=True):
+    np.testing.assert_allclose(
+        result["history"]["loss"], uninterrupted[0]["history"]["loss"], rtol=1e-5
+    )
+    for ours, theirs in zip(
+        result["weights"], uninterrupted[0]["weights"], strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_processes_with_data_of_their_own_do_not_shrink():
-    states = [{"data": {"at": 1}, "callbacks": {}}, {"data": {"at": 2}, "callbacks": {}}]
-    with pytest.raises(ValueError, match="Each of 2 processes had read other data, of its own"):
+    states = [
+        {"data": {"at": 1}, "callbacks": {}},
+        {"data": {"at": 2}, "callbacks": {}},
+    ]
+    with pytest.raises(
+        ValueError, match="Each of 2 processes had read other data, of its own"
+    ):
         Run._keras_distribute_state_of_all(None, states)
     states[1]["data"] = {"at": 1}
     assert Run._keras_distribute_state_of_all(None, states) is states[0]
 
 
-def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_one(tmp_path, capsys, monkeypatch):
-    """Process 1 freezes, so the others end with the code of those that follow; then there are too few to lose one."""
+def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_one(
+    tmp_path, capsys, monkeypatch
+):
+    """Process 1 freezes, so the others end with the code of those that follow; then
+    there are too few to lose one.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setattr(launching, "_CULPRIT_SECONDS", 1.0)
     path = script(
@@ -245,10 +322,25 @@ def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_on
         "print(index, os.environ['KERAS_DISTRIBUTION_NUM_PROCESSES'], os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "sys.exit(os.environ['KERAS_DISTRIBUTE_RESTARTS'] == '1' and index == 0)\n",
     )
-    code, out = run(["--nproc", "3", "--min-nproc", "2", "--max-restarts", "2", "--grace", "1", path], capsys)
+    code, out = run(
+        [
+            "--nproc",
+            "3",
+            "--min-nproc",
+            "2",
+            "--max-restarts",
+            "2",
+            "--grace",
+            "1",
+            path,
+        ],
+        capsys,
+    )
     assert code == 0
     second = out[out.rindex("starts the job again, for the 2nd") :]
-    assert sorted(line for line in second.splitlines() if line.startswith(("[0]", "[1]"))) == [
+    assert sorted(
+        line for line in second.splitlines() if line.startswith(("[0]", "[1]"))
+    ) == [
         "[0] 0 2 4",
         "[1] 1 2 6",
     ]
@@ -257,11 +349,23 @@ def test_whoever_is_left_out_takes_its_gpus_along_and_a_frozen_process_is_the_on
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--nproc", "2", "--min-nproc", "3"], "may be started again with fewer processes, at least one"),
-        (["--nnodes", "2", "--coordinator", "h:1", "--min-nproc", "1"], "min_nproc=1, nproc=1, nnodes=2"),
+        (
+            ["--nproc", "2", "--min-nproc", "3"],
+            "may be started again with fewer processes, at least one",
+        ),
+        (
+            ["--nnodes", "2", "--coordinator", "h:1", "--min-nproc", "1"],
+            "min_nproc=1, nproc=1, nnodes=2",
+        ),
         (["--nproc", "0"], "nproc is at least 1"),
-        (["--nnodes", "2", "--coordinator", "h:1", "--min-nnodes", "3"], "Of 2 hosts 1 to 2 may be needed"),
-        (["--nnodes", "2", "--coordinator", "h", "--min-nnodes", "1"], "address of process 0 is a host and a port"),
+        (
+            ["--nnodes", "2", "--coordinator", "h:1", "--min-nnodes", "3"],
+            "Of 2 hosts 1 to 2 may be needed",
+        ),
+        (
+            ["--nnodes", "2", "--coordinator", "h", "--min-nnodes", "1"],
+            "address of process 0 is a host and a port",
+        ),
         (["--nnodes", "2"], "Several hosts need the address of the first one"),
         (["--node-rank", "1"], "The number of this host is from 0 to 0"),
         (["--cpu-devices", "0"], "cpu_devices is at least 1"),

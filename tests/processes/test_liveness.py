@@ -1,4 +1,6 @@
-"""A process that dies, freezes, raises or ends too early: the others end within the time, and say which one it was, and where."""
+"""A process that dies, freezes, raises or ends too early: the others end within the
+time, and say which one it was, and where.
+"""
 
 import signal
 import sys
@@ -27,33 +29,54 @@ def training(raises=None, error=KeyError, text="a bug of the user's"):
 
     class Telling(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            if not said and all(told.split("|")[1] != "0" for told, _ in liveness._watch._heard.values()):
+            if not said and all(
+                told.split("|")[1] != "0" for told, _ in liveness._watch._heard.values()
+            ):
                 said.append("running")  # It has heard of steps of all.
                 print("running", flush=True)
             if raises == kd.process_index() and epoch == 3:
                 raise error(text)
             time.sleep(0.02)
 
-    model.fit(np.ones((40, 5)), np.ones((40, 3)), batch_size=10, epochs=10**6, verbose=0, callbacks=[Telling()])
+    model.fit(
+        np.ones((40, 5)),
+        np.ones((40, 3)),
+        batch_size=10,
+        epochs=10**6,
+        verbose=0,
+        callbacks=[Telling()],
+    )
 
 
 def survivors_of(num_processes, victim, number):
-    """What the others write and how long they last, after one got a signal in the middle of an epoch."""
+    """What the others write and how long they last, after one got a signal in the
+    middle of an epoch.
+    """
     with kd.testing.MultiProcessRunner(training, num_processes, timeout=80) as runner:
         end = time.monotonic() + 60
-        while not all("running" in runner.log(i) for i in range(num_processes)) and time.monotonic() < end:
+        while (
+            not all("running" in runner.log(i) for i in range(num_processes))
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
         runner.kill(victim, number)
         start = time.monotonic()
-        while runner.num_running > (number == signal.SIGSTOP) and time.monotonic() - start < 40:
+        while (
+            runner.num_running > (number == signal.SIGSTOP)
+            and time.monotonic() - start < 40
+        ):
             time.sleep(0.05)
         seconds = time.monotonic() - start
         runner.kill(victim, signal.SIGKILL)
         results = runner.join()
         assert all("running" in result.log for result in results)
-    assert results[victim].exit_code == 128 + (signal.SIGTERM if number == signal.SIGTERM else signal.SIGKILL)
+    assert results[victim].exit_code == 128 + (
+        signal.SIGTERM if number == signal.SIGTERM else signal.SIGKILL
+    )
     others = [result for result in results if result.index != victim]
-    assert len(others) == num_processes - 1 and all(result.exit_code for result in others)
+    assert len(others) == num_processes - 1 and all(
+        result.exit_code for result in others
+    )
     return seconds, [result.log for result in others]
 
 
@@ -71,11 +94,21 @@ def test_a_process_that_dies_or_freezes_is_named(num_processes, victim, number, 
     seconds, logs = survivors_of(num_processes, victim, number)
     assert seconds < 6 * SECONDS  # And not after JAX's 100 seconds.
     for log in logs:
-        said = [line for line in log.splitlines() if line.startswith("keras_distribute: ") and name in line]
+        said = [
+            line
+            for line in log.splitlines()
+            if line.startswith("keras_distribute: ") and name in line
+        ]
         # When process 0 dies, JAX ends a process at once, often after it has said so.
-        ended_by_jax = victim == 0 and number == signal.SIGKILL and "JAX distributed service detected fatal" in log
+        ended_by_jax = (
+            victim == 0
+            and number == signal.SIGKILL
+            and "JAX distributed service detected fatal" in log
+        )
         assert said or ended_by_jax, log
-        others = {f"process {i} gave its last sign" for i in range(num_processes)} - {f"{name} gave its last sign"}
+        others = {f"process {i} gave its last sign" for i in range(num_processes)} - {
+            f"{name} gave its last sign"
+        }
         assert not any(wrong in log for wrong in others), log
 
 
@@ -86,12 +119,18 @@ def test_a_process_that_dies_or_freezes_is_named(num_processes, victim, number, 
         (1, ValueError, "INTERNAL: as of JAX", "ValueError: INTERNAL: as of JAX"),
     ],
 )
-def test_an_exception_on_one_process_ends_all_and_is_named_by_all(raising, error, text, named):
+def test_an_exception_on_one_process_ends_all_and_is_named_by_all(
+    raising, error, text, named
+):
     start = time.monotonic()
-    with kd.testing.MultiProcessRunner(training, 2, args=[raising, error, text], timeout=80) as runner:
+    with kd.testing.MultiProcessRunner(
+        training, 2, args=[raising, error, text], timeout=80
+    ) as runner:
         results = runner.join()
     assert time.monotonic() - start < 60
-    assert [result.exit_code for result in results] == [1 if i == raising else liveness.FOLLOWING_CODE for i in (0, 1)]
+    assert [result.exit_code for result in results] == [
+        1 if i == raising else liveness.FOLLOWING_CODE for i in (0, 1)
+    ]
     assert named in results[raising].error
     assert f"process {raising} of 2 ends with this error" in results[raising].log
     text = f"process {raising} has raised {named}, in fit, evaluate or predict (step 16 of its program)"
@@ -120,22 +159,31 @@ def leaving(leaver, what):
 
 @pytest.mark.parametrize(("leaver", "what"), [(1, "step"), (1, "read"), (0, "barrier")])
 def test_a_process_that_ends_too_early_is_named_by_all(leaver, what):
-    with kd.testing.MultiProcessRunner(leaving, 2, args=[leaver, what], timeout=80) as runner:
+    with kd.testing.MultiProcessRunner(
+        leaving, 2, args=[leaver, what], timeout=80
+    ) as runner:
         end = time.monotonic() + 60
         while "leaves" not in runner.log(leaver) and time.monotonic() < end:
             time.sleep(0.05)
         start = time.monotonic()
         results = runner.join()
     assert time.monotonic() - start < 4 * SECONDS
-    assert [result.exit_code for result in results] == [1 if i == leaver else liveness.FOLLOWING_CODE for i in (0, 1)]
+    assert [result.exit_code for result in results] == [
+        1 if i == leaver else liveness.FOLLOWING_CODE for i in (0, 1)
+    ]
     for result in results:
-        assert f"process {leaver} has ended after step 3 of its program, others have not" in result.log
+        assert (
+            f"process {leaver} has ended after step 3 of its program, others have not"
+            in result.log
+        )
     if what == "barrier":
         assert f"Process {leaver} has ended." in results[1 - leaver].error
 
 
 def test_whoever_is_done_waits_for_the_others():
-    with kd.testing.MultiProcessRunner(leaving, 2, args=[1, "nothing"], timeout=80) as runner:
+    with kd.testing.MultiProcessRunner(
+        leaving, 2, args=[1, "nothing"], timeout=80
+    ) as runner:
         results = runner.join()
     assert [result.exit_code for result in results] == [0, 3]
     assert "goes on" in results[0].log
@@ -147,7 +195,10 @@ def test_whoever_has_begun_one_program_more_has_been_left(monkeypatch):
     monkeypatch.setattr(liveness, "_together", 9)
     assert watch.left_behind() is None and watch.has_ended(1) and not watch.has_ended(2)
     monkeypatch.setattr(liveness, "_together", 10)
-    assert watch.left_behind() == (1, "process 1 has ended after step 7 of its program, others have not")
+    assert watch.left_behind() == (
+        1,
+        "process 1 has ended after step 7 of its program, others have not",
+    )
 
 
 class Clock:
@@ -163,18 +214,28 @@ def clock(monkeypatch):
 
 def test_silence_is_judged_by_what_was_last_heard(clock):
     watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
-    watch.hear({"x/0": "1|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"})
+    watch.hear(
+        {"x/0": "1|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"}
+    )
     clock.now = 8.0
-    watch.hear({"x/0": "2|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"})
+    watch.hear(
+        {"x/0": "2|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"}
+    )
     assert watch.silent(10.0) is None
     clock.now = 12.0
     assert watch.silent(5.0)[0] == 1  # The longest of all.
-    watch.hear({"x/0": "3|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"})
+    watch.hear(
+        {"x/0": "3|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"}
+    )
     assert (
-        watch.silent(10.0)[1] == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
+        watch.silent(10.0)[1]
+        == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
     )
     clock.now = 23.0
-    assert watch.silent(10.0)[1] == "process 0, by which all find each other, has not answered for 11 seconds"
+    assert (
+        watch.silent(10.0)[1]
+        == "process 0, by which all find each other, has not answered for 11 seconds"
+    )
 
 
 def test_where_process_0_is_silent_nobody_else_is_blamed(clock):
@@ -211,7 +272,9 @@ def test_where_nobody_gets_on_all_places_are_shown_once(clock, monkeypatch, caps
 
 def going_on_alone():
     kd.MultiWorkerMirroredStrategy(
-        communication_options=kd.experimental.CommunicationOptions(timeout_seconds=SECONDS / 2)
+        communication_options=kd.experimental.CommunicationOptions(
+            timeout_seconds=SECONDS / 2
+        )
     )
     if kd.process_index() == 1:
         time.sleep(SECONDS)  # Others ask from time to time.

@@ -15,10 +15,15 @@ def test_what_a_function_uses_is_sent_along_and_the_processes_train_together(cap
     def training(more):
         strategy = kd.MultiWorkerMirroredStrategy()
         print("here is", kd.process_index())
-        total = strategy.reduce("SUM", strategy.run(lambda: jax.numpy.float32(start + more)), axis=None)
+        total = strategy.reduce(
+            "SUM", strategy.run(lambda: jax.numpy.float32(start + more)), axis=None
+        )
         return float(total), strategy.num_replicas_in_sync
 
-    assert kd.notebook_launcher(training, (1,), num_processes=2, cpu_devices=2) == (16.0, 4)
+    assert kd.notebook_launcher(training, (1,), num_processes=2, cpu_devices=2) == (
+        16.0,
+        4,
+    )
     out = capsys.readouterr().out
     assert "[0] here is 0" in out and "[1] here is 1" in out
 
@@ -33,7 +38,9 @@ def test_one_that_fails_ends_all():
         time.sleep(3)
         os._exit(43)  # As one that ends because of another.
 
-    with pytest.raises(kd.errors.ClusterError, match="(?s)process 1 with exit code 1.*of process 1"):
+    with pytest.raises(
+        kd.errors.ClusterError, match="(?s)process 1 with exit code 1.*of process 1"
+    ):
         kd.notebook_launcher(waiting, num_processes=2, cpu_devices=1)
 
 

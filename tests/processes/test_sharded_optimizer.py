@@ -1,4 +1,6 @@
-"""Slots divided over the devices of several processes: the same numbers, a part of the memory, and whole files."""
+"""Slots divided over the devices of several processes: the same numbers, a part of the
+memory, and whole files.
+"""
 
 import keras
 import numpy as np
@@ -14,8 +16,12 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    results = kd.testing.run_in_processes(sharded.training, 2, str(folder), cpu_devices=2, timeout=170)
-    assert [(result["processes"], result["replicas"]) for result in results] == [(2, 4)] * 2
+    results = kd.testing.run_in_processes(
+        sharded.training, 2, str(folder), cpu_devices=2, timeout=170
+    )
+    assert [(result["processes"], result["replicas"]) for result in results] == [
+        (2, 4)
+    ] * 2
     return folder, results
 
 
@@ -51,12 +57,16 @@ def test_every_process_reads_and_assigns(job):
     for result in job[1]:
         shape, text, least, share = result["slot"]
         assert result["shapes"] == [shape] * 2  # Of its own replicas.
-        assert "num_replicas=4" in text and "value=" not in text  # To show it would take all processes.
+        assert (
+            "num_replicas=4" in text and "value=" not in text
+        )  # To show it would take all processes.
         assert least == 1.0 and share <= 1 / 4 + 0.02
 
 
 def test_one_process_writes_all(job):
-    """What it has saved is whole: plain Keras loads it, and so does the strategy, and divides it again."""
+    """What it has saved is whole: plain Keras loads it, and so does the strategy, and
+    divides it again.
+    """
     folder, results = job
     loaded = keras.models.load_model(folder / "model.keras")
     for result in results:

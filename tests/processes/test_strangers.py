@@ -58,7 +58,9 @@ class Stranger:
     def write(self, key, value, overwrite=True):
         client = jax_internals.coordination_client()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            client.key_value_set_bytes(f"{FOLDER}/{key}", value, allow_overwrite=overwrite)
+            client.key_value_set_bytes(
+                f"{FOLDER}/{key}", value, allow_overwrite=overwrite
+            )
 
     def beforehand(self):
         """What processes will say, before they do."""
@@ -124,7 +126,11 @@ def trained(strategy, seconds=0.0):
     end, said = time.monotonic() + seconds, []
     for turn in range(8):
         model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
-        said.append(kd.run_on_chief(lambda turn=turn: {"turn": turn, "array": np.arange(turn)})["turn"])
+        said.append(
+            kd.run_on_chief(lambda turn=turn: {"turn": turn, "array": np.arange(turn)})[
+                "turn"
+            ]
+        )
         kd.barrier("a turn")
         time.sleep(max(0.0, (end - time.monotonic()) / (8 - turn)))
     return said, [w.tolist() for w in model.get_weights()]
@@ -154,20 +160,28 @@ def test_what_strangers_write_is_passed_over(tmp_path):
         assert result.value[0] == said == list(range(8))
         for ours, theirs in zip(result.value[1], weights, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-        assert result.log.count("who is no process of this job has written that it ends; ") == 1
+        assert (
+            result.log.count("who is no process of this job has written that it ends; ")
+            == 1
+        )
 
 
 def test_what_strangers_say_for_a_process_is_refused_by_name(tmp_path):
     results = attacked("instead", tmp_path)
     assert any(result.exit_code for result in results), results
     errors = [result.error for result in results if result.error]
-    assert any("What process" in error and "says was refused: it is not signed" in error for error in errors), errors
+    assert any(
+        "What process" in error and "says was refused: it is not signed" in error
+        for error in errors
+    ), errors
 
 
 def test_without_a_token_no_code_of_strangers_runs_either(tmp_path):
     results = attacked("instead", tmp_path, token=False)
     errors = [result.error for result in results if result.error]
-    assert any("A message between processes cannot be read" in error for error in errors), results
+    assert any(
+        "A message between processes cannot be read" in error for error in errors
+    ), results
     assert "without a token of the job" in results[0].log
 
 
@@ -186,7 +200,9 @@ def test_without_a_token_no_code_of_strangers_runs_either(tmp_path):
 )
 def test_processes_of_different_tokens_say_so_within_seconds(tokens, reason, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import keras_distribute as kd\nkd.MultiWorkerMirroredStrategy()\n")
+    script.write_text(
+        "import keras_distribute as kd\nkd.MultiWorkerMirroredStrategy()\n"
+    )
     address = f"127.0.0.1:{free_port()}"
     jobs = [
         Job(
@@ -267,7 +283,13 @@ def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
             for rank in (0, 1):
                 hosts.append(
                     subprocess.Popen(
-                        [*command, "--node-rank", str(rank), str(script), str(tmp_path)],
+                        [
+                            *command,
+                            "--node-rank",
+                            str(rank),
+                            str(script),
+                            str(tmp_path),
+                        ],
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,
                         text=True,
@@ -284,8 +306,15 @@ def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
                 host.communicate()
     assert [host.returncode for host in hosts] == [0, 0], said
     assert all(done.values()), done
-    assert said[0].count("has refused a connection from 127.0.0.1: what it says: it is not signed") >= 2
-    assert not any(token.read_text() in text or "without a token" in text for text in said)
+    assert (
+        said[0].count(
+            "has refused a connection from 127.0.0.1: what it says: it is not signed"
+        )
+        >= 2
+    )
+    assert not any(
+        token.read_text() in text or "without a token" in text for text in said
+    )
     turns, weights = trained(kd.MirroredStrategy(["cpu:0", "cpu:1"]))
     for index in (0, 1):
         result = json.loads((tmp_path / f"{index}.json").read_text())

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(420)
 def job(tmp_path_factory):
     paths = [str(tmp_path_factory.mktemp("shared") / f"{i}.txt") for i in range(4)]
     for i, path in enumerate(paths):
-        pathlib.Path(path).write_text("".join(f"{100 * i + j}\n" for j in range(3 + 4 * i)))
+        pathlib.Path(path).write_text(
+            "".join(f"{100 * i + j}\n" for j in range(3 + 4 * i))
+        )
     calls = {
         "shared_files": (paths,),
         "kinds_of_data": (),
@@ -32,7 +34,9 @@ def job(tmp_path_factory):
         "save_under_way": (str(tmp_path_factory.mktemp("under_way")),),
         "files": (str(tmp_path_factory.mktemp("files")),),
     }
-    results = kd.testing.run_in_processes(scenarios.several, 2, calls, cpu_devices=2, timeout=400)
+    results = kd.testing.run_in_processes(
+        scenarios.several, 2, calls, cpu_devices=2, timeout=400
+    )
     assert len(results) == 2
     return calls, results
 
@@ -71,7 +75,10 @@ def test_an_interruption_leaves_the_state_of_a_whole_step():
         scenarios.interrupted, 2, 8, cpu_devices=2, timeout=400
     )
     assert [outcome[1] for outcome in first] == [outcome[1] for outcome in second]
-    for was_interrupted, whole_steps, same_numbers_afterwards, where in (*first, *second):
+    for was_interrupted, whole_steps, same_numbers_afterwards, where in (
+        *first,
+        *second,
+    ):
         assert was_interrupted, where
         assert whole_steps is not None, where
         assert same_numbers_afterwards, where
@@ -79,9 +86,13 @@ def test_an_interruption_leaves_the_state_of_a_whole_step():
 
 
 def test_unequal_data_end_together(job):
-    """Three batches of five rows in one process, five in the other: no row is lost, and no process waits."""
+    """Three batches of five rows in one process, five in the other: no row is lost, and
+    no process waits.
+    """
     first, second = (result["own_data"] for result in job[1])
-    assert first["steps"] == second["steps"] and len(first["steps"]) >= 2 * (15 + 25) // 5
+    assert (
+        first["steps"] == second["steps"] and len(first["steps"]) >= 2 * (15 + 25) // 5
+    )
     assert first["history"] == second["history"] and len(first["history"]["loss"]) == 2
     equal(first["weights"], second["weights"], rtol=0, atol=0)
     assert first["loop"] == second["loop"]
@@ -93,7 +104,9 @@ def test_unequal_data_end_together(job):
 
 @pytest.mark.parametrize("taken", [2, 4, 6])
 def test_what_is_read_ahead_of_a_loop_that_is_broken_off_comes_again(taken):
-    for own, (first, rest) in kd.testing.run_in_processes(scenarios.loops_broken_off, 2, taken, timeout=100):
+    for own, (first, rest) in kd.testing.run_in_processes(
+        scenarios.loops_broken_off, 2, taken, timeout=100
+    ):
         assert len(first) == taken
         assert list(itertools.chain(*first, *rest)) == own
 
@@ -102,7 +115,9 @@ def test_files_are_shared(job):
     """Each process reads its own files to the end, and together they read all."""
     first, second = (result["shared_files"] for result in job[1])
     numbers = [float(100 * i + j) for i in range(4) for j in range(3 + 4 * i)]
-    assert first["everyone"] == second["everyone"] and sorted(first["everyone"]) == numbers
+    assert (
+        first["everyone"] == second["everyone"] and sorted(first["everyone"]) == numbers
+    )
     assert not set(first["own"]) & set(second["own"])
     assert sorted(first["own"] + second["own"]) == numbers
     files = [{int(number) // 100 for number in side["own"]} for side in (first, second)]
@@ -113,7 +128,17 @@ def test_values_and_variables(job):
     first, second = (result["values"] for result in job[1])
     assert (first["own"], second["own"]) == ([0, 1], [2, 3])
     assert (first["context"], second["context"]) == ((2, 0), (2, 1))
-    for name in ("gathered", "ragged", "ragged sum", "mean", "mirrored", "on_read", "eager", "unseeded", "numpy"):
+    for name in (
+        "gathered",
+        "ragged",
+        "ragged sum",
+        "mean",
+        "mirrored",
+        "on_read",
+        "eager",
+        "unseeded",
+        "numpy",
+    ):
         assert first[name] == second[name], name
     assert first["gathered"] == [0, 1, 1, 1, 2, 1, 3, 1]
     assert first["joined"] == second["joined"] == [[0, 0, 1, 0, 1, 2]] * 2
@@ -123,11 +148,16 @@ def test_values_and_variables(job):
     assert (first["local"], second["local"]) == ([[0, 1], [1, 1]], [[2, 1], [3, 1]])
     assert second["texts"] == ["replica 2", "replica 3"]
     assert second["structures"] == [(3, 1), (4, 1)] and second["ids"] == [2, 3]
-    assert first["mirrored"] == [2.5, 3.5, 4.5] and first["on_read"] == 2 + 1 + 2 + 3 + 4
+    assert (
+        first["mirrored"] == [2.5, 3.5, 4.5] and first["on_read"] == 2 + 1 + 2 + 3 + 4
+    )
     assert sum(first["components"] + second["components"]) == first["on_read"]
     assert "num_replicas=4" in first["reprs"][1] and "value=12.0" in first["reprs"][2]
     for name in ("reduce", "gather"):
-        assert "components of other processes can be had only of arrays of one rank" in first["errors"][name]
+        assert (
+            "components of other processes can be had only of arrays of one rank"
+            in first["errors"][name]
+        )
 
 
 def test_a_single_batch_is_the_global_one(job):
@@ -139,12 +169,20 @@ def test_a_single_batch_is_the_global_one(job):
 
 
 def test_gradients_travel_in_the_chosen_dtype(job):
-    """The parts of four replicas are rounded to eight bits, and so are their sums, which Gloo makes in a ring."""
+    """The parts of four replicas are rounded to eight bits, and so are their sums,
+    which Gloo makes in a ring.
+    """
     parts = np.arange(4) + 1 / 3
     for result in job[1]:
         in_run, in_fit = result["narrow_sums"]
-        for change, exact in ((-in_run[0], parts.sum()), (-in_run[1], parts.sum()), (1 - in_fit, parts.mean())):
-            assert change == pytest.approx(exact, rel=2**-7) and change != pytest.approx(exact, rel=1e-4)
+        for change, exact in (
+            (-in_run[0], parts.sum()),
+            (-in_run[1], parts.sum()),
+            (1 - in_fit, parts.mean()),
+        ):
+            assert change == pytest.approx(
+                exact, rel=2**-7
+            ) and change != pytest.approx(exact, rel=1e-4)
     assert job[1][0]["narrow_sums"] == job[1][1]["narrow_sums"]
 
 
@@ -192,10 +230,17 @@ def test_a_save_under_way_is_known_to_all_processes(job):
 def test_one_process_writes_the_files(job):
     calls, results = job
     folder = calls["files"][0]
-    assert [result["files"] for result in results] == [(True, True, "FileNotFoundError")] * 2
+    assert [result["files"] for result in results] == [
+        (True, True, "FileNotFoundError")
+    ] * 2
     assert sorted(os.listdir(f"{folder}/weights")) == ["1.weights.h5", "2.weights.h5"]
     assert os.listdir(f"{folder}/deep") == ["best.keras"]
     folder = pathlib.Path(folder)
     assert len((folder / "log.csv").read_text().splitlines()) == 3
-    assert json.loads((folder / "keras_backup" / "training_metadata.json").read_text())["epoch"] == 2
+    assert (
+        json.loads((folder / "keras_backup" / "training_metadata.json").read_text())[
+            "epoch"
+        ]
+        == 2
+    )
     assert sorted(os.listdir(f"{folder}/backup")) == ["0", "1"]

@@ -13,7 +13,9 @@ import numpy as np
 import keras_distribute as kd
 
 what, folder = sys.argv[1], Path(sys.argv[2])
-options = kd.experimental.CommunicationOptions(timeout_seconds=6.0 if what in ("cut", "gone") else None)
+options = kd.experimental.CommunicationOptions(
+    timeout_seconds=6.0 if what in ("cut", "gone") else None
+)
 strategy = kd.MultiWorkerMirroredStrategy(communication_options=options)
 first_time = os.environ["KERAS_DISTRIBUTE_RESTARTS"] == "0"
 
@@ -24,11 +26,15 @@ class Fault(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not first_time or int(self.model.optimizer.iterations) != 6:
             return
-        if what == "cut":  # Goes on when somebody has cut the link between the processes.
+        if (
+            what == "cut"
+        ):  # Goes on when somebody has cut the link between the processes.
             (folder / f"at-the-cut-{kd.process_index()}").touch()
             while not (folder / "is-cut").exists():
                 time.sleep(0.02)
-        if what == "gone" and kd.process_index() == 1:  # The launcher of its host, and all with it.
+        if (
+            what == "gone" and kd.process_index() == 1
+        ):  # The launcher of its host, and all with it.
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
         if what == "raise" and kd.process_index() == 1:
@@ -42,11 +48,23 @@ class Fault(keras.callbacks.Callback):
 with strategy.scope():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3),
+        ]
     )
     model.compile("adam", "mse")
 x = np.random.RandomState(0).randn(44, 5).astype("float32")
-backup = kd.callbacks.BackupAndRestore(folder / "backup", save_freq=1, delete_checkpoint=False)
-history = model.fit(x, x[:, :3], batch_size=10, epochs=4, verbose=0, callbacks=[backup, Fault()]).history
-result = {"history": history, "weights": [np.asarray(w).ravel().tolist() for w in model.get_weights()]}
+backup = kd.callbacks.BackupAndRestore(
+    folder / "backup", save_freq=1, delete_checkpoint=False
+)
+history = model.fit(
+    x, x[:, :3], batch_size=10, epochs=4, verbose=0, callbacks=[backup, Fault()]
+).history
+result = {
+    "history": history,
+    "weights": [np.asarray(w).ravel().tolist() for w in model.get_weights()],
+}
 (folder / f"{kd.process_index()}.json").write_text(json.dumps(result))

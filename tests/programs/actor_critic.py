@@ -52,23 +52,32 @@ def program() -> Any:
     def train_step(states: Any, actions: Any, returns: Any, count: Any) -> Any:
         def compute_loss() -> Any:
             chances, guesses = model(states)
-            chosen = ops.log(ops.sum(chances * ops.one_hot(actions, ACTIONS), axis=1) + 1e-6)
+            chosen = ops.log(
+                ops.sum(chances * ops.one_hot(actions, ACTIONS), axis=1) + 1e-6
+            )
             advantage = ops.stop_gradient(returns - guesses[:, 0])
             rows = huber(returns[:, None], guesses) - chosen * advantage
             return kd.nn.compute_average_loss(rows, global_batch_size=count)
 
         loss, gradients = kd.value_and_grad(compute_loss, model.trainable_variables)()
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
         reward.update_state(returns)
         return loss
 
     losses = []
     for index in range(3):
-        rollouts = [episode(lambda state: np.asarray(model(state[None])[0])[0], rng, 6 + index) for _ in range(3)]
+        rollouts = [
+            episode(lambda state: np.asarray(model(state[None])[0])[0], rng, 6 + index)
+            for _ in range(3)
+        ]
         batch = [np.concatenate(part) for part in zip(*rollouts, strict=True)]
         rows = len(batch[0])
         dataset = kd.ArrayDataset(tuple(batch), batch_size=rows)
-        for states, actions, returns in strategy.experimental_distribute_dataset(dataset):
+        for states, actions, returns in strategy.experimental_distribute_dataset(
+            dataset
+        ):
             loss = strategy.run(train_step, (states, actions, returns, np.int32(rows)))
             losses.append(float(strategy.reduce("SUM", loss, axis=None)))
     return {

@@ -28,8 +28,12 @@ class ContrastiveModel(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.augment = keras.Sequential([layers.GaussianNoise(0.3), layers.Dropout(0.1)])
-        self.encoder = keras.Sequential([layers.Dense(12, activation="tanh"), layers.Dense(8)], name="encoder")
+        self.augment = keras.Sequential(
+            [layers.GaussianNoise(0.3), layers.Dropout(0.1)]
+        )
+        self.encoder = keras.Sequential(
+            [layers.Dense(12, activation="tanh"), layers.Dense(8)], name="encoder"
+        )
         self.head = layers.Dense(6, name="head")
         self.loss_tracker = keras.metrics.Mean(name="contrast")
 
@@ -42,7 +46,9 @@ class ContrastiveModel(keras.Model):
         return [self.head(self.encoder(view)) for view in views]
 
     def _loss(self, trainable: Any, non_trainable: Any, x: Any) -> Any:
-        (left, right), non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+        (left, right), non_trainable = self.stateless_call(
+            trainable, non_trainable, x, training=True
+        )
         return nt_xent(left, right), non_trainable
 
     def train_step(self, state: Any, data: Any) -> Any:
@@ -50,7 +56,9 @@ class ContrastiveModel(keras.Model):
         x = keras.utils.unpack_x_y_sample_weight(data)[0]
         gradient = jax.value_and_grad(self._loss, has_aux=True)
         (loss, non_trainable), gradients = gradient(trainable, non_trainable, x)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, gradients, trainable
+        )
         metrics = self.loss_tracker.stateless_update_state(metrics, loss)
         return {"contrast": self.loss_tracker.stateless_result(metrics)}, (
             trainable,

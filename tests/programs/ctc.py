@@ -18,7 +18,9 @@ class CTCLayer(layers.Layer):
         rows, steps = ops.shape(logits)[0], ops.shape(logits)[1]
         label_lengths = ops.sum(ops.cast(labels != BLANK, "int32"), axis=-1)
         logit_lengths = ops.full((rows,), steps, dtype="int32")
-        loss = ops.ctc_loss(labels, logits, label_lengths, logit_lengths, mask_index=BLANK)
+        loss = ops.ctc_loss(
+            labels, logits, label_lengths, logit_lengths, mask_index=BLANK
+        )
         self.add_loss(ops.mean(loss))
         return logits
 
@@ -29,7 +31,11 @@ def data(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     lengths = rng.integers(1, LONGEST + 1, num_rows)
     labels = rng.integers(1, CHARACTERS, (num_rows, LONGEST)).astype("int32")
     labels[np.arange(LONGEST) >= lengths[:, None]] = BLANK
-    images = np.repeat(labels[:, :, None, None], 4, axis=1) * np.ones((1, 1, 6, 1)) / CHARACTERS
+    images = (
+        np.repeat(labels[:, :, None, None], 4, axis=1)
+        * np.ones((1, 1, 6, 1))
+        / CHARACTERS
+    )
     return (images + 0.1 * rng.normal(size=images.shape)).astype("float32"), labels
 
 
@@ -50,10 +56,14 @@ def program() -> Any:
     target = keras.Input((LONGEST,), dtype="int32", name="label")
     training = keras.Model([image, target], CTCLayer()(target, logits))
     training.compile(keras.optimizers.Adam(0.01, epsilon=1e-3))
-    by_layer = training.fit({"image": images, "label": labels}, batch_size=10, epochs=2, verbose=0)
+    by_layer = training.fit(
+        {"image": images, "label": labels}, batch_size=10, epochs=2, verbose=0
+    )
     reading = keras.Model(image, logits)
     predictions = reading.predict(images, batch_size=34, verbose=0)
-    texts, _ = ops.ctc_decode(predictions, np.full(34, 16), strategy="greedy", mask_index=BLANK)
+    texts, _ = ops.ctc_decode(
+        predictions, np.full(34, 16), strategy="greedy", mask_index=BLANK
+    )
 
     by_loss = keras.Model(*reader())
     by_loss.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), keras.losses.CTC())

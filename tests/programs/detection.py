@@ -38,7 +38,9 @@ def assigned(boxes: Any, kinds: Any) -> Any:
     step = SIZE / CELLS
     places = ops.cast(ops.floor(boxes[..., :2] / step), "int32")
     cells = ops.where(kinds >= 0, places[..., 1] * CELLS + places[..., 0], -1)
-    hit = ops.cast(cells[:, None, :] == ops.arange(CELLS * CELLS)[None, :, None], "float32")
+    hit = ops.cast(
+        cells[:, None, :] == ops.arange(CELLS * CELLS)[None, :, None], "float32"
+    )
     hit = hit * ops.cast(ops.cumsum(hit, axis=-1) <= 1, "float32")
     here = ops.sum(hit, axis=-1)
     kind = ops.sum(hit * ops.cast(kinds, "float32")[:, None], axis=-1)
@@ -49,12 +51,23 @@ class DetectionLoss(keras.losses.Loss):
     """Focal for whether there is a box; kind and place of those that there are."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        boxes, kinds, here = assigned(y_true[..., :4], ops.cast(y_true[..., 4], "int32"))
-        there = keras.losses.binary_focal_crossentropy(here[..., None], y_pred[..., :1], from_logits=True)
-        kind = keras.losses.sparse_categorical_crossentropy(kinds, y_pred[..., 1 : 1 + KINDS], from_logits=True)
+        boxes, kinds, here = assigned(
+            y_true[..., :4], ops.cast(y_true[..., 4], "int32")
+        )
+        there = keras.losses.binary_focal_crossentropy(
+            here[..., None], y_pred[..., :1], from_logits=True
+        )
+        kind = keras.losses.sparse_categorical_crossentropy(
+            kinds, y_pred[..., 1 : 1 + KINDS], from_logits=True
+        )
         place = keras.losses.huber(boxes, y_pred[..., 1 + KINDS :], delta=0.1)
-        count = ops.maximum(ops.sum(here), 1.0)  # Over the whole batch, as detectors do.
-        return ops.mean(there, axis=-1) + ops.sum(here * (kind + place), axis=-1) * ops.shape(here)[0] / count
+        count = ops.maximum(
+            ops.sum(here), 1.0
+        )  # Over the whole batch, as detectors do.
+        return (
+            ops.mean(there, axis=-1)
+            + ops.sum(here * (kind + place), axis=-1) * ops.shape(here)[0] / count
+        )
 
 
 class Recall(keras.metrics.Metric):
@@ -68,10 +81,18 @@ class Recall(keras.metrics.Metric):
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         boxes, _, here = assigned(y_true[..., :4], ops.cast(y_true[..., 4], "int32"))
         ours = y_pred[..., 1 + KINDS :]
-        low = ops.maximum(boxes[..., :2] - boxes[..., 2:] / 2, ours[..., :2] - ours[..., 2:] / 2)
-        high = ops.minimum(boxes[..., :2] + boxes[..., 2:] / 2, ours[..., :2] + ours[..., 2:] / 2)
+        low = ops.maximum(
+            boxes[..., :2] - boxes[..., 2:] / 2, ours[..., :2] - ours[..., 2:] / 2
+        )
+        high = ops.minimum(
+            boxes[..., :2] + boxes[..., 2:] / 2, ours[..., :2] + ours[..., 2:] / 2
+        )
         common = ops.prod(ops.maximum(high - low, 0.0), axis=-1)
-        union = ops.prod(boxes[..., 2:], axis=-1) + ops.prod(ops.abs(ours[..., 2:]), axis=-1) - common
+        union = (
+            ops.prod(boxes[..., 2:], axis=-1)
+            + ops.prod(ops.abs(ours[..., 2:]), axis=-1)
+            - common
+        )
         self.found.assign_add(ops.sum(here * ops.cast(common > 0.1 * union, "float32")))
         self.boxes.assign_add(ops.sum(here))
 
@@ -81,7 +102,9 @@ class Recall(keras.metrics.Metric):
 
 def program() -> Any:
     images, targets = data(38)
-    y = np.concatenate([targets["boxes"], targets["kinds"][..., None]], axis=-1).astype("float32")
+    y = np.concatenate([targets["boxes"], targets["kinds"][..., None]], axis=-1).astype(
+        "float32"
+    )
 
     inputs = keras.Input((SIZE, SIZE, 1))
     x = layers.Conv2D(6, 3, strides=2, padding="same", activation="relu")(inputs)
@@ -90,7 +113,9 @@ def program() -> Any:
     there_and_kind = layers.Dense(1 + KINDS)(x)
     model = keras.Model(
         inputs,
-        layers.Concatenate()([there_and_kind, layers.Dense(4, activation="sigmoid")(x)]),
+        layers.Concatenate()(
+            [there_and_kind, layers.Dense(4, activation="sigmoid")(x)]
+        ),
     )
     model.compile(
         keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0),

@@ -77,20 +77,34 @@ class DiffusionModel(keras.Model):
         images = keras.utils.unpack_x_y_sample_weight(images)[0]
         gradient = jax.value_and_grad(self._loss, has_aux=True)
         (loss, non_trainable), gradients = gradient(trainable, non_trainable, images)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, gradients, trainable
+        )
         metrics = self.noise_loss.stateless_update_state(metrics, loss)
-        new = {id(variable): value for variable, value in zip(self.trainable_variables, trainable, strict=True)}
-        places = {id(variable): place for place, variable in enumerate(self.non_trainable_variables)}
-        for ours, theirs in zip(self.ema_network.weights, self.network.weights, strict=True):
+        new = {
+            id(variable): value
+            for variable, value in zip(self.trainable_variables, trainable, strict=True)
+        }
+        places = {
+            id(variable): place
+            for place, variable in enumerate(self.non_trainable_variables)
+        }
+        for ours, theirs in zip(
+            self.ema_network.weights, self.network.weights, strict=True
+        ):
             place = places[id(ours)]
-            non_trainable[place] = EMA * non_trainable[place] + (1 - EMA) * new[id(theirs)]
+            non_trainable[place] = (
+                EMA * non_trainable[place] + (1 - EMA) * new[id(theirs)]
+            )
         logs = {"noise_loss": self.noise_loss.stateless_result(metrics)}
         return logs, (trainable, non_trainable, optimizer, metrics)
 
     def test_step(self, state: Any, images: Any) -> Any:
         trainable, non_trainable, metrics = state
         images = keras.utils.unpack_x_y_sample_weight(images)[0]
-        loss, non_trainable = self.stateless_call(trainable, non_trainable, images, training=False)
+        loss, non_trainable = self.stateless_call(
+            trainable, non_trainable, images, training=False
+        )
         metrics = self.noise_loss.stateless_update_state(metrics, loss)
         return {"noise_loss": self.noise_loss.stateless_result(metrics)}, (
             trainable,
@@ -116,7 +130,9 @@ def program() -> Any:
     images = np.random.default_rng(18).random((29, SIZE, SIZE, 1)).astype("float32")
     model = DiffusionModel()
     model.normalizer.adapt(images)
-    model.compile(optimizer=keras.optimizers.AdamW(0.01, weight_decay=1e-4, epsilon=1e-3))
+    model.compile(
+        optimizer=keras.optimizers.AdamW(0.01, weight_decay=1e-4, epsilon=1e-3)
+    )
     history = model.fit(images, batch_size=11, epochs=2, verbose=0)
     score = model.evaluate(images, batch_size=29, return_dict=True, verbose=0)
     return {

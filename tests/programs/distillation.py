@@ -18,7 +18,9 @@ class Distiller(keras.Model):
         self.teacher.trainable = False
         self.distance = keras.metrics.Mean(name="distance")
 
-    def compile(self, distillation_loss: Any, alpha: float, temperature: float, **options: Any) -> None:
+    def compile(
+        self, distillation_loss: Any, alpha: float, temperature: float, **options: Any
+    ) -> None:
         super().compile(**options)
         self.distillation_loss, self.alpha, self.temperature = (
             distillation_loss,
@@ -86,7 +88,9 @@ def program() -> Any:
     return {
         "taught": taught,
         "history": history,
-        "evaluation": distiller.evaluate(x, y, batch_size=44, return_dict=True, verbose=0),
+        "evaluation": distiller.evaluate(
+            x, y, batch_size=44, return_dict=True, verbose=0
+        ),
         "predictions": distiller.predict(x, batch_size=44, verbose=0),
         "models": [teacher, distiller],
     }

@@ -13,7 +13,9 @@ CELLS, GAMMA = 6, 0.9
 
 def network() -> keras.Model:
     """The value of both moves in each cell."""
-    return keras.Sequential([keras.Input((CELLS,)), layers.Dense(10, activation="tanh"), layers.Dense(2)])
+    return keras.Sequential(
+        [keras.Input((CELLS,)), layers.Dense(10, activation="tanh"), layers.Dense(2)]
+    )
 
 
 def program() -> Any:
@@ -35,13 +37,17 @@ def program() -> Any:
         memory.append((cell, move, float(following == CELLS - 1), following))
         cell = 0 if following == CELLS - 1 else following
         if step % 4 == 3:
-            cells, moves, rewards, next_cells = map(np.array, zip(*memory[-11:], strict=True))
+            cells, moves, rewards, next_cells = map(
+                np.array, zip(*memory[-11:], strict=True)
+            )
             rows = np.arange(len(cells))
             wanted = online.predict_on_batch(one_hot[cells]).copy()
             best = target.predict_on_batch(one_hot[next_cells]).max(axis=1)
             wanted[rows, moves] = rewards + GAMMA * best * (1 - rewards)
             weight = np.where(rewards > 0, 2.0, 1.0)
-            losses.append(online.train_on_batch(one_hot[cells], wanted, sample_weight=weight))
+            losses.append(
+                online.train_on_batch(one_hot[cells], wanted, sample_weight=weight)
+            )
         if step % 8 == 7:
             followed = zip(target.get_weights(), online.get_weights(), strict=True)
             target.set_weights([0.7 * old + 0.3 * new for old, new in followed])

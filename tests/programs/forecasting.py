@@ -24,17 +24,25 @@ def program() -> Any:
 
     normalization = layers.Normalization()
     normalization.adapt(series[:40])
-    model = keras.Sequential([keras.Input((5, 2)), normalization, layers.GRU(5), layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((5, 2)), normalization, layers.GRU(5), layers.Dense(1)]
+    )
     model.compile(keras.optimizers.Adam(0.02, epsilon=1e-3), "mae", metrics=["mse"])
     with tempfile.TemporaryDirectory() as folder:
         path = str(pathlib.Path(folder) / "best.weights.h5")
         rates: list[float] = []
         callbacks = [
-            keras.callbacks.ModelCheckpoint(path, "val_loss", save_weights_only=True, save_best_only=True),
+            keras.callbacks.ModelCheckpoint(
+                path, "val_loss", save_weights_only=True, save_best_only=True
+            ),
             keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=1.0, patience=1),
-            keras.callbacks.EarlyStopping("val_loss", min_delta=0.5, patience=2, restore_best_weights=True),
+            keras.callbacks.EarlyStopping(
+                "val_loss", min_delta=0.5, patience=2, restore_best_weights=True
+            ),
             keras.callbacks.LambdaCallback(
-                on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.learning_rate))
+                on_epoch_end=lambda epoch, logs: rates.append(
+                    float(model.optimizer.learning_rate)
+                )
             ),
         ]
         history = model.fit(

@@ -33,7 +33,9 @@ def program() -> Any:
         ]
     )
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    discriminator.compile(keras.optimizers.Adam(0.005, epsilon=1e-3), loss, metrics=["mae"])
+    discriminator.compile(
+        keras.optimizers.Adam(0.005, epsilon=1e-3), loss, metrics=["mae"]
+    )
     discriminator.trainable = False
     inputs = keras.Input((LATENT,))
     combined = keras.Model(inputs, discriminator(generator(inputs)))
@@ -47,10 +49,16 @@ def program() -> Any:
             fake = generator.predict_on_batch(noise)
             labels = np.concatenate([np.ones((len(real), 1)), np.zeros((len(real), 1))])
             discriminator.trainable = True
-            judged = discriminator.train_on_batch(np.concatenate([real, fake]), labels, return_dict=True)
+            judged = discriminator.train_on_batch(
+                np.concatenate([real, fake]), labels, return_dict=True
+            )
             discriminator.trainable = False
-            fooled = combined.train_on_batch(noise, np.ones((len(real), 1)), return_dict=True)
-            losses.append([float(judged["loss"]), float(judged["mae"]), float(fooled["loss"])])
+            fooled = combined.train_on_batch(
+                noise, np.ones((len(real), 1)), return_dict=True
+            )
+            losses.append(
+                [float(judged["loss"]), float(judged["mae"]), float(fooled["loss"])]
+            )
     scores = discriminator.predict(images, batch_size=35, verbose=0)
     return {
         "losses": losses,

@@ -19,7 +19,11 @@ class TwoOptimizers(keras.Model):
 
     @property
     def optimizer_variables(self) -> list[Any]:
-        return [variable for optimizer in self.optimizers for variable in optimizer.variables]
+        return [
+            variable
+            for optimizer in self.optimizers
+            for variable in optimizer.variables
+        ]
 
     def _get_jax_state(
         self,
@@ -66,7 +70,10 @@ class TwoOptimizers(keras.Model):
             self.non_trainable_variables,
             self.optimizer_variables,
         ]
-        return tuple([variable.value.sharding for variable in group] for group in [*groups, self.metrics_variables])
+        return tuple(
+            [variable.value.sharding for variable in group]
+            for group in [*groups, self.metrics_variables]
+        )
 
 
 class Imputer(TwoOptimizers):
@@ -74,8 +81,12 @@ class Imputer(TwoOptimizers):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.generator = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(width)])
-        self.discriminator = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(width)])
+        self.generator = keras.Sequential(
+            [layers.Dense(8, activation="relu"), layers.Dense(width)]
+        )
+        self.discriminator = keras.Sequential(
+            [layers.Dense(8, activation="relu"), layers.Dense(width)]
+        )
         self.generator_tracker = keras.metrics.Mean(name="generator_loss")
         self.discriminator_tracker = keras.metrics.Mean(name="discriminator_loss")
         self.width = width
@@ -117,21 +128,37 @@ class Imputer(TwoOptimizers):
 
         def guesses(discriminator: Any, generator: Any) -> Any:
             imputed = known * filled + (1 - known) * drawn(generator)
-            return ops.sigmoid(self.discriminator.stateless_call(discriminator, [], imputed)[0])
+            return ops.sigmoid(
+                self.discriminator.stateless_call(discriminator, [], imputed)[0]
+            )
 
         def discriminator_loss(discriminator: Any, generator: Any) -> Any:
-            return ops.mean(keras.losses.binary_crossentropy(known, guesses(discriminator, generator)))
+            return ops.mean(
+                keras.losses.binary_crossentropy(
+                    known, guesses(discriminator, generator)
+                )
+            )
 
         def generator_loss(generator: Any, discriminator: Any) -> Any:
-            fooled = -ops.mean((1 - known) * ops.log(guesses(discriminator, generator) + 1e-6))
-            distance = ops.sum(known * ops.square(filled - drawn(generator))) / ops.sum(known)
+            fooled = -ops.mean(
+                (1 - known) * ops.log(guesses(discriminator, generator) + 1e-6)
+            )
+            distance = ops.sum(known * ops.square(filled - drawn(generator))) / ops.sum(
+                known
+            )
             return fooled + 10.0 * distance
 
         generator, discriminator = trainable[:split], trainable[split:]
-        d_loss, gradients = jax.value_and_grad(discriminator_loss)(discriminator, generator)
-        discriminator, second = self.optimizers[1].stateless_apply(optimizer[slots:], gradients, discriminator)
+        d_loss, gradients = jax.value_and_grad(discriminator_loss)(
+            discriminator, generator
+        )
+        discriminator, second = self.optimizers[1].stateless_apply(
+            optimizer[slots:], gradients, discriminator
+        )
         g_loss, gradients = jax.value_and_grad(generator_loss)(generator, discriminator)
-        generator, first = self.optimizers[0].stateless_apply(optimizer[:slots], gradients, generator)
+        generator, first = self.optimizers[0].stateless_apply(
+            optimizer[:slots], gradients, generator
+        )
 
         g_state = self.generator_tracker.stateless_update_state(metrics[:2], g_loss)
         d_state = self.discriminator_tracker.stateless_update_state(metrics[2:], d_loss)

@@ -64,10 +64,16 @@ class GAN(keras.Model):
         trainable, non_trainable, optimizer, metrics = state
         images = keras.utils.unpack_x_y_sample_weight(data)[0]
         rows = ops.shape(images)[0]
-        places = {id(variable): index for index, variable in enumerate(self.non_trainable_variables)}
+        places = {
+            id(variable): index
+            for index, variable in enumerate(self.non_trainable_variables)
+        }
         split = len(self.generator.trainable_variables)
         generator, discriminator = trainable[:split], trainable[split:]
-        dropout = [places[id(variable)] for variable in self.discriminator.non_trainable_variables]
+        dropout = [
+            places[id(variable)]
+            for variable in self.discriminator.non_trainable_variables
+        ]
         slots = [places[id(variable)] for variable in self.discriminator_slots]
         seed = places[id(self.seed_generator.state)]
 
@@ -76,9 +82,13 @@ class GAN(keras.Model):
             noise = keras.random.normal((2, rows, LATENT), seed=self.seed_generator)
         non_trainable[seed] = scope.get_current_value(self.seed_generator.state)
 
-        def judge(discriminator: Any, masks: Any, fake: Any, labels: Any, real: Any = None) -> Any:
+        def judge(
+            discriminator: Any, masks: Any, fake: Any, labels: Any, real: Any = None
+        ) -> Any:
             batch = fake if real is None else ops.concatenate([fake, real])
-            logits, masks = self.discriminator.stateless_call(discriminator, masks, batch, training=True)
+            logits, masks = self.discriminator.stateless_call(
+                discriminator, masks, batch, training=True
+            )
             return logits_loss(labels, logits), masks
 
         def fool(generator: Any, masks: Any) -> Any:
@@ -88,12 +98,18 @@ class GAN(keras.Model):
         fake, _ = self.generator.stateless_call(generator, [], noise[0])
         labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))])
         masks = [non_trainable[place] for place in dropout]
-        (d_loss, masks), gradients = jax.value_and_grad(judge, has_aux=True)(discriminator, masks, fake, labels, images)
+        (d_loss, masks), gradients = jax.value_and_grad(judge, has_aux=True)(
+            discriminator, masks, fake, labels, images
+        )
         discriminator, new_slots = self.discriminator_optimizer.stateless_apply(
             [non_trainable[place] for place in slots], gradients, discriminator
         )
-        (g_loss, masks), gradients = jax.value_and_grad(fool, has_aux=True)(generator, masks)
-        generator, optimizer = self.optimizer.stateless_apply(optimizer, gradients, generator)
+        (g_loss, masks), gradients = jax.value_and_grad(fool, has_aux=True)(
+            generator, masks
+        )
+        generator, optimizer = self.optimizer.stateless_apply(
+            optimizer, gradients, generator
+        )
         for place, value in zip([*dropout, *slots], [*masks, *new_slots], strict=True):
             non_trainable[place] = value
 

@@ -32,10 +32,14 @@ def program() -> Any:
         max_sequence_length=6,
     )
     backbone.enable_lora(2)
-    outputs = layers.Dense(2)(layers.Dropout(0.1)(backbone(backbone.input)["pooled_output"]))
+    outputs = layers.Dense(2)(
+        layers.Dropout(0.1)(backbone(backbone.input)["pooled_output"])
+    )
     model = keras.Model(backbone.input, outputs)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.AdamW(0.02, epsilon=1e-3), loss, metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.AdamW(0.02, epsilon=1e-3), loss, metrics=["accuracy"]
+    )
     history = model.fit(x, y, batch_size=11, epochs=2, verbose=0)
     return {
         "history": history,

@@ -15,7 +15,9 @@ def build() -> keras.Model:
     """A classifier of short texts."""
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(15, 8)(inputs)
-    x = x + layers.EinsumDense("abc,cd->abd", output_shape=(None, 8), bias_axes="d", activation="tanh")(x)
+    x = x + layers.EinsumDense(
+        "abc,cd->abd", output_shape=(None, 8), bias_axes="d", activation="tanh"
+    )(x)
     x = layers.GlobalAveragePooling1D()(x)
     outputs = layers.Dense(3)(layers.Dense(8, activation="gelu")(x))
     model = keras.Model(inputs, outputs)
@@ -26,7 +28,9 @@ def build() -> keras.Model:
 def compile_model(model: keras.Model) -> None:
     """Again after each change of what is trained."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.AdamW(0.02, epsilon=1e-3), loss, metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.AdamW(0.02, epsilon=1e-3), loss, metrics=["accuracy"]
+    )
 
 
 def program() -> Any:
@@ -53,7 +57,10 @@ def program() -> Any:
         "pretrained": pretrained,
         "tuned": tuned,
         "trained": [weight.shape for weight in model.trainable_variables],
-        "changed": [np.abs(a - b).max() for a, b in zip(before, merged.get_weights(), strict=True)],
+        "changed": [
+            np.abs(a - b).max()
+            for a, b in zip(before, merged.get_weights(), strict=True)
+        ],
         "predictions": [predictions, again],
         "model": model,
     }

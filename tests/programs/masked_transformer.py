@@ -33,7 +33,9 @@ class TransformerBlock(layers.Layer):
         super().__init__(**options)
         self.supports_masking = True
         self.attention = layers.MultiHeadAttention(2, WIDTH // 2, dropout=0.1)
-        self.feed_forward = keras.Sequential([layers.Dense(12, activation="gelu"), layers.Dense(WIDTH)])
+        self.feed_forward = keras.Sequential(
+            [layers.Dense(12, activation="gelu"), layers.Dense(WIDTH)]
+        )
         self.normalize_first = layers.LayerNormalization(epsilon=1e-6)
         self.normalize_second = layers.LayerNormalization(epsilon=1e-6)
         self.dropout = layers.Dropout(0.1)
@@ -41,7 +43,9 @@ class TransformerBlock(layers.Layer):
     def call(self, inputs: Any, training: bool = False) -> Any:
         attended = self.attention(inputs, inputs, training=training)
         x = self.normalize_first(inputs + self.dropout(attended, training=training))
-        return self.normalize_second(x + self.dropout(self.feed_forward(x), training=training))
+        return self.normalize_second(
+            x + self.dropout(self.feed_forward(x), training=training)
+        )
 
 
 def program() -> Any:
@@ -55,10 +59,14 @@ def program() -> Any:
     pooled = layers.GlobalAveragePooling1D()(hidden)
     outputs = layers.Dense(2, activation="softmax")(layers.Dropout(0.1)(pooled))
     model = keras.Model(inputs, outputs)
-    schedule = keras.optimizers.schedules.CosineDecay(0.01, 8, warmup_target=0.02, warmup_steps=3)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.01, 8, warmup_target=0.02, warmup_steps=3
+    )
     optimizer = keras.optimizers.AdamW(schedule, epsilon=1e-3, global_clipnorm=1.0)
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    history = model.fit(x, y, batch_size=15, epochs=3, class_weight={0: 1.0, 1: 2.0}, verbose=0)
+    history = model.fit(
+        x, y, batch_size=15, epochs=3, class_weight={0: 1.0, 1: 2.0}, verbose=0
+    )
     return {
         "history": history,
         "evaluation": model.evaluate(x, y, batch_size=43, return_dict=True, verbose=0),

@@ -15,7 +15,9 @@ def program() -> Any:
     rng = np.random.default_rng(25)
     x = rng.normal(size=(37, 8)).astype("float32")
     y = np.argmax(x[:, :3], axis=1).astype("int32")
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3)]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.02, epsilon=1e-3), loss, metrics=["accuracy"])
     history = model.fit(x, y, batch_size=14, epochs=2, verbose=0)

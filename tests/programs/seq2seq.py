@@ -38,7 +38,9 @@ def program() -> Any:
     encoder = keras.Model(encoder_inputs, states)
     state_inputs = [keras.Input((WIDTH,)), keras.Input((WIDTH,))]
     outputs, *new_states = decoder_lstm(decoder_inputs, initial_state=state_inputs)
-    decoder = keras.Model([decoder_inputs, *state_inputs], [decoder_dense(outputs), *new_states])
+    decoder = keras.Model(
+        [decoder_inputs, *state_inputs], [decoder_dense(outputs), *new_states]
+    )
     texts = []
     for row in source[:2]:
         state = encoder.predict(one_hot[row][None], verbose=0)

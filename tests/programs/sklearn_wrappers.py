@@ -14,7 +14,9 @@ pytest.importorskip("sklearn")
 
 def classifier(X: Any, y: Any, width: int = 6) -> keras.Model:
     """A model for these rows."""
-    model = keras.Sequential([keras.Input((X.shape[1],)), layers.Dense(width, activation="tanh")])
+    model = keras.Sequential(
+        [keras.Input((X.shape[1],)), layers.Dense(width, activation="tanh")]
+    )
     model.add(layers.Dense(y.shape[1], activation="softmax"))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "categorical_crossentropy")
     return model
@@ -44,11 +46,15 @@ def program() -> Any:
     labels = np.array(["low", "middle", "high"])[np.digitize(x.sum(axis=1), [10, 14])]
     fit = {"epochs": 2, "batch_size": 15, "verbose": 0}
 
-    pipeline = make_pipeline(StandardScaler(), SKLearnClassifier(classifier, fit_kwargs=fit))
+    pipeline = make_pipeline(
+        StandardScaler(), SKLearnClassifier(classifier, fit_kwargs=fit)
+    )
     pipeline.fit(x, labels)
     scores = cross_val_score(pipeline, x, labels, cv=2)
     estimator = SKLearnClassifier(classifier, model_kwargs={"width": 6}, fit_kwargs=fit)
-    search = GridSearchCV(estimator, {"model_kwargs": [{"width": 3}, {"width": 7}]}, cv=2).fit(x, labels)
+    search = GridSearchCV(
+        estimator, {"model_kwargs": [{"width": 3}, {"width": 7}]}, cv=2
+    ).fit(x, labels)
     regression = SKLearnRegressor(regressor, fit_kwargs=fit).fit(x, x.sum(axis=1))
     return {
         "predictions": pipeline.predict(x) == labels,

@@ -43,7 +43,9 @@ def program() -> Any:
         "binary_crossentropy",
         metrics=["accuracy", "auc"],
     )
-    ready = training.map(lambda x, y: (space(x), y), num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+    ready = training.map(
+        lambda x, y: (space(x), y), num_parallel_calls=tf.data.AUTOTUNE
+    ).prefetch(2)
     ready_validation = validation.map(lambda x, y: (space(x), y))
     history = model.fit(ready, epochs=2, validation_data=ready_validation, verbose=0)
     return {

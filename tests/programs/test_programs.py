@@ -17,7 +17,9 @@ from . import comparing
 pytestmark = pytest.mark.timeout(600)
 
 FILES = pathlib.Path(__file__).parent.glob("*.py")
-NAMES = sorted({path.stem for path in FILES} - {"__init__", "comparing", "test_programs"})
+NAMES = sorted(
+    {path.stem for path in FILES} - {"__init__", "comparing", "test_programs"}
+)
 REPLICAS = (2, 4, 8) if os.environ.get("EVERY_CASE") else (4,)
 
 

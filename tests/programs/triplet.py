@@ -36,14 +36,18 @@ class SiameseModel(keras.Model):
         return self.network(list(inputs))
 
     def _loss(self, trainable: Any, non_trainable: Any, data: Any) -> Any:
-        (near, far), non_trainable = self.stateless_call(trainable, non_trainable, data[0])
+        (near, far), non_trainable = self.stateless_call(
+            trainable, non_trainable, data[0]
+        )
         loss = ops.mean(ops.maximum(near - far + self.margin, 0.0))
         return loss, (near < far, non_trainable)
 
     def _updated(self, metrics: Any, loss: Any, apart: Any) -> Any:
         middle = len(self.loss_tracker.variables)
         losses = self.loss_tracker.stateless_update_state(metrics[:middle], loss)
-        rights = self.apart.stateless_update_state(metrics[middle:], ops.cast(apart, "float32"))
+        rights = self.apart.stateless_update_state(
+            metrics[middle:], ops.cast(apart, "float32")
+        )
         logs = {
             "loss": self.loss_tracker.stateless_result(losses),
             "apart": self.apart.stateless_result(rights),
@@ -53,8 +57,12 @@ class SiameseModel(keras.Model):
     def train_step(self, state: Any, data: Any) -> Any:
         trainable, non_trainable, optimizer, metrics = state
         gradient = jax.value_and_grad(self._loss, has_aux=True)
-        (loss, (apart, non_trainable)), gradients = gradient(trainable, non_trainable, data)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        (loss, (apart, non_trainable)), gradients = gradient(
+            trainable, non_trainable, data
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, gradients, trainable
+        )
         logs, metrics = self._updated(metrics, loss, apart)
         return logs, (trainable, non_trainable, optimizer, metrics)
 
@@ -75,8 +83,12 @@ def program() -> Any:
     noise = rng.normal(size=(3, 38, 9)) / 2
     triplets = (kinds[[first, first, second]] + noise).astype("float32")
 
-    embedding = keras.Sequential([keras.Input((9,)), layers.Dense(8, activation="tanh"), layers.Dense(3)])
-    inputs = [keras.Input((9,), name=name) for name in ("anchor", "positive", "negative")]
+    embedding = keras.Sequential(
+        [keras.Input((9,)), layers.Dense(8, activation="tanh"), layers.Dense(3)]
+    )
+    inputs = [
+        keras.Input((9,), name=name) for name in ("anchor", "positive", "negative")
+    ]
     network = keras.Model(inputs, Distances()(*[embedding(one) for one in inputs]))
     model = SiameseModel(network)
     model.compile(optimizer=keras.optimizers.SGD(0.05))

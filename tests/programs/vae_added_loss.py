@@ -17,7 +17,9 @@ class Sampling(layers.Layer):
         self.seed_generator = keras.random.SeedGenerator(7)
 
     def call(self, mean: Any, log_variance: Any) -> Any:
-        kl = -0.5 * ops.mean(1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+        kl = -0.5 * ops.mean(
+            1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+        )
         self.add_loss(kl)
         noise = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
         return mean + ops.exp(0.5 * log_variance) * noise
@@ -29,7 +31,9 @@ def program() -> Any:
     inputs = keras.Input((12,))
     hidden = layers.Dense(9, activation="gelu")(inputs)
     latent = Sampling(name="latent")(layers.Dense(3)(hidden), layers.Dense(3)(hidden))
-    outputs = layers.Dense(12, activation="sigmoid")(layers.Dense(9, activation="gelu")(latent))
+    outputs = layers.Dense(12, activation="sigmoid")(
+        layers.Dense(9, activation="gelu")(latent)
+    )
     vae = keras.Model(inputs, outputs)
     encoder = keras.Model(inputs, latent)
     vae.compile(

@@ -32,7 +32,9 @@ def encoder_network() -> keras.Model:
         layers.Dense(2, name="mean")(x),
         layers.Dense(2, name="log_variance")(x),
     )
-    return keras.Model(inputs, [mean, log_variance, Sampling()([mean, log_variance])], name="encoder")
+    return keras.Model(
+        inputs, [mean, log_variance, Sampling()([mean, log_variance])], name="encoder"
+    )
 
 
 def decoder_network() -> keras.Model:
@@ -50,7 +52,9 @@ class VAE(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = encoder_network(), decoder_network()
-        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")]
+        self.trackers = [
+            keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")
+        ]
 
     @property
     def metrics(self) -> list[Any]:
@@ -65,7 +69,9 @@ class VAE(keras.Model):
         mean, log_variance, image = outputs
         crossentropy = keras.losses.binary_crossentropy(images, image)
         reconstruction = ops.mean(ops.sum(crossentropy, axis=(1, 2)))
-        divergence = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+        divergence = -0.5 * (
+            1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+        )
         kl = ops.mean(ops.sum(divergence, axis=1))
         return reconstruction + kl, (reconstruction, kl, non_trainable)
 
@@ -73,8 +79,12 @@ class VAE(keras.Model):
         trainable, non_trainable, optimizer, metrics = state
         gradient = jax.value_and_grad(self._both_losses, has_aux=True)
         images = keras.utils.unpack_x_y_sample_weight(data)[0]
-        (total, (*parts, non_trainable)), gradients = gradient(trainable, non_trainable, images)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        (total, (*parts, non_trainable)), gradients = gradient(
+            trainable, non_trainable, images
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, gradients, trainable
+        )
         logs, updated = {}, []
         for tracker, value in zip(self.trackers, [total, *parts], strict=True):
             mine = metrics[len(updated) : len(updated) + len(tracker.variables)]

@@ -22,8 +22,13 @@ def program() -> Any:
             layers.Dense(4),
         ]
     )
-    critic = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="softplus"), layers.Dense(1)])
-    optimizers = [keras.optimizers.Adam(0.005, beta_1=0.5, beta_2=0.9, epsilon=1e-3) for _ in range(2)]
+    critic = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8, activation="softplus"), layers.Dense(1)]
+    )
+    optimizers = [
+        keras.optimizers.Adam(0.005, beta_1=0.5, beta_2=0.9, epsilon=1e-3)
+        for _ in range(2)
+    ]
     optimizers[0].build(generator.trainable_variables)
     optimizers[1].build(critic.trainable_variables)
 
@@ -36,8 +41,14 @@ def program() -> Any:
     def critic_loss(weights: Any, fake: Any, rows: Any, mixture: Any) -> Any:
         between = mixture * rows + (1 - mixture) * fake
         slopes = jax.vmap(jax.grad(lambda row: score(weights, row[None])[0]))(between)
-        penalty = ops.mean(ops.square(ops.sqrt(ops.sum(ops.square(slopes), axis=1)) - 1))
-        return ops.mean(score(weights, fake)) - ops.mean(score(weights, rows)) + 10 * penalty
+        penalty = ops.mean(
+            ops.square(ops.sqrt(ops.sum(ops.square(slopes), axis=1)) - 1)
+        )
+        return (
+            ops.mean(score(weights, fake))
+            - ops.mean(score(weights, rows))
+            + 10 * penalty
+        )
 
     def generator_loss(weights: Any, judge: Any, noise: Any) -> Any:
         return -ops.mean(score(judge, draw(weights, noise)))
@@ -47,10 +58,16 @@ def program() -> Any:
         drawn, judge, drawn_slots, judge_slots = state
         for step in range(CRITIC_STEPS):
             fake = draw(drawn, noise[step])
-            loss, gradients = jax.value_and_grad(critic_loss)(judge, fake, rows, mixture[step])
-            judge, judge_slots = optimizers[1].stateless_apply(judge_slots, gradients, judge)
+            loss, gradients = jax.value_and_grad(critic_loss)(
+                judge, fake, rows, mixture[step]
+            )
+            judge, judge_slots = optimizers[1].stateless_apply(
+                judge_slots, gradients, judge
+            )
         fooled, gradients = jax.value_and_grad(generator_loss)(drawn, judge, noise[-1])
-        drawn, drawn_slots = optimizers[0].stateless_apply(drawn_slots, gradients, drawn)
+        drawn, drawn_slots = optimizers[0].stateless_apply(
+            drawn_slots, gradients, drawn
+        )
         return (loss, fooled), (drawn, judge, drawn_slots, judge_slots)
 
     variables = [

@@ -17,7 +17,9 @@ X, Y = RNG.randn(1604, 6).astype("float32"), RNG.randint(0, 3, 1604)
 
 
 class Clock:
-    """Tells how long steps would take: `overhead` for each group, and `step` for each of its steps."""
+    """Tells how long steps would take: `overhead` for each group, and `step` for each
+    of its steps.
+    """
 
     def __init__(self, overhead: float, step: float) -> None:
         self.now, self._overhead, self._step = 0.0, overhead, step
@@ -64,8 +66,18 @@ def test_short_groups_and_interruptions_do_not_count() -> None:
 
 def built(replicas: int, size: Any) -> keras.Model:
     keras.utils.set_random_seed(3)
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
+    with (
+        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
+        if replicas
+        else kd.get_strategy().scope()
+    ):
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.Dense(3),
+            ]
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=size)
     return model
@@ -83,13 +95,23 @@ def eager_to_group(monkeypatch: Any) -> None:
 
 
 def test_the_numbers_of_one_device(eager_to_group: None) -> None:
-    options = {"batch_size": 8, "epochs": 3, "verbose": 0, "validation_data": (X[:40], Y[:40]), "shuffle": False}
+    options = {
+        "batch_size": 8,
+        "epochs": 3,
+        "verbose": 0,
+        "validation_data": (X[:40], Y[:40]),
+        "shuffle": False,
+    }
     expected, actual = built(0, 1), built(2, "auto")
     histories = [model.fit(X, Y, **options).history for model in (expected, actual)]
     assert sizes_of(actual).size == 32
     for key in histories[0]:
         np.testing.assert_allclose(histories[1][key], histories[0][key], rtol=1e-5)
-    assert int(actual.optimizer.iterations) == int(expected.optimizer.iterations) == 3 * 201
+    assert (
+        int(actual.optimizer.iterations)
+        == int(expected.optimizer.iterations)
+        == 3 * 201
+    )
 
 
 class Log(keras.callbacks.Callback):
@@ -108,10 +130,20 @@ def test_a_callback_that_sees_steps_sees_all(eager_to_group: None) -> None:
 
 
 @pytest.mark.parametrize(("save_freq", "grouped"), [("epoch", True), (50, False)])
-def test_keras_callbacks_that_act_on_epochs(save_freq: Any, grouped: bool, tmp_path: Any, eager_to_group: None) -> None:
+def test_keras_callbacks_that_act_on_epochs(
+    save_freq: Any, grouped: bool, tmp_path: Any, eager_to_group: None
+) -> None:
     model = built(2, "auto")
-    saving = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=save_freq)
-    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[saving, kd.callbacks.StepTimeReport(verbose=0)])
+    saving = keras.callbacks.ModelCheckpoint(
+        tmp_path / "model.keras", save_freq=save_freq
+    )
+    model.fit(
+        X,
+        Y,
+        batch_size=8,
+        verbose=0,
+        callbacks=[saving, kd.callbacks.StepTimeReport(verbose=0)],
+    )
     assert (sizes_of(model).size > 1) == grouped
 
 
@@ -121,9 +153,19 @@ def test_the_progress_bar_reaches_the_end(eager_to_group: None, capsys: Any) -> 
 
 
 @pytest.mark.parametrize("steps", [70, 201])
-def test_steps_per_epoch_and_data_that_knows_its_length(steps: int, eager_to_group: None) -> None:
+def test_steps_per_epoch_and_data_that_knows_its_length(
+    steps: int, eager_to_group: None
+) -> None:
     def run(model: keras.Model) -> Any:
-        return model.fit(X, Y, batch_size=8, steps_per_epoch=steps, epochs=5, shuffle=False, verbose=0).history["loss"]
+        return model.fit(
+            X,
+            Y,
+            batch_size=8,
+            steps_per_epoch=steps,
+            epochs=5,
+            shuffle=False,
+            verbose=0,
+        ).history["loss"]
 
     np.testing.assert_allclose(run(built(2, "auto")), run(built(0, 1)), rtol=1e-5)
 

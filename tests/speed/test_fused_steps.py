@@ -1,4 +1,6 @@
-"""`steps_per_execution`: several steps in one dispatch, with the numbers of single steps."""
+"""`steps_per_execution`: several steps in one dispatch, with the numbers of single
+steps.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,22 @@ X, Y = RNG.randn(70, 4, 4, 1).astype("float32"), RNG.randint(0, 3, 70)
 
 def built(replicas: int, size: int, convolution: bool = False) -> keras.Model:
     keras.utils.set_random_seed(3)
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
-        first = layers.Conv2D(3, 2, use_bias=False) if convolution else layers.Dense(4, activation="tanh")
-        blocks = [first, layers.BatchNormalization(synchronized=True), layers.Flatten(), layers.Dense(3)]
+    with (
+        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
+        if replicas
+        else kd.get_strategy().scope()
+    ):
+        first = (
+            layers.Conv2D(3, 2, use_bias=False)
+            if convolution
+            else layers.Dense(4, activation="tanh")
+        )
+        blocks = [
+            first,
+            layers.BatchNormalization(synchronized=True),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
         model = keras.Sequential([keras.Input((4, 4, 1)), *blocks])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=size)
@@ -59,9 +74,13 @@ def outcome(model: keras.Model, rows: int = 70, **options: Any) -> dict[str, Any
 
 def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for key in expected["history"]:
-        np.testing.assert_allclose(actual["history"][key], expected["history"][key], rtol=1e-5)
+        np.testing.assert_allclose(
+            actual["history"][key], expected["history"][key], rtol=1e-5
+        )
     np.testing.assert_allclose(actual["evaluation"], expected["evaluation"], rtol=1e-5)
-    np.testing.assert_allclose(actual["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        actual["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5
+    )
     for a, b in zip(actual["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
 
@@ -69,11 +88,15 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("rows", [70, 64, 20])
-def test_the_numbers_and_calls_of_plain_keras(replicas: int, size: int, rows: int) -> None:
+def test_the_numbers_and_calls_of_plain_keras(
+    replicas: int, size: int, rows: int
+) -> None:
     """70 rows: eight batches and a short one; some groups are short, too."""
     expected, actual = (outcome(built(n, size), rows) for n in (0, replicas))
     assert_close(actual, expected)
-    assert [entry[:2] for entry in actual["log"]] == [entry[:2] for entry in expected["log"]]
+    assert [entry[:2] for entry in actual["log"]] == [
+        entry[:2] for entry in expected["log"]
+    ]
     for a, b in zip(actual["log"], expected["log"], strict=True):
         assert a[2:] == pytest.approx(b[2:], abs=2e-4)
 
@@ -82,7 +105,9 @@ def counting(monkeypatch: Any) -> dict[str, int]:
     """How often a single step, and a group of steps, is dispatched."""
     count = {"one": 0, "fused": 0}
 
-    def fused(self: Any, *arguments: Any, fused: Any = compiled.CompiledStep._fused) -> Any:
+    def fused(
+        self: Any, *arguments: Any, fused: Any = compiled.CompiledStep._fused
+    ) -> Any:
         count["fused"] += 1
         return fused(self, *arguments)
 
@@ -103,7 +128,10 @@ def test_a_group_is_one_dispatch(monkeypatch: Any) -> None:
 
 def test_convolutions_are_not_put_into_a_loop_on_a_cpu(monkeypatch: Any) -> None:
     count = counting(monkeypatch)
-    expected, actual = outcome(built(0, 4, convolution=True)), outcome(built(2, 4, convolution=True))
+    expected, actual = (
+        outcome(built(0, 4, convolution=True)),
+        outcome(built(2, 4, convolution=True)),
+    )
     assert_close(actual, expected)
     assert count["fused"] == 0 < count["one"]
 
@@ -116,7 +144,9 @@ def test_steps_per_epoch(steps: int) -> None:
 
     def run(replicas: int) -> Any:
         model = built(replicas, 4)
-        history = model.fit(generator(), steps_per_epoch=steps, epochs=2, verbose=0).history
+        history = model.fit(
+            generator(), steps_per_epoch=steps, epochs=2, verbose=0
+        ).history
         return history["loss"], int(model.optimizer.iterations)
 
     expected, actual = run(0), run(2)

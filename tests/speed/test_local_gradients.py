@@ -1,4 +1,6 @@
-"""A training step sums the gradients of the replicas' own rows, where the model allows; and what a step costs outside."""
+"""A training step sums the gradients of the replicas' own rows, where the model allows;
+and what a step costs outside.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ INSIDE = {
 def built(replicas: int, inside: str = "dense", **more: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
-        model = keras.Sequential([keras.Input((12,)), layers.Dense(16), INSIDE[inside](), layers.Dense(3)])
+        model = keras.Sequential(
+            [keras.Input((12,)), layers.Dense(16), INSIDE[inside](), layers.Dense(3)]
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), loss, **more)
     return model
@@ -58,18 +62,31 @@ def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_gradients_are_summed_in_the_shape_of_their_weights(replicas: int, monkeypatch: Any) -> None:
+def test_gradients_are_summed_in_the_shape_of_their_weights(
+    replicas: int, monkeypatch: Any
+) -> None:
     text = programs_of(built(replicas), monkeypatch)
-    reduced = re.findall(r"= \((.*)\) all-reduce(?:-start)?\(", text) + re.findall(r"= (f32\S*) all-reduce\(", text)
+    reduced = re.findall(r"= \((.*)\) all-reduce(?:-start)?\(", text) + re.findall(
+        r"= (f32\S*) all-reduce\(", text
+    )
     shapes = re.findall(r"f32\[([\d,]*)\]", " ".join(reduced))
     assert {"12,16", "16,16", "16,3"} <= {shape.removeprefix("1,") for shape in shapes}
     assert not {"16,12", "3,16"} & {shape.removeprefix("1,") for shape in shapes}
-    assert "xla.sdy.manual_computation" in text or "sdy.manual_computation" in text or "shard_map" in text
+    assert (
+        "xla.sdy.manual_computation" in text
+        or "sdy.manual_computation" in text
+        or "shard_map" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("inside", "is_local"),
-    [("dense", True), ("batch normalization", True), ("dropout", False), ("a layer of one's own", False)],
+    [
+        ("dense", True),
+        ("batch normalization", True),
+        ("dropout", False),
+        ("a layer of one's own", False),
+    ],
 )
 def test_which_models_allow_it(inside: str, is_local: bool) -> None:
     model = built(4, inside)
@@ -84,7 +101,12 @@ def test_a_scaled_loss_takes_keras_step() -> None:
     strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((12,)), layers.Dense(3)])
-        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0), "mse")
+        model.compile(
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1), initial_scale=8.0
+            ),
+            "mse",
+        )
     step = object()
     assert local.is_possible(model, strategy)
     assert local.of(model, strategy, step) is step
@@ -98,14 +120,17 @@ def test_the_numbers_of_one_replica(rows: int) -> None:
     for replicas in (1, 2, 4):
         model = built(replicas, metrics=["accuracy"])
         weight = np.linspace(0.0, 2.0, rows)
-        history = model.fit(X[:rows], Y[:rows], sample_weight=weight, batch_size=8, epochs=2, verbose=0).history
+        history = model.fit(
+            X[:rows], Y[:rows], sample_weight=weight, batch_size=8, epochs=2, verbose=0
+        ).history
         found.append([*history.values(), *(v.numpy() for v in model.variables)])
     for other in found[1:]:
         for expected, actual in zip(found[0], other, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
 
 
-# What a step costs outside of its program. ---------------------------------------------------------------------------
+# What a step costs outside of its program.
+# ---------------------------------------------------------------------------
 
 
 class Steps(keras.callbacks.Callback):
@@ -129,7 +154,9 @@ def test_logs_go_only_to_callbacks_that_want_them(monkeypatch: Any) -> None:
     handed: list[str] = []
     original = CallbackList._async_dispatch
     monkeypatch.setattr(
-        CallbackList, "_async_dispatch", lambda self, fn, *args: (handed.append(fn.__name__), original(self, fn, *args))
+        CallbackList,
+        "_async_dispatch",
+        lambda self, fn, *args: (handed.append(fn.__name__), original(self, fn, *args)),
     )
     model = built(2)
     model.fit(X, Y, batch_size=8, verbose=0, validation_data=(X, Y))
@@ -156,14 +183,20 @@ def test_a_callback_given_its_method_afterwards_is_called() -> None:
     assert seen == [0, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "float16", "bool", ">f4", "uint8"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "int64", "float16", "bool", ">f4", "uint8"]
+)
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_pieces_arrive_as_jax_would_put_them(dtype: str, replicas: int) -> None:
     mesh = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).replica_mesh
     rows = (RNG.rand(8, 3) * 5).astype(dtype)
     placed = mesh.put_split(rows)
     expected = jax.device_put(rows.astype(rows.dtype.newbyteorder("=")), mesh.split)
-    assert (placed.dtype, placed.shape, placed.sharding) == (expected.dtype, expected.shape, expected.sharding)
+    assert (placed.dtype, placed.shape, placed.sharding) == (
+        expected.dtype,
+        expected.shape,
+        expected.sharding,
+    )
     np.testing.assert_array_equal(placed, expected)
     assert [shard.device for shard in placed.addressable_shards] == list(mesh.devices)
 
@@ -195,13 +228,21 @@ def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None
     assert readers(shuffle=False)
 
 
-# Fewer bytes. --------------------------------------------------------------------------------------------------------
+# Fewer bytes.
+# --------------------------------------------------------------------------------------------------------
 
 
 def linear(replicas: int, dtype: str | None, **options: Any) -> keras.Model:
-    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], communication_dtype=dtype)
+    strategy = kd.MirroredStrategy(
+        [f"cpu:{i}" for i in range(replicas)], communication_dtype=dtype
+    )
     with strategy.scope():
-        model = keras.Sequential([keras.Input((12,)), layers.Dense(1, kernel_initializer="zeros", use_bias=False)])
+        model = keras.Sequential(
+            [
+                keras.Input((12,)),
+                layers.Dense(1, kernel_initializer="zeros", use_bias=False),
+            ]
+        )
         model.compile(keras.optimizers.SGD(1.0, **options), "mse")
     return model
 
@@ -222,7 +263,10 @@ def test_the_sum_is_of_rounded_gradients() -> None:
     exact, rounded = linear(2, None), linear(2, "bfloat16")
     for model in (exact, rounded):
         model.fit(X, y, batch_size=24, verbose=0)
-    apart = np.abs(exact.weights[0].numpy() - rounded.weights[0].numpy()).max() / np.abs(exact.weights[0].numpy()).max()
+    apart = (
+        np.abs(exact.weights[0].numpy() - rounded.weights[0].numpy()).max()
+        / np.abs(exact.weights[0].numpy()).max()
+    )
     assert apart < 0.02
 
 
@@ -240,11 +284,16 @@ def test_in_run_as_well(dtype: str) -> None:
 
     strategy.run(step)
     sent = jax.numpy.asarray(third, dtype)
-    np.testing.assert_array_equal(weight.numpy(), -np.asarray(sent + sent, "float32").repeat(2))
+    np.testing.assert_array_equal(
+        weight.numpy(), -np.asarray(sent + sent, "float32").repeat(2)
+    )
     assert weight.numpy()[0] != -2 * third
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", 16])
 def test_only_narrower_floats(dtype: Any) -> None:
-    with pytest.raises(kd.errors.StructureTypeError, match=r'(?s)communication_dtype.*Received.*"bfloat16", "float16"'):
+    with pytest.raises(
+        kd.errors.StructureTypeError,
+        match=r'(?s)communication_dtype.*Received.*"bfloat16", "float16"',
+    ):
         kd.MirroredStrategy(["cpu:0"], communication_dtype=dtype)

@@ -1,4 +1,6 @@
-"""A state that travels in few buffers gives the numbers of one that does not, and is there whenever somebody looks."""
+"""A state that travels in few buffers gives the numbers of one that does not, and is
+there whenever somebody looks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def packed(request: Any, monkeypatch: Any) -> bool:
 def built(replicas: int, make: Any, *inside: Any, **compiled: Any) -> keras.Model:
     """Small weights beside a large one, where `SMALL_BYTES` is small."""
     keras.utils.set_random_seed(3)
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope() if replicas else kd.get_strategy().scope():
+    with (
+        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
+        if replicas
+        else kd.get_strategy().scope()
+    ):
         blocks = [
             layers.Dense(8, activation="tanh"),
             *(make_layer() for make_layer in inside),
@@ -42,11 +48,24 @@ def built(replicas: int, make: Any, *inside: Any, **compiled: Any) -> keras.Mode
 
 
 def trained(model: keras.Model, **options: Any) -> dict[str, Any]:
-    arguments = {"batch_size": 8, "epochs": 2, "verbose": 0, "validation_data": (X[:20], Y[:20])} | options
+    arguments = {
+        "batch_size": 8,
+        "epochs": 2,
+        "verbose": 0,
+        "validation_data": (X[:20], Y[:20]),
+    } | options
     history = model.fit(X, Y, **arguments).history
-    values = {v.path.split("/", 1)[-1] + str(i): v.numpy() for i, v in enumerate(model.variables)}
+    values = {
+        v.path.split("/", 1)[-1] + str(i): v.numpy()
+        for i, v in enumerate(model.variables)
+    }
     slots = {f"slot {i}": v.numpy() for i, v in enumerate(model.optimizer.variables)}
-    return {"history": history, "predictions": model.predict(X, batch_size=9, verbose=0), **values, **slots}
+    return {
+        "history": history,
+        "predictions": model.predict(X, batch_size=9, verbose=0),
+        **values,
+        **slots,
+    }
 
 
 def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -58,13 +77,19 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
                 np.testing.assert_allclose(a[key], b[key], rtol=1e-5, err_msg=key)
         else:
             np.testing.assert_allclose(
-                a, b, rtol=1e-5, atol=1e-6 * max(1.0, np.max(np.abs(b), initial=0)), err_msg=name
+                a,
+                b,
+                rtol=1e-5,
+                atol=1e-6 * max(1.0, np.max(np.abs(b), initial=0)),
+                err_msg=name,
             )
 
 
 OPTIMIZERS = {
     "SGD": lambda: optimizers.SGD(0.05),
-    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipvalue=0.01),
+    "momentum": lambda: optimizers.SGD(
+        0.05, momentum=0.9, nesterov=True, clipvalue=0.01
+    ),
     "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
     "Adam": lambda: optimizers.Adam(0.01, amsgrad=True),
     "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
@@ -75,7 +100,9 @@ OPTIMIZERS = {
     "Ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.001),
     "Lion": lambda: optimizers.Lion(0.001),
     "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
-    "schedule": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)),
+    "schedule": lambda: optimizers.Adam(
+        optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)
+    ),
     "callable rate": lambda: optimizers.SGD(lambda: 0.05),
 }
 WHOLE = {
@@ -83,7 +110,9 @@ WHOLE = {
     "Lamb": lambda: optimizers.Lamb(0.01),
     "Adafactor": lambda: optimizers.Adafactor(0.01),
     "Muon": lambda: optimizers.Muon(0.01),
-    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01), initial_scale=8.0
+    ),
     "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
 
@@ -92,7 +121,9 @@ def flat(model: keras.Model) -> bool:
     """Whether the optimizer sees one long weight."""
     from keras_distribute._compat import optimizer as compat
 
-    return compat.slots_by_element(model.optimizer, model.trainable_variables) is not None
+    return (
+        compat.slots_by_element(model.optimizer, model.trainable_variables) is not None
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -115,7 +146,9 @@ def test_optimizers_that_look_at_whole_weights(name: str, monkeypatch: Any) -> N
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("large", [False, True])
-def test_replica_counts_with_a_short_last_batch(replicas: int, large: bool, monkeypatch: Any) -> None:
+def test_replica_counts_with_a_short_last_batch(
+    replicas: int, large: bool, monkeypatch: Any
+) -> None:
     """With `large`, some weights are too large for a buffer."""
     expected = trained(built(0, OPTIMIZERS["AdamW"]))
     monkeypatch.setattr(packing, "MANY", 4)
@@ -135,13 +168,17 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_layers(name: str, monkeypatch: Any) -> None:
-    """What mixes rows, draws at random or has rules of its own takes the step over the whole batch."""
+    """What mixes rows, draws at random or has rules of its own takes the step over the
+    whole batch.
+    """
     adam = OPTIMIZERS["Adam"]
     expected = trained(built(4, adam, INSIDE[name]))
     monkeypatch.setattr(packing, "MANY", 4)
     actual = trained(built(4, adam, INSIDE[name]))
     if name == "half":
-        np.testing.assert_allclose(actual["history"]["loss"], expected["history"]["loss"], rtol=0.02)
+        np.testing.assert_allclose(
+            actual["history"]["loss"], expected["history"]["loss"], rtol=0.02
+        )
     else:
         assert_close(actual, expected)
 
@@ -169,14 +206,18 @@ def test_steps_of_ones_own(packed: bool) -> None:
             return x
 
         def train_step(self, state: Any, data: Any) -> Any:
-            assert all(isinstance(group, list) for group in state) and len(state[0]) == 8
+            assert (
+                all(isinstance(group, list) for group in state) and len(state[0]) == 8
+            )
             return super().train_step(state, data)
 
     def run(strategy: Any) -> dict[str, Any]:
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = Own()
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.compile(
+                "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
         return trained(model)
 
     assert_close(run(kd.MirroredStrategy(["cpu:0", "cpu:1"])), run(kd.get_strategy()))
@@ -192,7 +233,10 @@ class Meddling(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch in (1, 2):
             model = self.model
-            self.seen += [int(model.optimizer.iterations), model.layers[0].kernel.numpy().sum()]
+            self.seen += [
+                int(model.optimizer.iterations),
+                model.layers[0].kernel.numpy().sum(),
+            ]
             model.optimizer.learning_rate = 0.02 / (batch + 1)
             model.layers[1].bias.assign(model.layers[1].bias + 0.1)
 
@@ -221,7 +265,9 @@ def test_an_interrupted_fit_keeps_what_its_steps_did(method: str, packed: bool) 
     model = built(2, OPTIMIZERS["Adam"])
     with pytest.raises(KeyboardInterrupt):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Break(method)])
-    assert int(model.optimizer.iterations) == (3 if method == "on_train_batch_end" else 2)
+    assert int(model.optimizer.iterations) == (
+        3 if method == "on_train_batch_end" else 2
+    )
     model.fit(X, Y, batch_size=8, verbose=0)
     assert all(np.isfinite(v.numpy()).all() for v in model.variables)
 
@@ -262,7 +308,13 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
 
         original = compiled.CompiledStep._one
 
-        def one(self: Any, holder: Any, placed: Any, original: Any = original, texts: Any = texts) -> Any:
+        def one(
+            self: Any,
+            holder: Any,
+            placed: Any,
+            original: Any = original,
+            texts: Any = texts,
+        ) -> Any:
             if not texts:
                 texts.append(self.executable(placed).compile().as_text())
             return original(self, holder, placed)
@@ -273,7 +325,10 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
         entry = texts[0][texts[0].index("ENTRY") :]
         arrays = len(re.findall(r" parameter\(\d+\)", entry))
         reductions = re.findall(r"= (.*) all-reduce(?:-start)?\(", texts[0])
-        found[many == 4] = arrays, sum(len(re.findall(r"f32\[\d", reduced)) for reduced in reductions)
+        found[many == 4] = (
+            arrays,
+            sum(len(re.findall(r"f32\[\d", reduced)) for reduced in reductions),
+        )
     assert found[True][0] < found[False][0] / 2
     assert found[True][1] <= 2 < found[False][1]
 
@@ -283,7 +338,10 @@ def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
     model = built(2, OPTIMIZERS["Adam"])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.layers[0].trainable = False
-    with pytest.raises(kd.errors.ValueStructureError, match=r"(?s)variables of the model have changed.*model.compile"):
+    with pytest.raises(
+        kd.errors.ValueStructureError,
+        match=r"(?s)variables of the model have changed.*model.compile",
+    ):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
@@ -293,7 +351,9 @@ def test_a_large_weight_of_another_dtype_keeps_it(monkeypatch: Any) -> None:
     dtypes = [v.dtype for v in model.variables]
     model.fit(X, Y, batch_size=8, verbose=0)
     assert "bfloat16" in dtypes
-    assert [v.value.dtype.name for v in model.variables if v.dtype == "bfloat16"] == ["bfloat16"] * 2
+    assert [v.value.dtype.name for v in model.variables if v.dtype == "bfloat16"] == [
+        "bfloat16"
+    ] * 2
 
 
 def test_a_step_of_ones_own_may_return_tuples(packed: bool) -> None:
@@ -304,6 +364,8 @@ def test_a_step_of_ones_own_may_return_tuples(packed: bool) -> None:
 
     with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = Tuples([keras.Input((6,)), layers.Dense(3)])
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
     model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations) == 6

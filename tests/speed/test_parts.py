@@ -1,4 +1,6 @@
-"""A buffer is taken apart into what was put into it, by kernels that parts of one shape share."""
+"""A buffer is taken apart into what was put into it, by kernels that parts of one shape
+share.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +13,24 @@ SHAPES = [(3, 4), (), (5,), (3, 4), (2, 1, 2), (5,)] * 20
 
 
 def buffer_of(dtype, first=0.0):
-    size = sum(int(np.prod(shape)) for shape in SHAPES) + 3  # Some elements at the end fill it up.
+    size = (
+        sum(int(np.prod(shape)) for shape in SHAPES) + 3
+    )  # Some elements at the end fill it up.
     return jnp.arange(size).at[0].set(first).astype(dtype)
 
 
 def expected(buffer):
     ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES])
-    return [p.reshape(s) for p, s in zip(np.split(np.asarray(buffer), ends)[:-1], SHAPES, strict=True)]
+    return [
+        p.reshape(s)
+        for p, s in zip(np.split(np.asarray(buffer), ends)[:-1], SHAPES, strict=True)
+    ]
 
 
 def taken(buffer, by_calls):
-    return jax.jit(lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls))(buffer)
+    return jax.jit(lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls))(
+        buffer
+    )
 
 
 @pytest.mark.parametrize("by_calls", [True, False])
@@ -47,17 +56,25 @@ def test_whatever_the_first_element_is(first):
 def test_gradients_are_joined():
     def loss(buffer, by_calls):
         return sum(
-            (i + 1) * (part**2).sum() for i, part in enumerate(parts.taken_apart(buffer, SHAPES, by_calls=by_calls))
+            (i + 1) * (part**2).sum()
+            for i, part in enumerate(
+                parts.taken_apart(buffer, SHAPES, by_calls=by_calls)
+            )
         )
 
     buffer = buffer_of("float32")
-    one, other = (jax.jit(jax.grad(loss), static_argnums=1)(buffer, by_calls) for by_calls in (True, False))
+    one, other = (
+        jax.jit(jax.grad(loss), static_argnums=1)(buffer, by_calls)
+        for by_calls in (True, False)
+    )
     np.testing.assert_array_equal(one, other)
 
 
 def test_parts_of_one_shape_share_a_kernel():
     def program(by_calls):
-        compiled = jax.jit(lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls))
+        compiled = jax.jit(
+            lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls)
+        )
         return compiled.lower(buffer_of("float32")).compile().as_text()
 
     assert program(True).count("slice={[") <= 1  # Of the first element.

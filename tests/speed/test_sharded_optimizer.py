@@ -19,15 +19,21 @@ pytestmark = pytest.mark.sampled(3)
 X, Y = sharded.X, sharded.Y
 
 
-def built(replicas: int, shard: bool, make: Any = lambda: optimizers.Adam(1e-3)) -> keras.Model:
+def built(
+    replicas: int, shard: bool, make: Any = lambda: optimizers.Adam(1e-3)
+) -> keras.Model:
     devices = [f"cpu:{i}" for i in range(replicas)]
-    return sharded.built(kd.MirroredStrategy(devices, shard_optimizer_state=shard), make)
+    return sharded.built(
+        kd.MirroredStrategy(devices, shard_optimizer_state=shard), make
+    )
 
 
 def bytes_of_slots(model: keras.Model) -> tuple[int, int]:
     """On one device, and of the whole."""
     arrays = [jax.tree.leaves(v._value)[0] for v in model.optimizer.variables]
-    return sum(a.addressable_shards[0].data.nbytes for a in arrays), sum(a.nbytes for a in arrays)
+    return sum(a.addressable_shards[0].data.nbytes for a in arrays), sum(
+        a.nbytes for a in arrays
+    )
 
 
 @pytest.fixture(params=["packed", "one by one"], autouse=True)
@@ -39,7 +45,9 @@ def packed(request: Any, monkeypatch: Any) -> None:
 def test_the_same_numbers(replicas: int) -> None:
     expected, actual = built(replicas, False), built(replicas, True)
     for model in (expected, actual):
-        model.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)  # 18 steps, each sixth with 4 rows.
+        model.fit(
+            X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0
+        )  # 18 steps, each sixth with 4 rows.
     for a, b in zip(sharded.numbers(actual), sharded.numbers(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
@@ -92,7 +100,9 @@ def test_reading_assigning_and_saving(tmp_path: Any) -> None:
     slot = model.optimizer.variables[2]
     assert slot.values[0].shape == slot.shape and len(slot.values) == 4
     slot.assign(np.ones(slot.shape))
-    assert bytes_of_slots(model)[0] < bytes_of_slots(plain)[0] or not plain.optimizer.built
+    assert (
+        bytes_of_slots(model)[0] < bytes_of_slots(plain)[0] or not plain.optimizer.built
+    )
     np.testing.assert_array_equal(slot.numpy(), np.ones(slot.shape))
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")

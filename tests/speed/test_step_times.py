@@ -41,7 +41,11 @@ class Sleepy(keras.callbacks.Callback):
 def measured(x: Any, *others: Any, **options: Any) -> dict[str, float]:
     report = kd.callbacks.StepTimeReport(num_steps=8, skip=4, verbose=0)
     built(**options).fit(
-        x, Y if x is X else None, batch_size=8 if x is X else None, verbose=0, callbacks=[*others, report]
+        x,
+        Y if x is X else None,
+        batch_size=8 if x is X else None,
+        verbose=0,
+        callbacks=[*others, report],
     )
     return report.milliseconds
 
@@ -50,7 +54,9 @@ def test_a_slow_input_is_seen() -> None:
     found = measured(Slow())
     assert found["reading"] > 30
     assert found["input"] > found["step"] / 2
-    assert found["step"] == pytest.approx(sum(found[part] for part in ("input", "dispatch", "devices", "callbacks")))
+    assert found["step"] == pytest.approx(
+        sum(found[part] for part in ("input", "dispatch", "devices", "callbacks"))
+    )
 
 
 def test_a_slow_callback_is_seen() -> None:
@@ -76,7 +82,13 @@ def test_it_prints_and_draws(capsys: Any, tmp_path: Any) -> None:
     assert report.summary() == ""
     built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
     printed = capsys.readouterr().out
-    for words in ("A step takes", "waiting for input", "handing the step", "waiting for the devices", "callbacks"):
+    for words in (
+        "A step takes",
+        "waiting for input",
+        "handing the step",
+        "waiting for the devices",
+        "callbacks",
+    ):
         assert words in printed
     pytest.importorskip("matplotlib")
     report.plot(str(tmp_path / "step.png"))
@@ -92,15 +104,22 @@ def test_without_matplotlib(monkeypatch: Any) -> None:
 
 
 def test_a_profile(tmp_path: Any) -> None:
-    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, trace_dir=str(tmp_path), verbose=0)
+    report = kd.callbacks.StepTimeReport(
+        num_steps=3, skip=1, trace_dir=str(tmp_path), verbose=0
+    )
     built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_a_profile_that_would_end_the_process_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(libtpu, "profiling_ends_the_process", lambda: True)
-    report = kd.callbacks.StepTimeReport(num_steps=3, skip=1, trace_dir="profile", verbose=0)
-    with pytest.raises(errors.DeviceError, match="(?s)would end this process.*trace_dir='profile'.*JAX_PLATFORMS=cpu"):
+    report = kd.callbacks.StepTimeReport(
+        num_steps=3, skip=1, trace_dir="profile", verbose=0
+    )
+    with pytest.raises(
+        errors.DeviceError,
+        match="(?s)would end this process.*trace_dir='profile'.*JAX_PLATFORMS=cpu",
+    ):
         built().fit(X, Y, batch_size=8, verbose=0, callbacks=[report])
 
 
@@ -109,7 +128,10 @@ def test_refusals() -> None:
         kd.callbacks.StepTimeReport(num_steps=0)
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     plain.compile("sgd", "mse")
-    with pytest.raises(errors.ValueStructureError, match=r"models under a strategy(.|\n)*OneDeviceStrategy"):
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"models under a strategy(.|\n)*OneDeviceStrategy",
+    ):
         plain.fit(X, Y, verbose=0, callbacks=[kd.callbacks.StepTimeReport()])
 
 

@@ -1,4 +1,6 @@
-"""Records `strategy.reduce` and `gather`, and the collectives of a replica context with their gradients."""
+"""Records `strategy.reduce` and `gather`, and the collectives of a replica context with
+their gradients.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,13 +16,27 @@ F32 = np.float32
 SCALARS = [F32(1.5), F32(2), F32(-4), F32(8)]
 INTS = [np.int32(1), np.int32(2), np.int32(3), np.int32(5)]
 MATRICES = [np.arange(6, dtype=F32).reshape(2, 3) + 10 * index for index in range(4)]
-INT_MATRICES = [np.arange(6, dtype=np.int32).reshape(2, 3) + index for index in range(4)]
+INT_MATRICES = [
+    np.arange(6, dtype=np.int32).reshape(2, 3) + index for index in range(4)
+]
 RAGGED_ROWS = [np.arange(3 * rows, dtype=F32).reshape(rows, 3) for rows in (3, 1, 2, 1)]
 EMPTY_ROWS = [np.arange(2 * rows, dtype=F32).reshape(rows, 2) for rows in (2, 0, 1, 0)]
-RAGGED_COLUMNS = [np.arange(2 * columns, dtype=F32).reshape(2, columns) for columns in (1, 3, 2, 1)]
-RAGGED_CUBES = [np.arange(4 * size, dtype=F32).reshape(2, size, 2) for size in (2, 1, 3, 1)]
-RAGGED_VECTORS = [np.arange(1, size + 1, dtype=F32) * (index + 1) for index, size in enumerate((2, 3, 0, 1))]
-MIXED_RANKS = [np.ones((2,), F32), np.ones((2, 1), F32), np.ones((2,), F32), np.ones((2,), F32)]
+RAGGED_COLUMNS = [
+    np.arange(2 * columns, dtype=F32).reshape(2, columns) for columns in (1, 3, 2, 1)
+]
+RAGGED_CUBES = [
+    np.arange(4 * size, dtype=F32).reshape(2, size, 2) for size in (2, 1, 3, 1)
+]
+RAGGED_VECTORS = [
+    np.arange(1, size + 1, dtype=F32) * (index + 1)
+    for index, size in enumerate((2, 3, 0, 1))
+]
+MIXED_RANKS = [
+    np.ones((2,), F32),
+    np.ones((2, 1), F32),
+    np.ones((2,), F32),
+    np.ones((2,), F32),
+]
 
 REDUCED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "float32 scalars": (SCALARS, (None, 0)),
@@ -28,12 +44,18 @@ REDUCED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "float32 matrices": (MATRICES, (None, 0, 1, -1, 2, (0, 1), ())),
     "float16 matrices": ([matrix.astype(np.float16) for matrix in MATRICES], (None, 0)),
     "int32 matrices": (INT_MATRICES, (None, 0, (0, 1))),
-    "bool scalars": ([np.bool_(True), np.bool_(False), np.bool_(True), np.bool_(True)], (None,)),
+    "bool scalars": (
+        [np.bool_(True), np.bool_(False), np.bool_(True), np.bool_(True)],
+        (None,),
+    ),
     "ragged rows": (RAGGED_ROWS, (None, 0, 1, (0, 1))),
     "an empty replica": (EMPTY_ROWS, (0,)),
     "ragged columns": (RAGGED_COLUMNS, (0, 1, (0, 1))),
     "mixed ranks": (MIXED_RANKS, (None, 0)),
-    "dict per replica": ([{"a": a, "b": b} for a, b in zip(SCALARS, INTS, strict=True)], (None,)),
+    "dict per replica": (
+        [{"a": a, "b": b} for a, b in zip(SCALARS, INTS, strict=True)],
+        (None,),
+    ),
 }
 UNDISTRIBUTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "plain scalar": (F32(3), (None, 0)),
@@ -44,7 +66,9 @@ UNDISTRIBUTED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "none": (None, (None,)),
     "list": ([F32(1), F32(2)], (None,)),
 }
-GATHERED: dict[str, tuple[Any, tuple[int, ...]]] = {  # for what cannot be gathered see `mismatches`
+GATHERED: dict[
+    str, tuple[Any, tuple[int, ...]]
+] = {  # for what cannot be gathered see `mismatches`
     "float32 matrices": (MATRICES, (0, 1, -1, -2, 2)),
     "int32 matrices": (INT_MATRICES, (0,)),
     "scalars": (SCALARS, (0,)),
@@ -53,8 +77,14 @@ GATHERED: dict[str, tuple[Any, tuple[int, ...]]] = {  # for what cannot be gathe
     "ragged columns": (RAGGED_COLUMNS, (1, -1)),
     "ragged cubes": (RAGGED_CUBES, (1,)),
     "ragged cubes, turned": ([np.moveaxis(cube, 1, 2) for cube in RAGGED_CUBES], (2,)),
-    "ragged rows of a dict": ([{"a": a, "b": b} for a, b in zip(RAGGED_ROWS, EMPTY_ROWS, strict=True)], (0,)),
-    "dict per replica": ([{"a": a, "b": b} for a, b in zip(MATRICES, INT_MATRICES, strict=True)], (0,)),
+    "ragged rows of a dict": (
+        [{"a": a, "b": b} for a, b in zip(RAGGED_ROWS, EMPTY_ROWS, strict=True)],
+        (0,),
+    ),
+    "dict per replica": (
+        [{"a": a, "b": b} for a, b in zip(MATRICES, INT_MATRICES, strict=True)],
+        (0,),
+    ),
 }
 STRUCTURES: dict[str, Any] = {
     "scalar": SCALARS,
@@ -70,12 +100,17 @@ COEFFICIENTS = [F32(1), F32(10), F32(100), F32(1000)]
 
 
 def reduce(replicas: int) -> Iterator[Entry]:
-    """`strategy.reduce` of values per replica and of plain ones: "results" holds [operation, axis, result]."""
+    """`strategy.reduce` of values per replica and of plain ones: "results" holds
+    [operation, axis, result].
+    """
     strategy = mirrored(replicas)
 
     def results(value: Any, axes: tuple[Any, ...]) -> list[Any]:
         cases = [(op, axis) for axis in axes for op in ("SUM", "MEAN")]
-        return [[op, axis, result_of(partial(strategy.reduce, op, value, axis=axis))] for op, axis in cases]
+        return [
+            [op, axis, result_of(partial(strategy.reduce, op, value, axis=axis))]
+            for op, axis in cases
+        ]
 
     for name, (components, axes) in REDUCED.items():
         yield {
@@ -84,16 +119,28 @@ def reduce(replicas: int) -> Iterator[Entry]:
             "results": results(per_replica(strategy, components), axes),
         }
     for name, (plain, axes) in UNDISTRIBUTED.items():
-        yield {"name": name, "value": encode(plain), "results": results(_tensors(plain), axes)}
+        yield {
+            "name": name,
+            "value": encode(plain),
+            "results": results(_tensors(plain), axes),
+        }
     for op in ("sum", "MAX", None, tf.distribute.ReduceOp.SUM):
-        result = result_of(lambda op=op: strategy.reduce(op, per_replica(strategy, SCALARS), axis=None))
+        result = result_of(
+            lambda op=op: strategy.reduce(op, per_replica(strategy, SCALARS), axis=None)
+        )
         yield {
             "name": "operation",
             "value": stored(SCALARS, replicas),
             "results": [[op and str(op), None, result]],
         }
-    as_list = result_of(lambda: strategy.reduce("SUM", per_replica(strategy, MATRICES), axis=[0, 1]))
-    yield {"name": "axis as a list", "value": stored(MATRICES, replicas), "results": [["SUM", [0, 1], as_list]]}
+    as_list = result_of(
+        lambda: strategy.reduce("SUM", per_replica(strategy, MATRICES), axis=[0, 1])
+    )
+    yield {
+        "name": "axis as a list",
+        "value": stored(MATRICES, replicas),
+        "results": [["SUM", [0, 1], as_list]],
+    }
 
 
 def gather(replicas: int) -> Iterator[Entry]:
@@ -101,25 +148,46 @@ def gather(replicas: int) -> Iterator[Entry]:
     strategy = mirrored(replicas)
     for name, (components, axes) in GATHERED.items():
         value = per_replica(strategy, components)
-        results = [[axis, result_of(lambda v=value, axis=axis: strategy.gather(v, axis=axis))] for axis in axes]
+        results = [
+            [axis, result_of(lambda v=value, axis=axis: strategy.gather(v, axis=axis))]
+            for axis in axes
+        ]
         yield {"name": name, "value": stored(components, replicas), "results": results}
-    for name, plain in {"plain matrix": MATRICES[0], "plain scalar": SCALARS[0], "python int": 3}.items():
+    for name, plain in {
+        "plain matrix": MATRICES[0],
+        "plain scalar": SCALARS[0],
+        "python int": 3,
+    }.items():
         result = result_of(lambda plain=plain: strategy.gather(_tensors(plain), axis=0))
         yield {"name": name, "value": encode(plain), "results": [[0, result]]}
 
 
-MISMATCHES = {"ragged rows": (RAGGED_ROWS, 1), "ragged columns": (RAGGED_COLUMNS, 0), "mixed ranks": (MIXED_RANKS, 0)}
+MISMATCHES = {
+    "ragged rows": (RAGGED_ROWS, 1),
+    "ragged columns": (RAGGED_COLUMNS, 0),
+    "mixed ranks": (MIXED_RANKS, 0),
+}
 
 
 def mismatch(replicas: int, collective: str, name: str) -> Iterator[Entry]:
-    """A value that `gather` or `all_gather` cannot take: alone, because every later collective fails after it."""
+    """A value that `gather` or `all_gather` cannot take: alone, because every later
+    collective fails after it.
+    """
     strategy = mirrored(replicas)
     components, axis = MISMATCHES[name]
     if collective == "gather":
-        result = result_of(lambda: strategy.gather(per_replica(strategy, components), axis=axis))
+        result = result_of(
+            lambda: strategy.gather(per_replica(strategy, components), axis=axis)
+        )
     else:
-        result = _in_run(strategy, lambda value: _context().all_gather(value, axis), components)
-    yield {"name": name, "value": stored(components, replicas), "results": [[axis, result]]}
+        result = _in_run(
+            strategy, lambda value: _context().all_gather(value, axis), components
+        )
+    yield {
+        "name": name,
+        "value": stored(components, replicas),
+        "results": [[axis, result]],
+    }
 
 
 def mismatches(collective: str) -> list[Callable[[int], Iterator[Entry]]]:
@@ -132,25 +200,42 @@ def all_reduce(replicas: int) -> Iterator[Entry]:
     strategy = mirrored(replicas)
     for name, components in STRUCTURES.items():
         results = [
-            [op, _in_run(strategy, lambda value, op=op: _context().all_reduce(op, value), components)]
+            [
+                op,
+                _in_run(
+                    strategy,
+                    lambda value, op=op: _context().all_reduce(op, value),
+                    components,
+                ),
+            ]
             for op in ("SUM", "MEAN")
         ]
         yield {"name": name, "value": stored(components, replicas), "results": results}
 
 
 def all_gather(replicas: int) -> Iterator[Entry]:
-    """`ReplicaContext.all_gather` along axes, of ragged values and of structures: "results" holds [axis, result]."""
+    """`ReplicaContext.all_gather` along axes, of ragged values and of structures:
+    "results" holds [axis, result].
+    """
     strategy = mirrored(replicas)
     for name, (components, axes) in GATHERED.items():
         results = [
-            [axis, _in_run(strategy, lambda value, axis=axis: _context().all_gather(value, axis=axis), components)]
+            [
+                axis,
+                _in_run(
+                    strategy,
+                    lambda value, axis=axis: _context().all_gather(value, axis=axis),
+                    components,
+                ),
+            ]
             for axis in axes
         ]
         yield {"name": name, "value": stored(components, replicas), "results": results}
 
 
 def gradients(replicas: int) -> Iterator[Entry]:
-    """The gradient, on each replica, of its own `coefficient * sum(weights * y**power)` with respect to its own `x`.
+    """The gradient, on each replica, of its own `coefficient * sum(weights * y**power)`
+    with respect to its own `x`.
 
     `y` is the collective of `x`, and the weights are 1, 2, 3, ... by element of `y`.
     """
@@ -162,17 +247,34 @@ def gradients(replicas: int) -> Iterator[Entry]:
         with tf.GradientTape() as tape:
             tape.watch(x)
             gathers = "all_gather" in collective
-            y = _context().all_gather(x, axis=0) if gathers else _context().all_reduce(collective, x)
+            y = (
+                _context().all_gather(x, axis=0)
+                if gathers
+                else _context().all_reduce(collective, x)
+            )
             weights = tf.range(1, tf.size(y) + 1, dtype=tf.float32)
             loss = coefficient * tf.reduce_sum(weights * y**power)
         return tape.gradient(loss, x)
 
     for collective in ("SUM", "MEAN", "all_gather", "ragged all_gather"):
-        components = list(zip(RAGGED_VECTORS if "ragged" in collective else even, COEFFICIENTS, strict=True))
+        components = list(
+            zip(
+                RAGGED_VECTORS if "ragged" in collective else even,
+                COEFFICIENTS,
+                strict=True,
+            )
+        )
         for power in (1, 2):
-            result = _in_run(strategy, partial(step, collective=collective, power=power), components)
+            result = _in_run(
+                strategy, partial(step, collective=collective, power=power), components
+            )
             value = stored(components, replicas)
-            yield {"collective": collective, "power": power, "value": value, "result": result}
+            yield {
+                "collective": collective,
+                "power": power,
+                "value": value,
+                "result": result,
+            }
 
 
 def merge_call(replicas: int) -> Iterator[Entry]:
@@ -185,8 +287,13 @@ def merge_call(replicas: int) -> Iterator[Entry]:
     functions = {
         "reduce": lambda strategy, value: strategy.reduce("SUM", value, axis=None),
         "same": lambda strategy, value: value,
-        "structure": lambda strategy, value: {"mean": strategy.reduce("MEAN", value, axis=None), "own": value},
-        "last local result": lambda strategy, value: strategy.experimental_local_results(value)[-1],
+        "structure": lambda strategy, value: {
+            "mean": strategy.reduce("MEAN", value, axis=None),
+            "own": value,
+        },
+        "last local result": lambda strategy, value: (
+            strategy.experimental_local_results(value)[-1]
+        ),
         "raises": failing,
     }
     for name, function in functions.items():
@@ -194,7 +301,11 @@ def merge_call(replicas: int) -> Iterator[Entry]:
         def step(value: Any, function: Any = function) -> Any:
             return _context().merge_call(function, args=(value,))
 
-        yield {"name": name, "value": stored(SCALARS, replicas), "result": _in_run(strategy, step, SCALARS)}
+        yield {
+            "name": name,
+            "value": stored(SCALARS, replicas),
+            "result": _in_run(strategy, step, SCALARS),
+        }
 
 
 def _context() -> Any:
@@ -203,8 +314,13 @@ def _context() -> Any:
 
 def _in_run(strategy: tf.distribute.Strategy, step: Any, components: Any) -> JSON:
     """The result of `step` run on the components."""
-    return result_of(lambda: strategy.run(step, args=(per_replica(strategy, components),)))
+    return result_of(
+        lambda: strategy.run(step, args=(per_replica(strategy, components),))
+    )
 
 
 def _tensors(value: Any) -> Any:
-    return tf.nest.map_structure(lambda x: tf.constant(x) if isinstance(x, (np.generic, np.ndarray)) else x, value)
+    return tf.nest.map_structure(
+        lambda x: tf.constant(x) if isinstance(x, (np.generic, np.ndarray)) else x,
+        value,
+    )

@@ -27,7 +27,9 @@ def places(replicas: int) -> Iterator[Entry]:
 
     def step() -> None:
         note("run")
-        tf.distribute.get_replica_context().merge_call(lambda strategy: note("merge_call"))
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy: note("merge_call")
+        )
         note("run after merge_call")
 
     note("top level")
@@ -39,7 +41,9 @@ def places(replicas: int) -> Iterator[Entry]:
         with strategy.scope():
             note("scope in scope")
         note("after inner scope")
-        strategy.experimental_distribute_values_from_function(lambda context: note("value function"))
+        strategy.experimental_distribute_values_from_function(
+            lambda context: note("value function")
+        )
     note("after scope")
     strategy.run(lambda: note("run outside scope"))
     strategy.extended.update(variable, lambda v: note("update outside scope"))
@@ -69,7 +73,11 @@ def misuse(replicas: int) -> Iterator[Entry]:
         return lambda: strategy.run(fn)
 
     def in_merge_call(fn: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: strategy.run(lambda: tf.distribute.get_replica_context().merge_call(lambda strategy: fn()))
+        return lambda: strategy.run(
+            lambda: tf.distribute.get_replica_context().merge_call(
+                lambda strategy: fn()
+            )
+        )
 
     def in_update(fn: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: strategy.extended.update(variable, lambda v: fn(), group=False)
@@ -90,9 +98,15 @@ def misuse(replicas: int) -> Iterator[Entry]:
         scope.__exit__(None, None, None)
 
     cases: dict[str, Callable[[], Any]] = {
-        "scope in scope of another": lambda: scoped(strategy, lambda: scoped(other, lambda: one)),
-        "scope in own scope": lambda: scoped(strategy, lambda: scoped(strategy, lambda: one)),
-        "run in scope of another": lambda: scoped(other, lambda: strategy.run(lambda: one)),
+        "scope in scope of another": lambda: scoped(
+            strategy, lambda: scoped(other, lambda: one)
+        ),
+        "scope in own scope": lambda: scoped(
+            strategy, lambda: scoped(strategy, lambda: one)
+        ),
+        "run in scope of another": lambda: scoped(
+            other, lambda: strategy.run(lambda: one)
+        ),
         "run in run": in_run(lambda: strategy.run(lambda: one)),
         "run of another in run": in_run(lambda: other.run(lambda: one)),
         "run in merge_call": in_merge_call(lambda: strategy.run(lambda: one)),
@@ -103,37 +117,76 @@ def misuse(replicas: int) -> Iterator[Entry]:
         "scope in update": in_update(lambda: scoped(strategy, lambda: one)),
         "reduce in run": in_run(lambda: strategy.reduce("SUM", one, axis=None)),
         "gather in run": in_run(lambda: strategy.gather(tf.constant([1.0]), axis=0)),
-        "local results in run": in_run(lambda: strategy.experimental_local_results(one)[0]),
-        "update in run": in_run(lambda: strategy.extended.update(variable, lambda v: one)),
-        "update in update": in_update(lambda: strategy.extended.update(variable, lambda v: one, group=False)),
-        "update in merge_call": in_merge_call(lambda: strategy.extended.update(variable, lambda v: one, group=False)),
+        "local results in run": in_run(
+            lambda: strategy.experimental_local_results(one)[0]
+        ),
+        "update in run": in_run(
+            lambda: strategy.extended.update(variable, lambda v: one)
+        ),
+        "update in update": in_update(
+            lambda: strategy.extended.update(variable, lambda v: one, group=False)
+        ),
+        "update in merge_call": in_merge_call(
+            lambda: strategy.extended.update(variable, lambda v: one, group=False)
+        ),
         "reduce in update": in_update(lambda: strategy.reduce("SUM", one, axis=None)),
-        "reduce in merge_call": in_merge_call(lambda: strategy.reduce("SUM", one, axis=None)),
-        "merge_call in merge_call": in_merge_call(lambda: kept[0].merge_call(lambda strategy: one)),
-        "merge_call of None": in_run(lambda: tf.distribute.get_replica_context().merge_call(None)),
+        "reduce in merge_call": in_merge_call(
+            lambda: strategy.reduce("SUM", one, axis=None)
+        ),
+        "merge_call in merge_call": in_merge_call(
+            lambda: kept[0].merge_call(lambda strategy: one)
+        ),
+        "merge_call of None": in_run(
+            lambda: tf.distribute.get_replica_context().merge_call(None)
+        ),
         "all_reduce of a kept context": lambda: kept[0].all_reduce("SUM", one),
-        "merge_call of a kept context": lambda: kept[0].merge_call(lambda strategy: one),
-        "all_gather of a kept context": lambda: kept[0].all_gather(tf.constant([1.0]), axis=0),
-        "set strategy in scope": lambda: scoped(strategy, lambda: tf.distribute.experimental_set_strategy(strategy)),
-        "set strategy in run": in_run(lambda: tf.distribute.experimental_set_strategy(strategy)),
-        "variable of strategy in run of another": lambda: other.run(lambda: variable.assign_add(1.0)),
+        "merge_call of a kept context": lambda: kept[0].merge_call(
+            lambda strategy: one
+        ),
+        "all_gather of a kept context": lambda: kept[0].all_gather(
+            tf.constant([1.0]), axis=0
+        ),
+        "set strategy in scope": lambda: scoped(
+            strategy, lambda: tf.distribute.experimental_set_strategy(strategy)
+        ),
+        "set strategy in run": in_run(
+            lambda: tf.distribute.experimental_set_strategy(strategy)
+        ),
+        "variable of strategy in run of another": lambda: other.run(
+            lambda: variable.assign_add(1.0)
+        ),
         "variable created in scope of another, assigned": lambda: scoped(
             other, lambda: variable.assign_add(1.0) is not None
         ),
         "run without a function": lambda: strategy.run(None),
         "run with a bad options": lambda: strategy.run(lambda: one, options="fast"),
         "error in run": in_run(lambda: {}["missing"]),
-        "default all_reduce": lambda: tf.distribute.get_replica_context().all_reduce("SUM", one),
+        "default all_reduce": lambda: tf.distribute.get_replica_context().all_reduce(
+            "SUM", one
+        ),
         "default merge_call": lambda: tf.distribute.get_replica_context().merge_call(
             lambda strategy, x: x, args=(one,)
         ),
-        "default run": lambda: tf.distribute.get_strategy().run(lambda x: x + 1, args=(one,)),
-        "default reduce": lambda: tf.distribute.get_strategy().reduce("MEAN", tf.constant([1.0, 3.0]), axis=0),
-        "default local results": lambda: tf.distribute.get_strategy().experimental_local_results(one),
+        "default run": lambda: tf.distribute.get_strategy().run(
+            lambda x: x + 1, args=(one,)
+        ),
+        "default reduce": lambda: tf.distribute.get_strategy().reduce(
+            "MEAN", tf.constant([1.0, 3.0]), axis=0
+        ),
+        "default local results": lambda: (
+            tf.distribute.get_strategy().experimental_local_results(one)
+        ),
         "no devices": lambda: tf.distribute.MirroredStrategy([]) and None,
-        "the same device twice": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:0"]) and None,
-        "an unknown device": lambda: tf.distribute.MirroredStrategy(["CPU:99"]) and None,
-        "devices not a list": lambda: encoded(tf.distribute.MirroredStrategy("CPU:0").num_replicas_in_sync) and None,
+        "the same device twice": lambda: (
+            tf.distribute.MirroredStrategy(["CPU:0", "CPU:0"]) and None
+        ),
+        "an unknown device": lambda: (
+            tf.distribute.MirroredStrategy(["CPU:99"]) and None
+        ),
+        "devices not a list": lambda: (
+            encoded(tf.distribute.MirroredStrategy("CPU:0").num_replicas_in_sync)
+            and None
+        ),
         "exit scopes in wrong order": wrong_order,
         "exit a scope twice": exit_twice,
     }

@@ -14,7 +14,11 @@ BATCHES = (1, 3, 4, 5, 8, 16)
 
 PIPELINES: list[Steps] = [
     *([["range", n], ["batch", b]] for n in SIZES for b in BATCHES),
-    *([["range", n], ["batch", b, "drop_remainder"]] for n in (0, 7, 10) for b in (3, 4, 5, 8)),
+    *(
+        [["range", n], ["batch", b, "drop_remainder"]]
+        for n in (0, 7, 10)
+        for b in (3, 4, 5, 8)
+    ),
     # Batches that end before a repeat, and others that run over it
     [["range", 10], ["batch", 4], ["repeat", 2]],
     [["range", 10], ["batch", 5], ["repeat", 3]],
@@ -41,7 +45,15 @@ PIPELINES: list[Steps] = [
     [["range", 5], ["batch", 4], ["concatenate", [["range", 5], ["batch", 3]]]],
     [["zip", [[["range", 10], ["batch", 4]], [["range", 10], ["batch", 4]]]]],
     [["zip", [[["range", 10], ["batch", 4]], [["range", 10], ["batch", 2]]]]],
-    [["zip", [[["range", 8], ["batch", 4, "drop_remainder"]], [["range", 4], ["batch", 2, "drop_remainder"]]]]],
+    [
+        [
+            "zip",
+            [
+                [["range", 8], ["batch", 4, "drop_remainder"]],
+                [["range", 4], ["batch", 2, "drop_remainder"]],
+            ],
+        ]
+    ],
     [["range", 16], ["batch", 2], ["batch", 4]],
     [["range", 7], ["batch", 2, "drop_remainder"], ["batch", 5]],
     # Without a batch
@@ -126,7 +138,9 @@ def structures(replicas: int) -> Iterator[Entry]:
 
 
 def policies(replicas: int) -> Iterator[Entry]:
-    """What the AutoShardPolicy of a dataset changes for one worker: which of two ways splits a batch."""
+    """What the AutoShardPolicy of a dataset changes for one worker: which of two ways
+    splits a batch.
+    """
     strategy = mirrored(replicas)
     hint: Steps = [["range", 10], ["shard_hint"], ["batch", 4]]
     for policy in POLICIES:
@@ -134,19 +148,31 @@ def policies(replicas: int) -> Iterator[Entry]:
             yield {"policy": policy} | distributed(strategy, steps, policy)
 
 
-def distributed(strategy: tf.distribute.Strategy, steps: Steps, policy: str = "AUTO") -> Entry:
-    """The entry of one pipeline: the whole dataset's elements, and those of the distributed dataset."""
+def distributed(
+    strategy: tf.distribute.Strategy, steps: Steps, policy: str = "AUTO"
+) -> Entry:
+    """The entry of one pipeline: the whole dataset's elements, and those of the
+    distributed dataset.
+    """
     dataset = build(steps)
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy[policy]
+    )
     endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     kept: list[Any] = []
 
     def distribute() -> Any:
-        kept.append(strategy.experimental_distribute_dataset(build(steps).with_options(options)))
+        kept.append(
+            strategy.experimental_distribute_dataset(build(steps).with_options(options))
+        )
         return kept[0]
 
-    entry: Entry = {"name": name_of(steps), "dataset": steps, "spec": spec(dataset.element_spec)}
+    entry: Entry = {
+        "name": name_of(steps),
+        "dataset": steps,
+        "spec": spec(dataset.element_spec),
+    }
     if ["shard_hint"] not in steps:
         entry["whole"] = plain(dataset, ENDLESS) if endless else plain(dataset)
     entry |= elements_of(distribute, ENDLESS) if endless else elements_of(distribute)

@@ -1,11 +1,15 @@
-"""What comes out of a distributed dataset, element by element, and what its specs say, for the record."""
+"""What comes out of a distributed dataset, element by element, and what its specs say,
+for the record.
+"""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values as tf_values  # PerReplicaSpec has no public name
+from tensorflow.python.distribute import (
+    values as tf_values,
+)  # PerReplicaSpec has no public name
 
 from ..encoding import JSON, encode_error
 from .session import Entry, encoded
@@ -15,7 +19,8 @@ MOST = 40
 
 
 def elements_of(distribute: Callable[[], Any], most: int = MOST) -> Entry:
-    """The elements of what `distribute` returns, and how they ended: "StopIteration", "more", or an error.
+    """The elements of what `distribute` returns, and how they ended: "StopIteration",
+    "more", or an error.
 
     An error says in "in" which of "distribute", "iter" and "next" raised it.
     """
@@ -41,13 +46,22 @@ def plain(dataset: Iterable[Any], most: int = MOST) -> list[JSON]:
 
 
 def spec(value: Any) -> JSON:
-    """An element_spec: {"PerReplica": []} of components, {"spec": dtype, "shape": []} for a tensor."""
+    """An element_spec: {"PerReplica": []} of components, {"spec": dtype, "shape": []}
+    for a tensor.
+    """
     if isinstance(value, tf_values.PerReplicaSpec):
         return {"PerReplica": [spec(component) for component in value._value_specs]}
     if type(value) is tf.TensorSpec:
-        return {"spec": value.dtype.name, "shape": value.shape.as_list() if value.shape.rank is not None else None}
+        return {
+            "spec": value.dtype.name,
+            "shape": value.shape.as_list() if value.shape.rank is not None else None,
+        }
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {type(value).__name__: {name: spec(item) for name, item in value._asdict().items()}}
+        return {
+            type(value).__name__: {
+                name: spec(item) for name, item in value._asdict().items()
+            }
+        }
     if isinstance(value, (list, tuple)):
         return {type(value).__name__: [spec(item) for item in value]}
     if isinstance(value, dict):
@@ -56,6 +70,12 @@ def spec(value: Any) -> JSON:
 
 
 def cardinality_of(dataset: Any) -> int | None:
-    """The number of elements that a dataset says it has: a property where it is distributed, else a method."""
+    """The number of elements that a dataset says it has: a property where it is
+    distributed, else a method.
+    """
     cardinality = getattr(dataset, "cardinality", None)
-    return None if cardinality is None else int(cardinality() if callable(cardinality) else cardinality)
+    return (
+        None
+        if cardinality is None
+        else int(cardinality() if callable(cardinality) else cardinality)
+    )

@@ -11,11 +11,19 @@ import tensorflow as tf
 
 def header(module: str, **more: str) -> dict[str, str]:
     """What made a record: `python -m module`, the versions, and `more`."""
-    return {"command": f"python -m {module}", "python": platform.python_version(), "tensorflow": tf.__version__, **more}
+    return {
+        "command": f"python -m {module}",
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        **more,
+    }
 
 
-def write(record: Path, header: dict[str, str], topics: dict[str, Iterable[Any]]) -> None:
-    """Writes `topics` to the file `record`: one case a line, so that a difference reads as one.
+def write(
+    record: Path, header: dict[str, str], topics: dict[str, Iterable[Any]]
+) -> None:
+    """Writes `topics` to the file `record`: one case a line, so that a difference reads
+    as one.
 
     Args:
         record: The file.
@@ -23,5 +31,8 @@ def write(record: Path, header: dict[str, str], topics: dict[str, Iterable[Any]]
         topics: The cases of each topic, in JSON's types.
     """
     lines = [f'"header": {json.dumps(header, indent=1)}']
-    lines += [f'"{topic}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]" for topic, cases in topics.items()]
+    lines += [
+        f'"{topic}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]"
+        for topic, cases in topics.items()
+    ]
     record.write_text("{\n" + ",\n".join(lines) + "\n}\n")

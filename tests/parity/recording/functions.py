@@ -1,4 +1,6 @@
-"""Records `distribute_datasets_from_function`: calls, contexts, elements, ends and mistakes."""
+"""Records `distribute_datasets_from_function`: calls, contexts, elements, ends and
+mistakes.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,14 +50,19 @@ APART: list[list[Steps]] = [  # for each replica its own, which end apart
         [["range", 0], ["batch", 2]],
         [["range", 5], ["batch", 2]],
     ],
-    [[["range", 100 * i, 100 * i + n], ["batch", 2, "drop_remainder"]] for i, n in enumerate((8, 4, 7, 2))],
+    [
+        [["range", 100 * i, 100 * i + n], ["batch", 2, "drop_remainder"]]
+        for i, n in enumerate((8, 4, 7, 2))
+    ],
     [[["range", 100 * i, 100 * i + n]] for i, n in enumerate((3, 5, 4, 1))],
     [[["generator", sizes]] for sizes in ([2, 2], [3, 1, 2], [], [1])],
 ]
 
 
 def from_function(replicas: int) -> Iterator[Entry]:
-    """`distribute_datasets_from_function`: calls, contexts, elements and ends, for both modes of replication."""
+    """`distribute_datasets_from_function`: calls, contexts, elements and ends, for both
+    modes of replication.
+    """
     for mode in (Mode.PER_WORKER, Mode.PER_REPLICA):
         for steps in FUNCTIONS:
             yield _from_function(replicas, mode, steps)
@@ -65,9 +72,12 @@ def from_function(replicas: int) -> Iterator[Entry]:
 
 
 def _apart(replicas: int, by_replica: list[Steps], fetch: bool) -> Entry:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+    strategy = tf.distribute.MirroredStrategy(
+        [f"CPU:{index}" for index in range(replicas)]
+    )
     options = tf.distribute.InputOptions(
-        experimental_replication_mode=Mode.PER_REPLICA, experimental_fetch_to_device=fetch
+        experimental_replication_mode=Mode.PER_REPLICA,
+        experimental_fetch_to_device=fetch,
     )
     contexts: list[JSON] = []
 
@@ -75,14 +85,23 @@ def _apart(replicas: int, by_replica: list[Steps], fetch: bool) -> Entry:
         contexts.append(attributes(context))
         return build(by_replica[context.input_pipeline_id])
 
-    elements = elements_of(lambda: strategy.distribute_datasets_from_function(dataset_fn, options))
+    elements = elements_of(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn, options)
+    )
     name = " and ".join(map(name_of, by_replica))
-    entry: Entry = {"name": name, "mode": "PER_REPLICA", "fetch_to_device": fetch, "datasets": by_replica}
+    entry: Entry = {
+        "name": name,
+        "mode": "PER_REPLICA",
+        "fetch_to_device": fetch,
+        "datasets": by_replica,
+    }
     return entry | elements | {"contexts": contexts}
 
 
 def _from_function(replicas: int, mode: Any, steps: Steps) -> Entry:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+    strategy = tf.distribute.MirroredStrategy(
+        [f"CPU:{index}" for index in range(replicas)]
+    )
     contexts: list[JSON] = []
     kept: list[Any] = []
 
@@ -92,7 +111,9 @@ def _from_function(replicas: int, mode: Any, steps: Steps) -> Entry:
 
     def distribute() -> Any:
         fetch = mode is Mode.PER_WORKER  # else PER_REPLICA refuses
-        options = tf.distribute.InputOptions(experimental_replication_mode=mode, experimental_fetch_to_device=fetch)
+        options = tf.distribute.InputOptions(
+            experimental_replication_mode=mode, experimental_fetch_to_device=fetch
+        )
         kept.append(strategy.distribute_datasets_from_function(dataset_fn, options))
         return kept[0]
 
@@ -136,13 +157,22 @@ def function_misuse(replicas: int) -> Iterator[Entry]:
         raise KeyError("missing")
 
     def batch_of(size: int) -> Callable[[], Any]:
-        return first(lambda context: tf.data.Dataset.range(16).batch(context.get_per_replica_batch_size(size)))
+        return first(
+            lambda context: tf.data.Dataset.range(16).batch(
+                context.get_per_replica_batch_size(size)
+            )
+        )
 
     def places() -> list[Any]:
         noted: list[Any] = []
 
         def note(context: Any) -> Any:
-            noted.extend([tf.distribute.in_cross_replica_context(), tf.distribute.get_strategy() is strategy])
+            noted.extend(
+                [
+                    tf.distribute.in_cross_replica_context(),
+                    tf.distribute.get_strategy() is strategy,
+                ]
+            )
             return whole
 
         distributed(note)
@@ -157,7 +187,9 @@ def function_misuse(replicas: int) -> Iterator[Entry]:
         "returns an array": first(lambda context: tf.range(8).numpy()),
         "returns an iterator": first(lambda context: iter(whole)),
         "returns a generator": first(lambda context: (x for x in range(4))),
-        "returns a distributed dataset": first(lambda context: strategy.experimental_distribute_dataset(whole)),
+        "returns a distributed dataset": first(
+            lambda context: strategy.experimental_distribute_dataset(whole)
+        ),
         "raises": first(fails),
         "takes nothing": first(lambda: whole),
         "not a function": first(whole),
@@ -173,11 +205,18 @@ def function_misuse(replicas: int) -> Iterator[Entry]:
             type(distributed(counted)).__name__,
             isinstance(distributed(counted), tf.distribute.DistributedDataset),
         ],
-        "iterator class": lambda: isinstance(iter(distributed(counted)), tf.distribute.DistributedIterator),
-        "reduce": lambda: distributed(counted).reduce(
-            tf.constant(0, tf.int64), lambda state, x: state + strategy.reduce("SUM", x, axis=0)
+        "iterator class": lambda: isinstance(
+            iter(distributed(counted)), tf.distribute.DistributedIterator
         ),
-        "two iterators": lambda: [(d := distributed(counted)) and 0, encoded(next(iter(d))), encoded(next(iter(d)))],
+        "reduce": lambda: distributed(counted).reduce(
+            tf.constant(0, tf.int64),
+            lambda state, x: state + strategy.reduce("SUM", x, axis=0),
+        ),
+        "two iterators": lambda: [
+            (d := distributed(counted)) and 0,
+            encoded(next(iter(d))),
+            encoded(next(iter(d))),
+        ],
         "in run": lambda: strategy.run(lambda: next(iter(distributed(counted)))),
     }
     for name, call in cases.items():
@@ -195,23 +234,47 @@ def input_context(replicas: int) -> Iterator[Entry]:
     Context = tf.distribute.InputContext
     for name, arguments in {
         "defaults": {},
-        "all": {"num_input_pipelines": 4, "input_pipeline_id": 2, "num_replicas_in_sync": 8},
+        "all": {
+            "num_input_pipelines": 4,
+            "input_pipeline_id": 2,
+            "num_replicas_in_sync": 8,
+        },
         "id out of range": {"num_input_pipelines": 2, "input_pipeline_id": 5},
         "negative id": {"input_pipeline_id": -1},
         "no replicas": {"num_replicas_in_sync": 0},
     }.items():
-        yield {"name": name, "arguments": arguments, "result": attributes(Context(**arguments))}
+        yield {
+            "name": name,
+            "arguments": arguments,
+            "result": attributes(Context(**arguments)),
+        }
     for size in (0, 1, 4, 6, 8, -8, 8.0, True, None, "8"):
         context = Context(num_replicas_in_sync=replicas)
-        result = result_of(lambda size=size, context=context: context.get_per_replica_batch_size(size))
+        result = result_of(
+            lambda size=size, context=context: context.get_per_replica_batch_size(size)
+        )
         yield {"name": "get_per_replica_batch_size", "size": size, "result": result}
     yield {
         "name": "get_per_replica_batch_size of no replicas",
-        "result": result_of(lambda: Context(num_replicas_in_sync=0).get_per_replica_batch_size(8)),
+        "result": result_of(
+            lambda: Context(num_replicas_in_sync=0).get_per_replica_batch_size(8)
+        ),
     }
     yield {"name": "equal", "result": Context() == Context()}
-    yield {"name": "repr is the default one", "result": repr(Context()).startswith("<tensorflow.python.distribute.")}
-    yield {"name": "set", "result": result_of(lambda: setattr(Context(), "input_pipeline_id", 1))}
-    yield {"name": "new attribute", "result": result_of(lambda: setattr(Context(), "other", 1))}
+    yield {
+        "name": "repr is the default one",
+        "result": repr(Context()).startswith("<tensorflow.python.distribute."),
+    }
+    yield {
+        "name": "set",
+        "result": result_of(lambda: setattr(Context(), "input_pipeline_id", 1)),
+    }
+    yield {
+        "name": "new attribute",
+        "result": result_of(lambda: setattr(Context(), "other", 1)),
+    }
     yield {"name": "positional", "result": attributes(Context(3, 1, 6))}
-    yield {"name": "public", "result": [name for name in dir(Context) if not name.startswith("_")]}
+    yield {
+        "name": "public",
+        "result": [name for name in dir(Context) if not name.startswith("_")],
+    }

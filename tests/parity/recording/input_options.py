@@ -1,4 +1,6 @@
-"""Records what InputOptions change, and what OneDeviceStrategy and the default strategy make of a dataset."""
+"""Records what InputOptions change, and what OneDeviceStrategy and the default strategy
+make of a dataset.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +18,9 @@ Mode = tf.distribute.InputReplicationMode
 
 
 def options(replicas: int) -> Iterator[Entry]:
-    """Every combination of InputOptions, for a dataset and for a function, each on a strategy of its own."""
+    """Every combination of InputOptions, for a dataset and for a function, each on a
+    strategy of its own.
+    """
     for replication in (Mode.PER_WORKER, Mode.PER_REPLICA):
         for fetch in (None, True, False):
             for place in (False, True):
@@ -28,27 +32,46 @@ def options(replicas: int) -> Iterator[Entry]:
                 )
     for size in (0, 1, 2, 100, -1):
         for fetch in (True, False):
-            yield _with_options(replicas, experimental_per_replica_buffer_size=size, experimental_fetch_to_device=fetch)
-    for wrong in ({"experimental_replication_mode": "PER_REPLICA"}, {"experimental_replication_mode": None}):
+            yield _with_options(
+                replicas,
+                experimental_per_replica_buffer_size=size,
+                experimental_fetch_to_device=fetch,
+            )
+    for wrong in (
+        {"experimental_replication_mode": "PER_REPLICA"},
+        {"experimental_replication_mode": None},
+    ):
         yield _with_options(replicas, **wrong)
     default = tf.distribute.InputOptions()
-    yield {"name": "defaults", "result": {name: _text(value) for name, value in default._asdict().items()}}
+    yield {
+        "name": "defaults",
+        "result": {name: _text(value) for name, value in default._asdict().items()},
+    }
     yield {"name": "repr", "result": repr(default)}
-    yield {"name": "is a tuple", "result": [isinstance(default, tuple), default == tf.distribute.InputOptions()]}
+    yield {
+        "name": "is a tuple",
+        "result": [isinstance(default, tuple), default == tf.distribute.InputOptions()],
+    }
     yield {
         "name": "attributes are set",
-        "result": result_of(lambda: setattr(default, "experimental_fetch_to_device", False)),
+        "result": result_of(
+            lambda: setattr(default, "experimental_fetch_to_device", False)
+        ),
     }
     yield {"name": "modes", "result": {mode.name: mode.value for mode in Mode}}
 
 
 def _with_options(replicas: int, **arguments: Any) -> Entry:
     def distributed(from_function: bool) -> Any:
-        strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+        strategy = tf.distribute.MirroredStrategy(
+            [f"CPU:{index}" for index in range(replicas)]
+        )
         options = tf.distribute.InputOptions(**arguments)
         whole = tf.data.Dataset.range(10).batch(4)
         if from_function:
-            return strategy.distribute_datasets_from_function(lambda context: whole, options)
+            return strategy.distribute_datasets_from_function(
+                lambda context: whole, options
+            )
         return strategy.experimental_distribute_dataset(whole, options)
 
     return {
@@ -88,28 +111,41 @@ def other_strategies(replicas: int) -> Iterator[Entry]:
             "name": "what comes back",
             "is_the_dataset": returned is whole,
             "class": type(returned).__name__,
-            "is_distributed_dataset": isinstance(returned, tf.distribute.DistributedDataset),
+            "is_distributed_dataset": isinstance(
+                returned, tf.distribute.DistributedDataset
+            ),
             "class_of_iterator": type(iter(returned)).__name__,
-            "is_distributed_iterator": isinstance(iter(returned), tf.distribute.DistributedIterator),
-            "class_of_function": type(strategy.distribute_datasets_from_function(lambda context: whole)).__name__,
+            "is_distributed_iterator": isinstance(
+                iter(returned), tf.distribute.DistributedIterator
+            ),
+            "class_of_function": type(
+                strategy.distribute_datasets_from_function(lambda context: whole)
+            ).__name__,
         }
         for value_name, value in {"a list": [1, 2, 3], "none": None}.items():
             yield {
                 "strategy": name,
                 "name": f"distribute {value_name}",
                 "result": result_of(
-                    lambda value=value, strategy=strategy: strategy.experimental_distribute_dataset(value)
+                    lambda value=value, strategy=strategy: (
+                        strategy.experimental_distribute_dataset(value)
+                    )
                 ),
             }
         yield {
             "strategy": name,
             "name": "a function that returns a list",
-            "result": result_of(lambda strategy=strategy: strategy.distribute_datasets_from_function(lambda c: [1, 2])),
+            "result": result_of(
+                lambda strategy=strategy: strategy.distribute_datasets_from_function(
+                    lambda c: [1, 2]
+                )
+            ),
         }
         for mode in (Mode.PER_WORKER, Mode.PER_REPLICA):
             for place in (False, True):
                 options = tf.distribute.InputOptions(
-                    experimental_replication_mode=mode, experimental_place_dataset_on_device=place
+                    experimental_replication_mode=mode,
+                    experimental_place_dataset_on_device=place,
                 )
                 yield {
                     "strategy": name,
@@ -119,13 +155,15 @@ def other_strategies(replicas: int) -> Iterator[Entry]:
                         "experimental_place_dataset_on_device": place,
                     },
                     "dataset": elements_of(
-                        lambda options=options, strategy=strategy: strategy.experimental_distribute_dataset(
-                            whole, options
+                        lambda options=options, strategy=strategy: (
+                            strategy.experimental_distribute_dataset(whole, options)
                         )
                     ),
                     "function": elements_of(
-                        lambda options=options, strategy=strategy: strategy.distribute_datasets_from_function(
-                            lambda context: whole, options
+                        lambda options=options, strategy=strategy: (
+                            strategy.distribute_datasets_from_function(
+                                lambda context: whole, options
+                            )
                         )
                     ),
                 }
@@ -139,5 +177,7 @@ def _function_of(strategy: tf.distribute.Strategy, steps: Steps) -> Entry:
         return build(steps)
 
     most = ENDLESS if build(steps).cardinality() == tf.data.INFINITE_CARDINALITY else 40
-    elements = elements_of(lambda: strategy.distribute_datasets_from_function(dataset_fn), most)
+    elements = elements_of(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn), most
+    )
     return {"name": name_of(steps), "dataset": steps, **elements, "contexts": contexts}

@@ -1,11 +1,15 @@
-"""TensorFlow with four logical CPUs: strategies on some of them, and results written in the record's encoding."""
+"""TensorFlow with four logical CPUs: strategies on some of them, and results written in
+the record's encoding.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values as tf_values  # the only place that names the classes of values
+from tensorflow.python.distribute import (
+    values as tf_values,
+)  # the only place that names the classes of values
 
 from ..encoding import JSON, encode, encode_error
 
@@ -15,9 +19,13 @@ Entry = dict[str, JSON]
 
 
 def start_devices(count: int = max(REPLICAS)) -> None:
-    """Splits the CPU into `count` logical devices. Before anything else uses TensorFlow."""
+    """Splits the CPU into `count` logical devices. Before anything else uses
+    TensorFlow.
+    """
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * count
+    )
 
 
 @cache
@@ -28,14 +36,20 @@ def mirrored(replicas: int) -> tf.distribute.MirroredStrategy:
 
 def replica_id() -> int:
     """Which replica runs this line."""
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    return int(
+        tf.get_static_value(
+            tf.distribute.get_replica_context().replica_id_in_sync_group
+        )
+    )
 
 
 def per_replica(strategy: tf.distribute.Strategy, components: Sequence[Any]) -> Any:
     """A PerReplica of tensors, the first components of `components`."""
 
     def component(context: tf.distribute.experimental.ValueContext) -> Any:
-        return tf.nest.map_structure(tf.constant, components[context.replica_id_in_sync_group])
+        return tf.nest.map_structure(
+            tf.constant, components[context.replica_id_in_sync_group]
+        )
 
     return strategy.experimental_distribute_values_from_function(component)
 

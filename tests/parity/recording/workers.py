@@ -1,7 +1,9 @@
-"""Records what each of two workers gets of a dataset: real processes, a TF_CONFIG each, MultiWorkerMirroredStrategy.
+"""Records what each of two workers gets of a dataset: real processes, a TF_CONFIG each,
+MultiWorkerMirroredStrategy.
 
-Each entry has both workers' results in "workers", by task index. A worker's element holds the values of its own replicas.
-Every entry starts two processes of its own, because collectives that failed stay failed.
+Each entry has both workers' results in "workers", by task index. A worker's element
+holds the values of its own replicas. Every entry starts two processes of its own,
+because collectives that failed stay failed.
 """
 
 import logging
@@ -63,7 +65,12 @@ HINTED: list[Steps] = [
 ]
 
 FILES: dict[str, Files] = {
-    "four": {"a": list(range(7)), "b": list(range(10, 13)), "c": list(range(20, 24)), "d": [30, 31]},
+    "four": {
+        "a": list(range(7)),
+        "b": list(range(10, 13)),
+        "c": list(range(20, 24)),
+        "d": [30, 31],
+    },
     "two": {"a": list(range(7)), "b": list(range(10, 13))},
     "three": {"a": list(range(4)), "b": list(range(10, 14)), "c": list(range(20, 24))},
     "one": {"a": list(range(10))},
@@ -99,14 +106,18 @@ def files(devices: int) -> Iterator[Entry]:
                 yield _dataset(devices, steps, policy, "four")
 
 
-def _dataset(devices: int, steps: Steps, policy: str, file_set: str | None = None) -> Entry:
+def _dataset(
+    devices: int, steps: Steps, policy: str, file_set: str | None = None
+) -> Entry:
     content = FILES[file_set] if file_set else {}
     with tempfile.TemporaryDirectory() as folder:
         paths = write_files(content, str(steps[0][0]), Path(folder))
 
         def whole() -> tf.data.Dataset:
             options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+            options.experimental_distribute.auto_shard_policy = (
+                tf.data.experimental.AutoShardPolicy[policy]
+            )
             return build(steps, paths).with_options(options)
 
         def work(strategy: tf.distribute.Strategy) -> Entry:
@@ -120,11 +131,20 @@ def _dataset(devices: int, steps: Steps, policy: str, file_set: str | None = Non
             if ["shard_hint"] not in steps:
                 entry["whole"] = plain(whole(), _most(steps))
             if kept:
-                entry |= {"element_spec": spec(kept[0].element_spec), "cardinality": cardinality_of(kept[0])}
+                entry |= {
+                    "element_spec": spec(kept[0].element_spec),
+                    "cardinality": cardinality_of(kept[0]),
+                }
             return entry
 
         files = {"file_set": file_set, "files": content} if file_set else {}
-        entry = {"devices": devices, "name": name_of(steps), "policy": policy, "dataset": steps, **files}
+        entry = {
+            "devices": devices,
+            "name": name_of(steps),
+            "policy": policy,
+            "dataset": steps,
+            **files,
+        }
         results = _on_workers(devices, work)
         plains = [result.pop("whole") for result in results if "whole" in result]
         return entry | ({"whole": plains[0]} if plains else {}) | {"workers": results}
@@ -137,18 +157,28 @@ FUNCTIONS: list[tuple[Steps, ...]] = [
     ([["range", 7], ["batch", 2, "drop_remainder"]],) * 2,
     ([["range", 3], ["batch", 2]], [["range", 8], ["batch", 2]]),
     ([["range", 8], ["batch", 2]], [["range", 0], ["batch", 2]]),
-    ([["range", 4], ["batch", 2, "drop_remainder"]], [["range", 8], ["batch", 2, "drop_remainder"]]),
+    (
+        [["range", 4], ["batch", 2, "drop_remainder"]],
+        [["range", 8], ["batch", 2, "drop_remainder"]],
+    ),
     ([["range", 5]], [["range", 3]]),
     ([["range", 8], ["batch", 2], ["repeat"]],) * 2,
-    ([["range", 3], ["batch", 2], ["map", "nested"]], [["range", 8], ["batch", 2], ["map", "nested"]]),
+    (
+        [["range", 3], ["batch", 2], ["map", "nested"]],
+        [["range", 8], ["batch", 2], ["map", "nested"]],
+    ),
 ]
 
 
 def function(devices: int) -> Iterator[Entry]:
-    """`distribute_datasets_from_function`: the context of each worker, and workers whose data end apart."""
+    """`distribute_datasets_from_function`: the context of each worker, and workers
+    whose data end apart.
+    """
     for by_worker in FUNCTIONS:
 
-        def work(strategy: tf.distribute.Strategy, by_worker: tuple[Steps, ...] = by_worker) -> Entry:
+        def work(
+            strategy: tf.distribute.Strategy, by_worker: tuple[Steps, ...] = by_worker
+        ) -> Entry:
             contexts: list[JSON] = []
             kept: list[Any] = []
 
@@ -160,9 +190,14 @@ def function(devices: int) -> Iterator[Entry]:
                 kept.append(strategy.distribute_datasets_from_function(dataset_fn))
                 return kept[0]
 
-            entry = elements_of(distribute, _most(by_worker[0])) | {"contexts": contexts}
+            entry = elements_of(distribute, _most(by_worker[0])) | {
+                "contexts": contexts
+            }
             if kept:
-                entry |= {"element_spec": spec(kept[0].element_spec), "cardinality": cardinality_of(kept[0])}
+                entry |= {
+                    "element_spec": spec(kept[0].element_spec),
+                    "cardinality": cardinality_of(kept[0]),
+                }
             return entry
 
         yield {
@@ -175,10 +210,14 @@ def function(devices: int) -> Iterator[Entry]:
 
     def by_hand(strategy: tf.distribute.Strategy) -> Entry:
         def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            part = build(sharded).shard(context.num_input_pipelines, context.input_pipeline_id)
+            part = build(sharded).shard(
+                context.num_input_pipelines, context.input_pipeline_id
+            )
             return part.batch(context.get_per_replica_batch_size(8))
 
-        return elements_of(lambda: strategy.distribute_datasets_from_function(dataset_fn), STEPS)
+        return elements_of(
+            lambda: strategy.distribute_datasets_from_function(dataset_fn), STEPS
+        )
 
     yield {
         "devices": devices,
@@ -201,11 +240,15 @@ def misc(devices: int) -> Iterator[Entry]:
 
     def sums(strategy: tf.distribute.Strategy) -> JSON:
         distributed = strategy.experimental_distribute_dataset(numbers())
-        return [encoded(strategy.reduce("SUM", element, axis=0)) for element in distributed]
+        return [
+            encoded(strategy.reduce("SUM", element, axis=0)) for element in distributed
+        ]
 
     def means(strategy: tf.distribute.Strategy) -> JSON:
         distributed = strategy.experimental_distribute_dataset(numbers())
-        return [encoded(strategy.reduce("MEAN", element, axis=0)) for element in distributed]
+        return [
+            encoded(strategy.reduce("MEAN", element, axis=0)) for element in distributed
+        ]
 
     def gathered(strategy: tf.distribute.Strategy) -> JSON:
         distributed = strategy.experimental_distribute_dataset(numbers())
@@ -224,14 +267,23 @@ def misc(devices: int) -> Iterator[Entry]:
     def reduced(strategy: tf.distribute.Strategy) -> JSON:
         distributed = strategy.experimental_distribute_dataset(numbers())
         return encoded(
-            distributed.reduce(tf.constant(0, tf.int64), lambda state, x: state + strategy.reduce("SUM", x, axis=0))
+            distributed.reduce(
+                tf.constant(0, tf.int64),
+                lambda state, x: state + strategy.reduce("SUM", x, axis=0),
+            )
         )
 
     def with_options(options: Any, from_function: bool) -> Work:
         def work(strategy: tf.distribute.Strategy) -> JSON:
             if from_function:
-                return elements_of(lambda: strategy.distribute_datasets_from_function(lambda c: numbers(), options))
-            return elements_of(lambda: strategy.experimental_distribute_dataset(numbers(), options))
+                return elements_of(
+                    lambda: strategy.distribute_datasets_from_function(
+                        lambda c: numbers(), options
+                    )
+                )
+            return elements_of(
+                lambda: strategy.experimental_distribute_dataset(numbers(), options)
+            )
 
         return work
 
@@ -261,14 +313,17 @@ def _most(steps: Steps) -> int:
 def _on_workers(devices: int, work: Work) -> list[JSON]:
     """What `work` returns on each of two new processes, by task index.
 
-    "hangs" says that nothing came within TIMEOUT: the worker waits for another that has failed.
+    "hangs" says that nothing came within TIMEOUT: the worker waits for another that has
+    failed.
     """
     fork = get_context("fork")
     addresses = _free_addresses()
     pipes, processes = [], []
     for index in range(WORKERS):
         here, there = fork.Pipe()
-        process = fork.Process(target=_be_worker, args=(index, addresses, devices, work, there))
+        process = fork.Process(
+            target=_be_worker, args=(index, addresses, devices, work, there)
+        )
         process.start()
         pipes.append(here)
         processes.append(process)
@@ -279,7 +334,9 @@ def _on_workers(devices: int, work: Work) -> list[JSON]:
     return results
 
 
-def _be_worker(index: int, addresses: list[str], devices: int, work: Work, answers: Connection) -> None:
+def _be_worker(
+    index: int, addresses: list[str], devices: int, work: Work, answers: Connection
+) -> None:
     logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = dumps({"cluster": {"worker": addresses}, "task": task})
