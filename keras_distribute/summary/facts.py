@@ -122,6 +122,15 @@ def unbuilt(objects: Sequence[Any]) -> list[str]:
     return [thing.name for thing in things if getattr(thing, "built", True) is False]
 
 
+def training_steps(objects: Sequence[Any]) -> tuple[str, ...]:
+    """Of each compiled model that is built, how a step of its `fit` is made."""
+    models = (each for each in objects if getattr(each, "built", False))
+    # Of our trainer, which `keras.Model` has as its base.
+    methods = (getattr(model, "_describe_training_step", None) for model in models)
+    described = (method() for method in methods if method is not None)
+    return tuple(text for text in described if text is not None)
+
+
 def _optimizer_of(thing: Any) -> Any:
     return getattr(thing, "optimizer", None) if isinstance(thing, keras.Model) else None
 

@@ -36,6 +36,8 @@ class StrategySummary:
         variables: An entry for each variable, with its `path`, `group`, `kind`,
             `shape`, `dtype`, the `num_bytes` of its value, and `bytes_on`, the bytes on
             each device.
+        training_steps: For each compiled model, how a step of its `fit` is made, and
+            what would make it faster.
 
     Example:
         >>> import keras, keras_distribute as kd
@@ -70,6 +72,7 @@ class StrategySummary:
             strategy, objects
         )
         self._unbuilt = facts.unbuilt(objects)
+        self.training_steps: tuple[str, ...] = facts.training_steps(objects)
 
     @property
     def bytes_on_each(self) -> tuple[int, ...]:
@@ -98,6 +101,7 @@ class StrategySummary:
                 f"A global batch of {self.batch_size} rows: "
                 f"{tables.rows_in_words(self.rows)}."
             )
+        lines += self.training_steps
         lines += [
             f"{name} is not built yet: it makes variables when it is used first."
             for name in self._unbuilt

@@ -1,5 +1,4 @@
-"""The public methods of trainers that a thread is in, and the feeds that they opened.
-"""
+"""The public methods of trainers that a thread is in, and the feeds that they opened."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ said in `replica_rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,11 +25,13 @@ from keras_distribute.errors import (
     VariableScopeError,
 )
 from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
-from keras_distribute.training import accumulation, batches, feeds, local, sharding
+from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
 from keras_distribute.training.grouping import GroupSize
+from keras_distribute.training.local import local_step
 from keras_distribute.training.packing import Packing, State, form_of
+from keras_distribute.training.plan import plan_of
 from keras_distribute.training.state import StepState, is_held
 from keras_distribute.variables import DistributedVariable, check_same_values
 
@@ -202,27 +204,38 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
-    indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
-    if indices:
-        return _accumulating(strategy, trainer, groups, indices, plain)
-    form, flat = form_of(groups), None
-    places = sharding.divided_places(groups)
+    groups, step = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     if kind == "train":
-        flat = FlatStep.of(trainer, strategy, form, places)
+        return _training_step(strategy, trainer, groups, step)
+    packing = Packing(form_of(groups), strategy.replica_mesh)
+    carried = packing.around(step) if packing else step
+    return CompiledStep(strategy, carried, groups, packing or None, plain=step)
+
+
+def _training_step(
+    strategy: Strategy, trainer: Any, groups: list[list[Any]], global_step: Step
+) -> CompiledStep:
+    plan, mesh = plan_of(trainer, strategy), strategy.replica_mesh
+    if plan.accumulators:
+        return _accumulating(strategy, trainer, groups, plan.accumulators, global_step)
+    form, places = form_of(groups), sharding.divided_places(groups)
+    carried: Step
+    flat = FlatStep.of(trainer, strategy, form, places, plan)
     if flat is not None:
-        packing, carried_step = flat.packing, flat
+        packing, carried = flat.packing, flat
     else:
-        step = local.of(trainer, strategy, plain) if kind == "train" else plain
-        packing = Packing(form, strategy.replica_mesh, single=places)
-        carried_step = packing.around(step) if packing else step
+        step = global_step
+        if plan.is_local:
+            step = local_step(trainer, strategy, global_step)
+        packing = Packing(form, mesh, single=places)
+        carried = packing.around(step) if packing else step
     # Where nothing is divided, a step of the user's own may return its groups as tuples
     # or lists.
-    shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
+    shardings = sharding.of_state(groups, mesh) if places else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
     return CompiledStep(
-        strategy, carried_step, groups, packing or None, shardings, plain=plain
+        strategy, carried, groups, packing or None, shardings, plain=global_step
     )
 
 
@@ -230,7 +243,7 @@ def _accumulating(
     strategy: Strategy,
     trainer: Any,
     groups: list[list[Any]],
-    indices: list[int],
+    indices: Sequence[int],
     step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
