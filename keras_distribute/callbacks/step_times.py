@@ -197,7 +197,8 @@ class StepTimeReport(keras.callbacks.Callback):
                 "One reduction of all gradients, by itself: "
                 f"{self.milliseconds['reduction']:.2f} ms"
             )
-        described = self.model._describe_training_step()
+        model: Any = self.model
+        described = model._describe_training_step()
         return "\n".join([*lines, *([described] if described else [])])
 
     def plot(self, path: str) -> None:

@@ -117,8 +117,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for library code: updates, reductions to a destination, devices.
-        """
+        """The methods for library code: updates, reductions to a destination, devices."""
         return self._extended
 
     @property

@@ -1,5 +1,4 @@
-"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each.
-"""
+"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each."""
 
 from __future__ import annotations
 

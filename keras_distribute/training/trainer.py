@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from keras.callbacks import CallbackList
 
 from keras_distribute import checks, context, launches
 from keras_distribute._compat import epochs, scopes
@@ -26,6 +27,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.errors import ContextError
 from keras_distribute.training import calls, steps
+from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
 from keras_distribute.training.plan import plan_of
@@ -218,6 +220,9 @@ def _called(
     trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Runs a public method of the trainer in its strategy's context, and cleans up."""
+    for each in (*args, *kwargs.values()):
+        if type(each) is CallbackList:  # Made before the package was imported.
+            each.__class__ = StrategyCallbackList
     frames, outer = context.stack.frames, calls.stack.calls
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
