@@ -7,18 +7,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from keras_distribute import checks, context
+from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 GROUPS = ("weights", "state", "optimizer", "metrics")
 
@@ -96,7 +94,7 @@ def _memory(device: jax.Device, is_local: bool) -> tuple[int | None, int | None]
 
 
 def of_variables(
-    strategy: Strategy, objects: Sequence[Any]
+    strategy: AnyStrategy, objects: Sequence[Any]
 ) -> tuple[VariableFacts, ...]:
     """The variables of models, layers, optimizers and metrics, each once, by group.
 
@@ -162,7 +160,7 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
 
 
 def _of_variable(
-    strategy: Strategy, group: str, variable: keras.Variable
+    strategy: AnyStrategy, group: str, variable: keras.Variable
 ) -> VariableFacts:
     array = (
         variable.stored if isinstance(variable, DistributedVariable) else variable.value
@@ -188,7 +186,7 @@ def _bytes_on(array: jax.Array, mesh: ReplicaMesh) -> tuple[int, ...]:
     )
 
 
-def _kind(strategy: Strategy, variable: keras.Variable, array: jax.Array) -> str:
+def _kind(strategy: AnyStrategy, variable: keras.Variable, array: jax.Array) -> str:
     if not isinstance(variable, DistributedVariable):
         return PLAIN if strategy is context.default_strategy() else FOREIGN
     if variable.distribute_strategy is not strategy:

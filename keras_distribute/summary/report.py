@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.summary import facts, formats, picture, tables
 from keras_distribute.summary.facts import FOREIGN, DeviceFacts, VariableFacts
 from keras_distribute.summary.tables import Table
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 
 class StrategySummary:
@@ -50,7 +48,7 @@ class StrategySummary:
     """
 
     def __init__(
-        self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None
+        self, strategy: AnyStrategy, objects: Sequence[Any], batch_size: int | None
     ) -> None:
         if batch_size is not None:
             checks.count(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context, launches, timing
 from keras_distribute.cluster import liveness
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.launches import Executable
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
@@ -258,12 +258,12 @@ class CompiledStep:
         """The step on batches of this form, whose true rows it takes."""
         mesh, strategy, (_, rows, spread) = self._mesh, self._strategy, placed
         if self._is_whole(placed, carried):
-            frame = Frame(strategy, Mode.CROSS, rows=spread[0], whole=True)
+            batch = GlobalBatch(spread[0], replicated=True)
             own = mesh.replicated
         else:
-            frame = Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])
+            batch = GlobalBatch(*spread)
             own = mesh.split
-        step = self._step
+        frame, step = Frame(strategy, Mode.CROSS, batch=batch), self._step
 
         def global_step(state: Any, data: Any) -> Any:
             with context.entered(frame):

@@ -61,7 +61,7 @@ class FlatStep:
             for j in range(len(self._slots_of[0]))
         ]
         self._num_buffers = 1 + len(slots)
-        divided = [False] + [strategy.shards_optimizer_state] * len(slots)
+        divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
             strategy.replica_mesh,
@@ -85,7 +85,10 @@ class FlatStep:
         weights = state[_WEIGHTS]
         if not plan.is_keras_step:
             return None
-        if strategy.shards_optimizer_state and strategy.replica_mesh.num_processes > 1:
+        if (
+            strategy.placement.shard_optimizer_state
+            and strategy.replica_mesh.num_processes > 1
+        ):
             return None  # To take divided buffers apart needs all processes, and one that fails is alone.
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [

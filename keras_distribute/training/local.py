@@ -83,7 +83,8 @@ def of_each_replica(
     Returns:
         `None` where the rows do not divide, or the parts do not make up the whole.
     """
-    if context.frame().groups != strategy.num_replicas_in_sync:
+    batch = context.frame().batch
+    if batch is None or batch.shards != strategy.num_replicas_in_sync:
         return None
     x = compat.unpack_x_y_sample_weight(data)[0]
     own = forward.per_replica(trainer, strategy, restore, weights, others, x)

@@ -11,20 +11,24 @@ said in `replica_rules.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 
 from keras_distribute import context, launches
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.errors import (
     ContextError,
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
+from keras_distribute.strategies.base import (
+    Strategy,
+    get_strategy,
+    refuse_keras_distribution,
+)
 from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
@@ -89,9 +93,9 @@ def _current_strategy() -> Strategy | None:
     """The strategy whose scope is open; `None` inside a Keras distribution opened in
     its scope.
     """
-    return (
-        context.scope_strategy() if keras.distribution.distribution() is None else None
-    )
+    if keras.distribution.distribution() is not None:
+        return None
+    return cast("Strategy | None", context.scope_strategy())
 
 
 def frame_for(strategy: Strategy | None) -> Frame | None:
@@ -126,7 +130,7 @@ def choose_adapter(
     original: Callable[..., Any], x: Any, arguments: dict[str, Any]
 ) -> Any:
     """The data adapter for the `x` of `fit`."""
-    strategy = context.get_strategy() if context.has_strategy() else None
+    strategy = get_strategy() if context.has_strategy() else None
     return feeds.choose_adapter(original, x, arguments, strategy)
 
 
@@ -192,7 +196,7 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
-        strategy.check_layouts([variable.path for variable in groups[0]])
+        strategy.placement.check_layouts([variable.path for variable in groups[0]])
     return compiled_step(strategy, trainer, kind)
 
 
@@ -300,7 +304,7 @@ class EagerStep:
         placed, _, spread = batches.place(
             data, self._strategy.replica_mesh, traced=False
         )
-        frame = Frame(self._strategy, Mode.CROSS, rows=spread[0], groups=spread[1])
+        frame = Frame(self._strategy, Mode.CROSS, batch=GlobalBatch(*spread))
         if not is_held(state):
             with context.entered(frame):
                 return self._step(state, placed)
