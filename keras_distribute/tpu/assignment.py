@@ -195,45 +195,8 @@ class DeviceAssignment:
         )
         shape = _four(computation_shape, "computation_shape")
         stride = _four(computation_stride, "computation_stride")
-        mesh = tuple(topology.mesh_shape.tolist())
-        footprint = tuple(map(operator.mul, shape, stride))
-        # How many blocks fit along each axis; strided ones are interleaved.
-        room = tuple(
-            m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True)
-        )
-        most = math.prod(room)
-        given = (
-            f"num_replicas={num_replicas}, computation_shape={list(shape)}, "
-            f"computation_stride={list(stride)} in {topology!r}."
-        )
-        if not most:
-            raise DeviceError(
-                "A replica's block of devices is larger than the mesh.",
-                received=given,
-                fix=f"a computation_shape of at most {list(mesh)}.",
-            )
-        if num_replicas > most:
-            raise DeviceError(
-                f"Only {most} replica(s) of this shape fit.",
-                received=given,
-                fix=f"num_replicas={most}",
-            )
-        if len(topology.missing_devices):
-            cores = _in_task_order(topology, shape, stride, num_replicas)
-            return DeviceAssignment(topology, cores)
-        grid = _grid(num_replicas, room)
-        fill_mesh = num_replicas == most and math.prod(stride) == 1
-        as_rings = fill_mesh and shape[-1] == mesh[-1]
-        if device_order_mode is DeviceOrderMode.RING and not as_rings:
-            raise DeviceError(
-                "Replicas form rings where they fill the mesh, without strides, with "
-                "all cores of each chip.",
-                received=f"DeviceOrderMode.RING for {given}",
-                fix="DeviceOrderMode.AUTO",
-            )
-        if as_rings and device_order_mode is not DeviceOrderMode.MESH:
-            return DeviceAssignment(topology, _rings(shape, grid))
-        return DeviceAssignment(topology, _blocks(num_replicas, shape, stride, grid))
+        cores = _cores(topology, shape, stride, num_replicas, device_order_mode)
+        return DeviceAssignment(topology, cores)
 
 
 def _checked_topology(topology: Any) -> Topology:
@@ -257,6 +220,52 @@ def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
             fix=f"{name}=[1, 1, 1, 2]",
         )
     return tuple(given.tolist())
+
+
+def _cores(
+    topology: Topology,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    num_replicas: int,
+    mode: DeviceOrderMode,
+) -> Any:
+    """The coordinates of the devices of each replica."""
+    mesh = tuple(topology.mesh_shape.tolist())
+    footprint = tuple(map(operator.mul, shape, stride))
+    # How many blocks fit along each axis; strided ones are interleaved.
+    room = tuple(m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True))
+    most = math.prod(room)
+    given = (
+        f"num_replicas={num_replicas}, computation_shape={list(shape)}, "
+        f"computation_stride={list(stride)} in {topology!r}."
+    )
+    if not most:
+        raise DeviceError(
+            "A replica's block of devices is larger than the mesh.",
+            received=given,
+            fix=f"a computation_shape of at most {list(mesh)}.",
+        )
+    if num_replicas > most:
+        raise DeviceError(
+            f"Only {most} replica(s) of this shape fit.",
+            received=given,
+            fix=f"num_replicas={most}",
+        )
+    if len(topology.missing_devices):
+        return _in_task_order(topology, shape, stride, num_replicas)
+    grid = _grid(num_replicas, room)
+    fill_mesh = num_replicas == most and math.prod(stride) == 1
+    as_rings = fill_mesh and shape[-1] == mesh[-1]
+    if mode is DeviceOrderMode.RING and not as_rings:
+        raise DeviceError(
+            "Replicas form rings where they fill the mesh, without strides, with "
+            "all cores of each chip.",
+            received=f"DeviceOrderMode.RING for {given}",
+            fix="DeviceOrderMode.AUTO",
+        )
+    if as_rings and mode is not DeviceOrderMode.MESH:
+        return _rings(shape, grid)
+    return _blocks(num_replicas, shape, stride, grid)
 
 
 def _grid(num_replicas: int, room: tuple[int, ...]) -> tuple[int, ...]:
