@@ -14,11 +14,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def number(name: str, given: str | None = None) -> int:
-    """The number in an environment variable, or in `given`: digits alone.
-
-    Raises:
-        ClusterError: For anything else.
-    """
+    """The number in an environment variable, or in `given`: digits alone."""
     text = (os.environ[name] if given is None else given).strip()
     if not _NUMBER.fullmatch(text):
         raise ClusterError(
@@ -28,11 +24,7 @@ def number(name: str, given: str | None = None) -> int:
 
 
 def json_value(name: str, kind: type = dict) -> Any:
-    """The JSON in an environment variable; an empty `kind` where it is not set.
-
-    Raises:
-        ClusterError: For text that is not JSON, or JSON of another kind.
-    """
+    """The JSON in an environment variable; an empty `kind` where it is not set."""
     text = os.environ.get(name, "")
     received, fix = f"{checks.shown(text)}.", f"check {name}."
     try:

@@ -32,8 +32,7 @@ _METADATA_SECONDS = 10.0
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks Google Compute Engine for the addresses of the instances of a group, in
-    ascending order.
+    """Asks Google Compute Engine for the sorted addresses of an instance group.
 
     It cannot say which of them this process is: pass `task_id`. Needs `pip install
     google-api-python-client`. Source:
@@ -43,9 +42,9 @@ class GCEClusterResolver(ClusterResolver):
 
     Args:
         project: The name of the project.
-        zone: Where the group is.
-        instance_group: Its name.
-        port: Of each process.
+        zone: The zone of the group.
+        instance_group: The name of the group.
+        port: The port of each process.
         task_type: The job that the instances belong to.
         task_id: The number of this process, in the order of the addresses.
         rpc_layer: The protocol that `master` puts in front.
@@ -117,25 +116,23 @@ class GCEClusterResolver(ClusterResolver):
 class TPUClusterResolver(ClusterResolver):
     """The hosts of a TPU slice.
 
-    JAX runs one process on each host of a slice, and all of them run the same program;
-    nothing connects to a TPU from outside. So this resolver only says which hosts there
-    are, and which of them this is. Source:
-    `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is
-    started or initialized; there is no `set_tpu_topology` and no
-    `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine are
-    taken where its environment names them; `"cpu"` stands for CPU devices in the place
-    of TPUs.
+    JAX runs one process on each host of a slice, with the same program; nothing
+    connects to a TPU from outside. So this resolver only says which hosts there are,
+    and which one this is. Source: `tf.distribute.cluster_resolver.TPUClusterResolver`.
+    Differs from TF: nothing is started or initialized; there is no `set_tpu_topology`
+    and no `tpu_hardware_feature`; without a name, the hosts are those that the
+    environment of the TPU virtual machine names; `"cpu"` means CPU devices.
 
     Args:
         tpu: `"local"`, the chips of this machine; `""`, what the environment names,
-            else the slice that this machine belongs to; addresses,
-            `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for which
-            the Cloud TPU API is asked (`pip install google-api-python-client`); or
-            `"cpu"`, to run a program for TPUs on CPU devices. By default what
+            else the slice of this machine; addresses,
+            `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for the
+            Cloud TPU API (`pip install google-api-python-client`); or `"cpu"`, to run a
+            program for TPUs on CPU devices. By default what
             `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
-            `TPU_WORKER_HOSTNAMES` says.
-        zone: Where it is; by default where this machine is.
-        project: Whose it is; by default that of this machine.
+            `TPU_WORKER_HOSTNAMES` names.
+        zone: The zone of the TPU; by default that of this machine.
+        project: The project of the TPU; by default that of this machine.
         job_name: The job of the hosts.
         coordinator_name: A further job.
         coordinator_address: The address of its only task.
@@ -295,7 +292,7 @@ class TPUClusterResolver(ClusterResolver):
             own = _metadata("instance/attributes/agent-worker-number")
         first, before = hosts[0].rsplit(":", 1)[0], 0
         if slices > 1:
-            # Google's runtime numbers the slices, and tells each the address of the first.
+            # Google's runtime numbers the slices, and names the first one to each.
             needed = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
             missing = [name for name in needed if name not in os.environ]
             if missing:

@@ -23,8 +23,7 @@ _Location = KubernetesExecutableLocation
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes for the addresses of the pods with certain labels, in the order
-    of their names.
+    """Asks Kubernetes for the addresses of pods by their labels, in order of names.
 
     It cannot say which of them this process is: set `task_type` and `task_id`, or take
     them from the index of an indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`.

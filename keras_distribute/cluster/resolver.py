@@ -43,8 +43,7 @@ def check_port(name: str, port: Any) -> None:
 
 
 class ClusterResolver:
-    """Says which processes train together, and which of them this one is: the base of
-    all resolvers.
+    """Which processes train together, and which one this is: the base of all resolvers.
 
     A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id`
     and `rpc_layer`; one whose environment gives numbers rather than addresses overrides
@@ -271,7 +270,8 @@ class UnionResolver(ClusterResolver):
         >>> import keras_distribute as kd
         >>> cr = kd.cluster_resolver
         >>> parts = {"worker": ["a:1"]}, {"worker": ["b:1"], "ps": ["c:1"]}
-        >>> one, two = (cr.SimpleClusterResolver(cr.ClusterSpec(part)) for part in parts)
+        >>> specs = map(cr.ClusterSpec, parts)
+        >>> one, two = map(cr.SimpleClusterResolver, specs)
         >>> cr.UnionResolver(one, two).cluster_spec()
         ClusterSpec({'ps': ['c:1'], 'worker': ['a:1', 'b:1']})
     """

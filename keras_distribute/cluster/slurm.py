@@ -21,12 +21,7 @@ _MOST = 2**20  # Hosts or tasks: a larger number is a typing error.
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order: `n[1-2],m[08-10]` is n1, n2, m08,
-    m09, m10.
-
-    Raises:
-        ClusterError: For a malformed list.
-    """
+    """The hosts of a Slurm node list: `n[1-2],m[08-10]` is n1, n2, m08, m09, m10."""
     hosts: list[str] = []
     start = 0
     while start < len(hostlist):
@@ -54,11 +49,7 @@ def _numbers(ranges: str, hostlist: str) -> Iterator[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """The number of tasks of each node: `3(x2),2` is 3, 3, 2.
-
-    Raises:
-        ClusterError: For a malformed list.
-    """
+    """The number of tasks of each node: `3(x2),2` is 3, 3, 2."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = _TASKS.match(part)
@@ -97,7 +88,8 @@ class SlurmClusterResolver(ClusterResolver):
     Example:
         >>> import os, keras_distribute as kd
         >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3",
-        ...         "SLURM_STEP_NODELIST": "n[08-09]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+        ...         "SLURM_STEP_NODELIST": "n[08-09]",
+        ...         "SLURM_STEP_TASKS_PER_NODE": "2,1"}
         >>> os.environ |= step
         >>> resolver = kd.cluster_resolver.SlurmClusterResolver(gpus_per_node=0)
         >>> resolver.cluster_spec(), resolver.task_id
@@ -158,13 +150,7 @@ class SlurmClusterResolver(ClusterResolver):
     def _share_gpus(
         self, per_node: int | None, per_task: int | None, most: int
     ) -> None:
-        """Notes the GPUs of this node, and how many of them each task has.
-
-        Args:
-            per_node: The GPUs of each node; `None` to look for them.
-            per_task: The GPUs of each task; `None` for an even share.
-            most: The largest number of tasks on a node.
-        """
+        """Notes the GPUs of this node and of each task; `most` tasks share a node."""
         visible: list[str] = []
         if per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ:
             visible = gpus()
@@ -177,8 +163,7 @@ class SlurmClusterResolver(ClusterResolver):
                 "A node has fewer GPUs than its tasks ask for.",
                 received=f"{most} tasks of {self._gpus_per_task} GPUs on nodes of "
                 f"{per_node}.",
-                fix="fewer gpus_per_task, or fewer tasks on a node: srun "
-                "--ntasks-per-node.",
+                fix="fewer gpus_per_task, or fewer tasks: srun --ntasks-per-node.",
             )
 
     def cluster_spec(self) -> ClusterSpec:
@@ -250,18 +235,13 @@ def _variable(name: str) -> str:
         raise ClusterError(
             f"SLURM_{name} is not in the environment.",
             received="no job step of Slurm.",
-            fix="start the program with srun, also inside an allocation of salloc or "
-            "sbatch.",
+            fix="start the program with srun, also after salloc or sbatch.",
         )
     return value
 
 
 def gpus() -> list[str]:
-    """The NVIDIA GPUs of this node, by `CUDA_VISIBLE_DEVICES` or by the driver.
-
-    Raises:
-        ClusterError: Where the driver fails.
-    """
+    """The NVIDIA GPUs of this node, by `CUDA_VISIBLE_DEVICES` or by the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device for device in visible.split(",") if device]
@@ -284,9 +264,7 @@ def gpus() -> list[str]:
 def share_of_gpus(
     gpus: Sequence[str], local_index: int, num_local: int
 ) -> dict[str, str]:
-    """The variables that give one of `num_local` processes its share of the GPUs of this
-    host; none where there is nothing to share.
-    """
+    """The variables that give a process its share of the GPUs of this host."""
     each = len(gpus) // num_local
     if num_local == 1 or not each:
         return {}

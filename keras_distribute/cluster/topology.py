@@ -70,10 +70,6 @@ def topology_of(
     """The number of a task among the chief and the workers, in this order.
 
     An evaluator is on its own, as in TensorFlow.
-
-    Raises:
-        ClusterError: For a cluster or a task that TensorFlow's strategy would refuse,
-            and for missing addresses.
     """
     check_cluster(cluster, task_type, task_id)
     if task_type == "evaluator" or not cluster:
@@ -112,9 +108,7 @@ def topology_of(
 def check_cluster(
     cluster: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> None:
-    """Raises `ClusterError` for a cluster that TensorFlow's strategies refuse, or a task
-    that is not in it.
-    """
+    """Raises `ClusterError` for a cluster or a task that TensorFlow would refuse."""
     unknown = [job for job in cluster.jobs if job not in TASK_TYPES]
     if unknown or task_type not in (*TASK_TYPES, None):
         raise ClusterError(
