@@ -294,11 +294,8 @@ class _Launcher:
         )
 
     def _run(self, job: Job) -> tuple[Worker | None, list[int]]:
-        """Runs a job until it ends, fails, or a signal comes.
-
-        Returns:
-            The process that failed first, and the places of those that were the reason:
-            itself, or those that froze.
+        """Runs a job until it ends, fails, or a signal comes; the process that failed
+        first, and the indices of those that were the reason: itself, or frozen ones.
         """
         grace, received = self._options.grace, self._signals
         lost: list[int] = []

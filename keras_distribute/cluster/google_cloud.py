@@ -24,8 +24,7 @@ from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import BackendError, ClusterError
 
 _LOCAL, _CPU = "local", "cpu"
-# Where Linux shows the chips of a TPU virtual machine.
-_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # The chips of a TPU virtual machine.
 _TPU_PORT = "8470"
 _COORDINATOR_PORT = "8476"  # JAX's own choice on TPUs.
 _METADATA_SECONDS = 10.0
@@ -257,8 +256,7 @@ class TPUClusterResolver(ClusterResolver):
                 f"The TPU {self._tpu!r} is not ready; its state is "
                 f"{node.get('state')!r}.",
                 received=f"{self._node}.",
-                fix="wait until it is; a TPU in the state PREEMPTED or TERMINATED has "
-                "to be created again.",
+                fix="wait; after PREEMPTED or TERMINATED create the TPU again.",
             )
         endpoints = node.get("networkEndpoints") or [node]
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
@@ -277,9 +275,7 @@ class TPUClusterResolver(ClusterResolver):
         return master_url(self.cluster_spec().task_address(task_type, task_id), "grpc")
 
     def topology(self) -> Topology:
-        """The place of this host, whose number is in `TPU_WORKER_ID`, or known to the
-        metadata server.
-        """
+        """The place of this host, by `TPU_WORKER_ID` or the metadata server."""
         hosts = self._endpoints() if self._has_hosts else []
         if self._asks_machine and any(glob.glob(pattern) for pattern in _CHIPS):
             hosts = _hosts_of_slice()
@@ -366,11 +362,8 @@ def _tpu_of_environment(config: dict[str, str | None]) -> str:
 
 
 def hosts_of_environment() -> str:
-    """The hosts that `TPU_WORKER_HOSTNAMES` names, separated by commas; `""` for none.
-
-    On a machine without a TPU libtpu puts a warning there, which child processes
-    inherit.
-    """
+    """The hosts in `TPU_WORKER_HOSTNAMES`, separated by commas; `""` for none."""
+    # Without a TPU libtpu puts a warning there, which child processes inherit.
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return "" if " " in hosts else hosts
 
