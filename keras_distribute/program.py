@@ -236,7 +236,7 @@ class _Program:
         with launches.lock:
             written = holder.take()
             read = [_stored(self.variables[i]) for i in self.read]
-            liveness.at("in run", self._num_processes)
+            liveness.current.begin_step("in run", self._num_processes)
             program.launch(holder.landing, written, read, arrays)
             results = holder.landed()
             holder.is_running = False

@@ -555,7 +555,7 @@ class Strategy:
         """Raises for components that only their own processes know, before a program
         over all of them.
         """
-        liveness.together(self.replica_mesh.num_processes)
+        liveness.current.begin_program(self.replica_mesh.num_processes)
         if self.replica_mesh.num_processes > 1 and value.is_on_host:
             raise ValueStructureError(
                 "The components of other processes can be had only of arrays of one "

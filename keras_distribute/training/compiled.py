@@ -197,7 +197,7 @@ class CompiledStep:
         program.compile()  # Before `lock` is taken: others may run steps meanwhile.
         with timing.of("dispatch"), launches.lock:
             state = holder.take()
-            liveness.at(_PLACE, self._mesh.num_processes)
+            liveness.current.begin_step(_PLACE, self._mesh.num_processes)
             program.launch(holder.landing, state, data)
             return jax.tree.unflatten(program.logs, holder.landed())
 

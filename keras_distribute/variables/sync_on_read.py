@@ -148,7 +148,7 @@ class SyncOnReadVariable(DistributedVariable):
             held = None if link is None else link[0].across(link[1], self)
         if held is not None:
             return held
-        liveness.together(self.replica_mesh.num_processes)
+        liveness.current.begin_program(self.replica_mesh.num_processes)
         return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
             self.stored
         )
