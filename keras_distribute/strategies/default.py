@@ -65,7 +65,7 @@ class DefaultStrategy(Strategy):
         self._require_cross_replica(
             "experimental_distribute_dataset", "call it outside strategy.run"
         )
-        sharing.checked(options)
+        sharing.check_options(options)
         return dataset
 
     def distribute_datasets_from_function(
@@ -77,7 +77,7 @@ class DefaultStrategy(Strategy):
         self._require_cross_replica(
             "distribute_datasets_from_function", "call it outside strategy.run"
         )
-        sharing.checked(options)
+        sharing.check_options(options)
         sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)
 
