@@ -247,7 +247,9 @@ class _Program:
         return jax.tree.unflatten(self._trace.structure, leaves)
 
     def _executable(self, arrays: list[Any]) -> Executable:
-        """The program for arguments on these devices; the signature has their shapes."""
+        """The program for arguments on these devices; the signature has
+        their shapes.
+        """
         where = tuple(getattr(array, "sharding", None) for array in arrays)
         found = self._executables.get(where)
         if found is None:

@@ -138,8 +138,7 @@ ATTACKS = {
     "signed with another token": signed(HOST),
     "infinity, signed with another token": signed(HOST | {"processes": float("inf")}),
     "a signature for another connection": says(
-        WRONG.sealed(joining(new_nonce()), json.dumps(HOST).encode())
-        + b"\n"
+        WRONG.sealed(joining(new_nonce()), json.dumps(HOST).encode()) + b"\n"
     ),
     "an empty token": signed(HOST, Seal(b"")),
     "reflected": reflects,

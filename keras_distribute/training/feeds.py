@@ -149,7 +149,7 @@ def feed(
         if empty and not any(sizes or ()):
             raise InputError(
                 "A batch without rows has no loss.",
-                received=f"shapes {[np.shape(leaf) for leaf in jax.tree.leaves(data)]}.",
+                received=f"shapes {list(map(np.shape, jax.tree.leaves(data)))}.",
                 fix="leave such batches out of the dataset.",
             )
         return batches.place(data, mesh, sizes, traced=traced)

@@ -32,7 +32,8 @@ class MirroredVariable(DistributedVariable):
         >>> with strategy.scope():
         ...     total = keras.Variable(1.0, aggregation="sum")
         >>> def fn():
-        ...     total.assign_add(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        ...     context = kd.get_replica_context()
+        ...     total.assign_add(context.replica_id_in_sync_group + 1.0)
         >>> strategy.run(fn)
         >>> float(total.numpy())
         4.0

@@ -181,5 +181,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     def __repr__(self) -> str:
         if self.aggregation == "none":
-            return f"<SyncOnReadVariable path={self.path}, shape={self.shape}, dtype={self.dtype}, aggregation=none>"
+            return (
+                f"<SyncOnReadVariable path={self.path}, shape={self.shape}, "
+                f"dtype={self.dtype}, aggregation=none>"
+            )
         return super().__repr__()
