@@ -128,10 +128,12 @@ class Watch:
         and what makes variables.
         """
         from keras import Variable
-        from keras.src.backend.jax.trainer import JAXTrainer
+        from keras.src.backend.jax import trainer
 
         from keras_distribute.training import batches
 
+        # Keras 3.16 calls it `Trainer`.
+        JAXTrainer = getattr(trainer, "JAXTrainer", None) or trainer.Trainer
         for kind in KINDS:
             name = f"make_{kind}_function"
             setattr(
