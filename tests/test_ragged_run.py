@@ -16,6 +16,7 @@ from keras.src.backend import set_keras_mask
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -34,10 +35,6 @@ identify = functools.partial(pytest.mark.parametrize, "sizes", ids=str)
 
 
 @functools.cache
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
-
-
 def split(strategy, value, sizes):
     """Consecutive rows of arrays in any structure as `PerReplica`s."""
     ends = np.cumsum(sizes)

@@ -21,6 +21,7 @@ from keras.src.utils.tracking import TrackedDict
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 ARRAY = np.array([1.0, 4.0, 8.0], "float32")
 BINARY = (
@@ -50,24 +51,20 @@ OTHERS = {
 
 
 @functools.cache
-def strategy_of(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
-
-
-def mirrored(value, n=2):
-    strategy = strategy_of(n)
+def on_all(value, n=2):
+    strategy = mirrored(n)
     return strategy.extended.reduce_to(
         "MEAN", strategy.run(lambda: jnp.asarray(value)), None
     )
 
 
 def number(n=2):
-    strategy = strategy_of(n)
+    strategy = mirrored(n)
     return strategy.extended.reduce_to("SUM", strategy.run(lambda: jnp.int32(4)), None)
 
 
 def per_replica(n=2):
-    return strategy_of(n).run(
+    return mirrored(n).run(
         lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group
     )
 
@@ -75,9 +72,9 @@ def per_replica(n=2):
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", BINARY)
 def test_mirrored_computes_like_its_array(name, n):
-    value, function = mirrored(ARRAY, n), getattr(operator, name)
+    value, function = on_all(ARRAY, n), getattr(operator, name)
     assert isinstance(value, kd.Mirrored)
-    for other in (*OTHERS.values(), mirrored(ARRAY, n)):
+    for other in (*OTHERS.values(), on_all(ARRAY, n)):
         if name == "matmul" and np.ndim(other) == 0:
             continue
         plain = jnp.asarray(ARRAY) if isinstance(other, kd.Mirrored) else other
@@ -90,7 +87,7 @@ def test_mirrored_computes_like_its_array(name, n):
 
 
 def test_mirrored_is_used_like_its_array():
-    value, count = mirrored(ARRAY), number()
+    value, count = on_all(ARRAY), number()
     for result, expected in (
         (-value, -ARRAY),
         (+value, ARRAY),
@@ -136,12 +133,12 @@ def test_mirrored_is_used_like_its_array():
 @pytest.mark.parametrize("module", [jnp, np, keras.ops], ids=["jax", "numpy", "keras"])
 def test_functions_take_mirrored(module, name):
     np.testing.assert_allclose(
-        getattr(module, name)(mirrored(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5
+        getattr(module, name)(on_all(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5
     )
 
 
 def test_transformations_take_mirrored():
-    value = mirrored(ARRAY)
+    value = on_all(ARRAY)
     np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(value), ARRAY + 1)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * x))(value), 2 * ARRAY)
     np.testing.assert_array_equal(
@@ -155,7 +152,7 @@ def test_transformations_take_mirrored():
     )
     np.testing.assert_array_equal(np.add.reduce(value), 13)
     np.testing.assert_array_equal(copy.deepcopy(value) * 2, ARRAY * 2)
-    for component in strategy_of(2).run(lambda x: x + 1, args=(value,)).values:
+    for component in mirrored(2).run(lambda x: x + 1, args=(value,)).values:
         np.testing.assert_array_equal(component, ARRAY + 1)
 
 
@@ -164,7 +161,7 @@ USES = {
     "reflected +": lambda x: 1 + x,
     "+ of an array": lambda x: jnp.ones(2) + x,
     "+ of NumPy's": lambda x: np.ones(2) + x,
-    "+ of a Mirrored": lambda x: mirrored(ARRAY[:2]) + x,
+    "+ of a Mirrored": lambda x: on_all(ARRAY[:2]) + x,
     "-": lambda x: -x,
     "==": lambda x: x == 1,
     "<": lambda x: x < 1,
@@ -198,7 +195,7 @@ def test_per_replica_in_a_function_of_jax_is_a_type_error():
 
 
 def test_per_replica_of_one_replica_is_computed_with():
-    value = strategy_of(1).run(lambda: jnp.arange(2.0))
+    value = mirrored(1).run(lambda: jnp.arange(2.0))
     for result, expected in (
         (value + 1, [1, 2]),
         (1 - value, [1, 0]),
@@ -211,7 +208,7 @@ def test_per_replica_of_one_replica_is_computed_with():
 
 def test_values_can_be_kept_in_sets():
     value = per_replica()
-    assert {value: 1}[value] == 1 and len({mirrored(ARRAY), mirrored(ARRAY)}) == 2
+    assert {value: 1}[value] == 1 and len({on_all(ARRAY), on_all(ARRAY)}) == 2
 
 
 Point = collections.namedtuple("Point", "x y")
@@ -329,7 +326,7 @@ CONTAINERS = {  # How each is made of two items, and what it has of them.
 @pytest.mark.parametrize("n", [1, 2])
 def test_containers_come_back_as_their_class(name, n):
     made, items, rest = CONTAINERS[name]
-    strategy = strategy_of(n)
+    strategy = mirrored(n)
 
     def fn(given):
         a, b, *_ = items(given)
@@ -363,7 +360,7 @@ def test_containers_come_back_as_their_class(name, n):
 
 
 def test_attributes_of_a_container_are_part_of_the_program():
-    strategy = strategy_of(2)
+    strategy = mirrored(2)
 
     def fn(given):
         return given["a"] * len(given.name)
@@ -377,8 +374,8 @@ def test_attributes_of_a_container_are_part_of_the_program():
 def test_a_dataclass_without_arrays_is_passed_as_it_is():
     options = Pair(1, "text")
     options.y = options  # Nothing looks into it.
-    assert strategy_of(2).run(lambda given: given is options, args=(options,)) is True
-    assert strategy_of(2).run(lambda: options) is options
+    assert mirrored(2).run(lambda given: given is options, args=(options,)) is True
+    assert mirrored(2).run(lambda: options) is options
 
 
 class Holder:
@@ -394,7 +391,7 @@ def test_objects_that_hide_arrays_are_refused(make):
         errors.StructureTypeError,
         match=r"(?s)holds arrays and is no structure.*Fix: return a dict",
     ):
-        strategy_of(2).run(
+        mirrored(2).run(
             lambda: [make(kd.get_replica_context().replica_id_in_sync_group)]
         )
 
@@ -408,7 +405,7 @@ def test_a_mapping_that_cannot_be_made_is_refused():
         errors.StructureTypeError,
         match=r"(?s)its class makes one from a dict.*Odd.*Fix: return a dict",
     ):
-        strategy_of(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
+        mirrored(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
 
 
 def test_structures_that_differ_by_replica_are_refused():
@@ -423,4 +420,4 @@ def test_structures_that_differ_by_replica_are_refused():
         errors.ValueStructureError,
         match=r"(?s)different structures.*a Named with the keys.*a Pair",
     ):
-        strategy_of(2).experimental_distribute_values_from_function(value_fn)
+        mirrored(2).experimental_distribute_values_from_function(value_fn)

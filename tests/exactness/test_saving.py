@@ -180,7 +180,9 @@ def test_files_do_not_know_the_number_of_replicas(halfway: Any) -> None:
         shapes: list[Any] = []
         with h5py.File(folder / "model.weights.h5") as file:
             file.visititems(
-                lambda name, item: shapes.append((name, getattr(item, "shape", None)))
+                lambda name, item, shapes=shapes: shapes.append(
+                    (name, getattr(item, "shape", None))
+                )
             )
         listings[place] = (names, shapes)
     for place in PLACES:

@@ -66,11 +66,6 @@ def cases(topic: str, name: str = "name") -> Any:
 
 
 @cache
-def mirrored(replicas: int) -> kd.MirroredStrategy:
-    """The strategy on the first `replicas` CPUs."""
-    return kd.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
-
-
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
     """The record's value as one of ours: a PerReplica, a structure of them, or a plain
     value.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import keras
 
 import keras_distribute as kd
+from tests.support import mirrored
 
 from .comparing import (
     as_run_returns,
@@ -14,7 +15,6 @@ from .comparing import (
     check_error,
     encoded,
     entries,
-    mirrored,
     value_of,
 )
 from .differences import because

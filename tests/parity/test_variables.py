@@ -7,8 +7,9 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from tests.support import mirrored
 
-from .comparing import check_error, encoded, entries, mirrored, record
+from .comparing import check_error, encoded, entries, record
 from .differences import because
 from .encoding import decode, is_error
 

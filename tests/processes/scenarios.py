@@ -133,10 +133,11 @@ def kinds_of_data():
             )
             with scope:
                 model = linear(int(group) if group.isdigit() else group)
-            distribute = lambda g: (
-                strategy.experimental_distribute_dataset(g, same) if distributed else g
+            positional, named = arguments(
+                (lambda g: strategy.experimental_distribute_dataset(g, same))
+                if distributed
+                else (lambda g: g)
             )
-            positional, named = arguments(distribute)
             history = model.fit(*positional, verbose=0, **named).history
             weights.append(
                 (
