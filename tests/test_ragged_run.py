@@ -12,11 +12,11 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
-from keras.src.backend import set_keras_mask
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from keras_distribute._compat.rows import set_keras_mask
+from tests import support
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -34,7 +34,9 @@ FEW = [(3, 2), (2, 2, 2, 0)]
 identify = functools.partial(pytest.mark.parametrize, "sizes", ids=str)
 
 
-@functools.cache
+mirrored = functools.cache(support.mirrored)
+
+
 def split(strategy, value, sizes):
     """Consecutive rows of arrays in any structure as `PerReplica`s."""
     ends = np.cumsum(sizes)

@@ -50,21 +50,23 @@ OTHERS = {
 }
 
 
-@functools.cache
+strategy_of = functools.cache(mirrored)
+
+
 def on_all(value, n=2):
-    strategy = mirrored(n)
+    strategy = strategy_of(n)
     return strategy.extended.reduce_to(
         "MEAN", strategy.run(lambda: jnp.asarray(value)), None
     )
 
 
 def number(n=2):
-    strategy = mirrored(n)
+    strategy = strategy_of(n)
     return strategy.extended.reduce_to("SUM", strategy.run(lambda: jnp.int32(4)), None)
 
 
 def per_replica(n=2):
-    return mirrored(n).run(
+    return strategy_of(n).run(
         lambda: jnp.ones(2) * kd.get_replica_context().replica_id_in_sync_group
     )
 
@@ -152,7 +154,7 @@ def test_transformations_take_mirrored():
     )
     np.testing.assert_array_equal(np.add.reduce(value), 13)
     np.testing.assert_array_equal(copy.deepcopy(value) * 2, ARRAY * 2)
-    for component in mirrored(2).run(lambda x: x + 1, args=(value,)).values:
+    for component in strategy_of(2).run(lambda x: x + 1, args=(value,)).values:
         np.testing.assert_array_equal(component, ARRAY + 1)
 
 
@@ -195,7 +197,7 @@ def test_per_replica_in_a_function_of_jax_is_a_type_error():
 
 
 def test_per_replica_of_one_replica_is_computed_with():
-    value = mirrored(1).run(lambda: jnp.arange(2.0))
+    value = strategy_of(1).run(lambda: jnp.arange(2.0))
     for result, expected in (
         (value + 1, [1, 2]),
         (1 - value, [1, 0]),
@@ -326,7 +328,7 @@ CONTAINERS = {  # How each is made of two items, and what it has of them.
 @pytest.mark.parametrize("n", [1, 2])
 def test_containers_come_back_as_their_class(name, n):
     made, items, rest = CONTAINERS[name]
-    strategy = mirrored(n)
+    strategy = strategy_of(n)
 
     def fn(given):
         a, b, *_ = items(given)
@@ -360,7 +362,7 @@ def test_containers_come_back_as_their_class(name, n):
 
 
 def test_attributes_of_a_container_are_part_of_the_program():
-    strategy = mirrored(2)
+    strategy = strategy_of(2)
 
     def fn(given):
         return given["a"] * len(given.name)
@@ -374,8 +376,8 @@ def test_attributes_of_a_container_are_part_of_the_program():
 def test_a_dataclass_without_arrays_is_passed_as_it_is():
     options = Pair(1, "text")
     options.y = options  # Nothing looks into it.
-    assert mirrored(2).run(lambda given: given is options, args=(options,)) is True
-    assert mirrored(2).run(lambda: options) is options
+    assert strategy_of(2).run(lambda given: given is options, args=(options,)) is True
+    assert strategy_of(2).run(lambda: options) is options
 
 
 class Holder:
@@ -391,7 +393,7 @@ def test_objects_that_hide_arrays_are_refused(make):
         errors.StructureTypeError,
         match=r"(?s)holds arrays and is no structure.*Fix: return a dict",
     ):
-        mirrored(2).run(
+        strategy_of(2).run(
             lambda: [make(kd.get_replica_context().replica_id_in_sync_group)]
         )
 
@@ -405,7 +407,7 @@ def test_a_mapping_that_cannot_be_made_is_refused():
         errors.StructureTypeError,
         match=r"(?s)its class makes one from a dict.*Odd.*Fix: return a dict",
     ):
-        mirrored(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
+        strategy_of(2).run(lambda: Odd({"a": jnp.ones(1)}, 2))
 
 
 def test_structures_that_differ_by_replica_are_refused():
@@ -420,4 +422,4 @@ def test_structures_that_differ_by_replica_are_refused():
         errors.ValueStructureError,
         match=r"(?s)different structures.*a Named with the keys.*a Pair",
     ):
-        mirrored(2).experimental_distribute_values_from_function(value_fn)
+        strategy_of(2).experimental_distribute_values_from_function(value_fn)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from tests import support
 
 from .differences import because
 from .encoding import DISTRIBUTED, JSON, decode, encode, is_distributed, is_error
@@ -65,7 +66,10 @@ def cases(topic: str, name: str = "name") -> Any:
     return pytest.mark.parametrize(("entry", "case"), list(all_cases()))
 
 
-@cache
+mirrored = cache(support.mirrored)
+"""The one strategy on the first `replicas` CPUs."""
+
+
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
     """The record's value as one of ours: a PerReplica, a structure of them, or a plain
     value.

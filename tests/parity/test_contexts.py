@@ -7,7 +7,6 @@ import keras
 import pytest
 
 import keras_distribute as kd
-from tests.support import mirrored
 
 from .comparing import (
     as_run_returns,
@@ -15,6 +14,7 @@ from .comparing import (
     check_error,
     encoded,
     entries,
+    mirrored,
     numbers,
     record,
 )

@@ -3,9 +3,15 @@
 import jax.numpy as jnp
 import keras
 
-from tests.support import mirrored
-
-from .comparing import assert_same, check, check_error, encoded, entries, value_of
+from .comparing import (
+    assert_same,
+    check,
+    check_error,
+    encoded,
+    entries,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import encode
 

@@ -9,9 +9,8 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
 
-from .comparing import encoded
+from .comparing import encoded, mirrored
 from .differences import because
 from .distributing import (
     Entry,

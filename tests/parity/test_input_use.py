@@ -9,9 +9,8 @@ import tensorflow as tf
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
 
-from .comparing import check_error, encoded
+from .comparing import check_error, encoded, mirrored
 from .differences import because
 from .distributing import (
     as_ours,

@@ -12,9 +12,8 @@ import tensorflow as tf
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute.input.sharing import distribute, distribute_from_function
-from tests.support import mirrored
 
-from .comparing import check_error
+from .comparing import check_error, mirrored
 from .differences import because
 from .distributing import (
     KINDS,

@@ -1,9 +1,16 @@
 """`strategy.reduce` and `strategy.gather` against TensorFlow."""
 
 import keras_distribute as kd
-from tests.support import mirrored
 
-from .comparing import assert_same, cases, check, check_error, encoded, value_of
+from .comparing import (
+    assert_same,
+    cases,
+    check,
+    check_error,
+    encoded,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import is_error
 

@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 
 import keras_distribute as kd
-from tests.support import mirrored
 
-from .comparing import as_run_returns, cases, check, check_error, entries, value_of
+from .comparing import (
+    as_run_returns,
+    cases,
+    check,
+    check_error,
+    entries,
+    mirrored,
+    value_of,
+)
 from .differences import because
 from .encoding import decode, is_error
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import keras
 
 import keras_distribute as kd
-from tests.support import mirrored
 
 from .comparing import (
     as_run_returns,
@@ -15,6 +14,7 @@ from .comparing import (
     check_error,
     encoded,
     entries,
+    mirrored,
     value_of,
 )
 from .differences import because

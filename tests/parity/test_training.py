@@ -7,7 +7,6 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
-from tests.support import mirrored
 
 from .comparing import (
     arrays,
@@ -17,6 +16,7 @@ from .comparing import (
     check_error,
     encoded,
     entries,
+    mirrored,
     value_of,
 )
 from .differences import because

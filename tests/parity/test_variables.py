@@ -7,9 +7,8 @@ import keras
 import pytest
 
 import keras_distribute as kd
-from tests.support import mirrored
 
-from .comparing import check_error, encoded, entries, record
+from .comparing import check_error, encoded, entries, mirrored, record
 from .differences import because
 from .encoding import decode, is_error
 

@@ -190,11 +190,15 @@ def own_data(unequal):
     }
 
 
-def loops_broken_off(taken):
-    """Loops over a generator that each process has, one of them far fewer batches: the
-    first rows, and the rest.
+def loops_broken_off(broken_off):
+    """Loops over a generator that each process has, one of them far fewer batches,
+    broken off behind each of these numbers of steps: the first rows, and the rest.
     """
     strategy = kd.MultiWorkerMirroredStrategy()
+    return [loop_broken_off(strategy, taken) for taken in broken_off]
+
+
+def loop_broken_off(strategy, taken):
     count = 4 * (1 + 4 * kd.process_index())
     own = np.arange(count, dtype=np.float32)[:, None] + 100 * kd.process_index()
     off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
