@@ -13,8 +13,8 @@ from keras_distribute._compat import versions as _versions
 _versions.choose_backend()
 _versions.check_versions()
 
-from keras_distribute import errors as errors  # noqa: E402
-from keras_distribute._compat import seams as _seams  # noqa: E402
+from keras_distribute import errors as errors
+from keras_distribute._compat import seams as _seams
 
 with _seams.loaded():
     from keras_distribute import config as config
@@ -25,70 +25,70 @@ with _seams.loaded():
 
     _install.install()
 
-from keras_distribute import callbacks as callbacks  # noqa: E402
-from keras_distribute import cluster_resolver as cluster_resolver  # noqa: E402
-from keras_distribute import experimental as experimental  # noqa: E402
-from keras_distribute import nn as nn  # noqa: E402
-from keras_distribute import testing as testing  # noqa: E402
-from keras_distribute import tpu as tpu  # noqa: E402
-from keras_distribute.checkpoint import Checkpoint as Checkpoint  # noqa: E402
-from keras_distribute.checkpoint import CheckpointManager as CheckpointManager  # noqa: E402
-from keras_distribute.checkpoint import RestoreStatus as RestoreStatus  # noqa: E402
-from keras_distribute.cluster.processes import barrier as barrier  # noqa: E402
-from keras_distribute.cluster.processes import is_chief as is_chief  # noqa: E402
-from keras_distribute.cluster.processes import print_on_chief as print_on_chief  # noqa: E402
-from keras_distribute.cluster.processes import process_count as process_count  # noqa: E402
-from keras_distribute.cluster.processes import process_index as process_index  # noqa: E402
-from keras_distribute.cluster.processes import run_on_chief as run_on_chief  # noqa: E402
-from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps  # noqa: E402
+from keras_distribute import callbacks as callbacks
+from keras_distribute import cluster_resolver as cluster_resolver
+from keras_distribute import experimental as experimental
+from keras_distribute import nn as nn
+from keras_distribute import testing as testing
+from keras_distribute import tpu as tpu
+from keras_distribute.checkpoint import Checkpoint as Checkpoint
+from keras_distribute.checkpoint import CheckpointManager as CheckpointManager
+from keras_distribute.checkpoint import RestoreStatus as RestoreStatus
+from keras_distribute.cluster.processes import barrier as barrier
+from keras_distribute.cluster.processes import is_chief as is_chief
+from keras_distribute.cluster.processes import print_on_chief as print_on_chief
+from keras_distribute.cluster.processes import process_count as process_count
+from keras_distribute.cluster.processes import process_index as process_index
+from keras_distribute.cluster.processes import run_on_chief as run_on_chief
+from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps
 from keras_distribute.collectives import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
-from keras_distribute.collectives import NcclAllReduce as NcclAllReduce  # noqa: E402
-from keras_distribute.collectives import ReductionToOneDevice as ReductionToOneDevice  # noqa: E402
+from keras_distribute.collectives import NcclAllReduce as NcclAllReduce
+from keras_distribute.collectives import ReductionToOneDevice as ReductionToOneDevice
 from keras_distribute.context import (
     experimental_set_strategy as experimental_set_strategy,
 )
-from keras_distribute.context import get_replica_context as get_replica_context  # noqa: E402
-from keras_distribute.context import get_strategy as get_strategy  # noqa: E402
-from keras_distribute.context import has_strategy as has_strategy  # noqa: E402
+from keras_distribute.context import get_replica_context as get_replica_context
+from keras_distribute.context import has_strategy as has_strategy
 from keras_distribute.context import (
     in_cross_replica_context as in_cross_replica_context,
 )
-from keras_distribute.dry_run import DryRunReport as DryRunReport  # noqa: E402
-from keras_distribute.dry_run import dry_run as dry_run  # noqa: E402
-from keras_distribute.input.arrays import ArrayDataset as ArrayDataset  # noqa: E402
-from keras_distribute.input.datasets import DistributedDataset as DistributedDataset  # noqa: E402
-from keras_distribute.input.datasets import DistributedIterator as DistributedIterator  # noqa: E402
-from keras_distribute.input.options import AutoShardPolicy as AutoShardPolicy  # noqa: E402
-from keras_distribute.input.options import ElementSpec as ElementSpec  # noqa: E402
-from keras_distribute.input.options import InputContext as InputContext  # noqa: E402
-from keras_distribute.input.options import InputOptions as InputOptions  # noqa: E402
-from keras_distribute.input.options import InputReplicationMode as InputReplicationMode  # noqa: E402
-from keras_distribute.notebook import notebook_launcher as notebook_launcher  # noqa: E402
-from keras_distribute.replica_context import ReplicaContext as ReplicaContext  # noqa: E402
-from keras_distribute.strategies.base import Strategy as Strategy  # noqa: E402
-from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction  # noqa: E402
-from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended  # noqa: E402
-from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy  # noqa: E402
+from keras_distribute.dry_run import DryRunReport as DryRunReport
+from keras_distribute.dry_run import dry_run as dry_run
+from keras_distribute.input.arrays import ArrayDataset as ArrayDataset
+from keras_distribute.input.datasets import DistributedDataset as DistributedDataset
+from keras_distribute.input.datasets import DistributedIterator as DistributedIterator
+from keras_distribute.input.options import AutoShardPolicy as AutoShardPolicy
+from keras_distribute.input.options import ElementSpec as ElementSpec
+from keras_distribute.input.options import InputContext as InputContext
+from keras_distribute.input.options import InputOptions as InputOptions
+from keras_distribute.input.options import InputReplicationMode as InputReplicationMode
+from keras_distribute.notebook import notebook_launcher as notebook_launcher
+from keras_distribute.replica_context import ReplicaContext as ReplicaContext
+from keras_distribute.strategies.base import Strategy as Strategy
+from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction
+from keras_distribute.strategies.base import get_strategy as get_strategy
+from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended
+from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_distribute.strategies.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from keras_distribute.strategies.one_device import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
-from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy  # noqa: E402
-from keras_distribute.summary import StrategySummary as StrategySummary  # noqa: E402
-from keras_distribute.training.gradients import value_and_grad as value_and_grad  # noqa: E402
-from keras_distribute.types import ReduceOp as ReduceOp  # noqa: E402
-from keras_distribute.types import RunOptions as RunOptions  # noqa: E402
-from keras_distribute.types import VariableAggregation as VariableAggregation  # noqa: E402
-from keras_distribute.types import VariableSynchronization as VariableSynchronization  # noqa: E402
-from keras_distribute.values import DistributedValues as DistributedValues  # noqa: E402
-from keras_distribute.values import Mirrored as Mirrored  # noqa: E402
-from keras_distribute.values import PerReplica as PerReplica  # noqa: E402
-from keras_distribute.variables import MirroredVariable as MirroredVariable  # noqa: E402
-from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable  # noqa: E402
+from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy
+from keras_distribute.summary import StrategySummary as StrategySummary
+from keras_distribute.training.gradients import value_and_grad as value_and_grad
+from keras_distribute.types import ReduceOp as ReduceOp
+from keras_distribute.types import RunOptions as RunOptions
+from keras_distribute.types import VariableAggregation as VariableAggregation
+from keras_distribute.types import VariableSynchronization as VariableSynchronization
+from keras_distribute.values import DistributedValues as DistributedValues
+from keras_distribute.values import Mirrored as Mirrored
+from keras_distribute.values import PerReplica as PerReplica
+from keras_distribute.variables import MirroredVariable as MirroredVariable
+from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,13 @@ from keras_distribute._compat import (
     variables,
 )
 from keras_distribute.strategies.default import default_strategy
-from keras_distribute.training import replica_rules, sharding, steps, trainer
+from keras_distribute.training import (
+    callback_list,
+    replica_rules,
+    sharding,
+    steps,
+    trainer,
+)
 from keras_distribute.training.saving import written_once
 from keras_distribute.variables import choose_class
 
@@ -39,7 +45,7 @@ def install() -> None:
             tensorflow.keep_off_accelerators(),
             trainer.install(),
             adapters.install(steps.choose_adapter),
-            callbacks.install(steps.is_quiet),
+            callbacks.install(callback_list.StrategyCallbackList),
             saving.install(written_once),
             optimizer.install(
                 replica_rules.apply_gradients,

@@ -73,8 +73,7 @@ class Variant:
         return any(shape is not None and 0 in shape for shape in self.shapes)
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of one of these replicas at their true shapes; inside a program.
-        """
+        """The arrays of one of these replicas at their true shapes; inside a program."""
         return [
             array
             if shape in (None, array.shape)

@@ -14,15 +14,15 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar
 
 from keras_distribute import checks
 from keras_distribute.errors import ContextError
+from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.placement import Placement
+from keras_distribute.told import RaggedTrace
 
-if TYPE_CHECKING:
-    from keras_distribute.replica_context import ReplicaContext
-    from keras_distribute.strategies.base import Strategy
-    from keras_distribute.told import RaggedTrace
+_S = TypeVar("_S", bound="AnyStrategy")
 
 
 class Mode(enum.Enum):
@@ -35,6 +35,61 @@ class Mode(enum.Enum):
     UPDATE = "update"
 
 
+class AnyStrategy(Protocol):
+    """What the rooms below `strategies/` ask of a strategy, which they get from users
+    and hand back.
+    """
+
+    @property
+    def placement(self) -> Placement:
+        """Where its variables and programs are."""
+        ...
+
+    @property
+    def replica_mesh(self) -> ReplicaMesh:
+        """The devices of the replicas."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas share each step."""
+        ...
+
+    @property
+    def top_frame(self) -> Frame:
+        """The context of code that no `with` block surrounds."""
+        ...
+
+    @property
+    def extended(self) -> Any:
+        """The half for library code."""
+        ...
+
+    @property
+    def programs(self) -> Any:
+        """The compiled programs of `run`."""
+        ...
+
+    def make_replica_context(self) -> Any:
+        """The context that a function sees inside `run`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalBatch:
+    """The batch of a step of `fit`.
+
+    Args:
+        rows: How many it has.
+        shards: Over how many replicas they are spread evenly; 1 where they are not.
+        replicated: Whether each replica has all of them.
+    """
+
+    rows: int
+    shards: int = 1
+    replicated: bool = False
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
     """One entry of the stack.
@@ -45,23 +100,21 @@ class Frame:
         replica_context: The replica's context, in `Mode.REPLICA`.
         per_replica: Whether values here are one replica's own, inside a program over
             all replicas (`Strategy.run`).
-        groups: In a step of `fit`, how many replicas the rows of its batch are spread
-            over evenly; else 1.
-        rows: In a step of `fit`, how many rows its batch has.
-        whole: In a step of `fit`, whether each replica has all of them.
+        batch: In a step of `fit`, its batch.
+        placement: Where this is, instead of where the strategy is: a step is planned
+            for devices that need not be there, and no value may be placed.
         named: Whether the user opened it with `scope()`: these guard against mixed
             strategies.
         ragged: The trace, where the replicas of its program hold arrays of different
             shapes.
     """
 
-    strategy: Strategy
+    strategy: AnyStrategy
     mode: Mode
-    replica_context: ReplicaContext | None = None
+    replica_context: Any = None
     per_replica: bool = False
-    groups: int = 1
-    rows: int = 0
-    whole: bool = False
+    batch: GlobalBatch | None = None
+    placement: Placement | None = None
     named: bool = False
     ragged: RaggedTrace | None = None
 
@@ -75,17 +128,17 @@ stack = _Stack()
 _scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
     weakref.WeakKeyDictionary()
 )
-_process_strategy: Strategy | None = None
-_default_strategy: Callable[[], Strategy] | None = None
+_process_strategy: AnyStrategy | None = None
+_default_strategy: Callable[[], AnyStrategy] | None = None
 
 
-def register_default(make: Callable[[], Strategy]) -> None:
+def register_default(make: Callable[[], AnyStrategy]) -> None:
     """Tells this room how to get the default strategy, which lives in a room below."""
     global _default_strategy
     _default_strategy = make
 
 
-def default_strategy() -> Strategy:
+def default_strategy() -> AnyStrategy:
     """The strategy in force where the user chose none."""
     assert _default_strategy is not None
     return _default_strategy()
@@ -98,6 +151,14 @@ def frame() -> Frame:
     if _process_strategy is not None:
         return Frame(_process_strategy, Mode.CROSS)
     return default_strategy().top_frame
+
+
+def placement_of(strategy: AnyStrategy) -> Placement | None:
+    """Where steps of `strategy` are planned for in this thread, if they are."""
+    for entry in reversed(stack.frames):
+        if entry.placement is not None and entry.strategy is strategy:
+            return entry.placement
+    return None
 
 
 def in_ragged_program() -> bool:
@@ -141,16 +202,16 @@ def inherited(frames: list[Frame]) -> Generator[None]:
         stack.frames = before
 
 
-class Scope(contextlib.AbstractContextManager["Strategy"]):
+class Scope(contextlib.AbstractContextManager[_S]):
     """What `Strategy.scope()` returns: a context manager that can be entered again,
     also inside itself.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: _S) -> None:
         self._strategy = strategy
         self._entered: list[Frame] = []
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> _S:
         current = frame()
         if (
             current.mode is not Mode.CROSS
@@ -191,14 +252,8 @@ class Scope(contextlib.AbstractContextManager["Strategy"]):
         stack.frames.pop()
 
 
-def get_strategy() -> Strategy:
-    """The current strategy: that of the innermost scope, else the default strategy.
-
-    Example:
-        >>> import keras_distribute as kd
-        >>> kd.get_strategy().num_replicas_in_sync
-        1
-    """
+def get_strategy() -> AnyStrategy:
+    """The current strategy: that of the innermost scope, else the default strategy."""
     return frame().strategy
 
 
@@ -207,7 +262,7 @@ def has_strategy() -> bool:
     return get_strategy() is not default_strategy()
 
 
-def scope_strategy() -> Strategy | None:
+def scope_strategy() -> AnyStrategy | None:
     """The strategy whose scope the user opened around this code, or set for the
     process; `None` for the default one.
     """
@@ -225,7 +280,7 @@ def in_cross_replica_context() -> bool:
     return frame().mode is not Mode.REPLICA
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> Any:
     """The context of the running replica, inside `Strategy.run`; `None` in the
     cross-replica context.
 
@@ -235,7 +290,7 @@ def get_replica_context() -> ReplicaContext | None:
     return frame().replica_context
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
     """Makes `strategy` the current one from here on, in every thread, without a `with`
     block; `None` undoes it.
 
@@ -279,7 +334,7 @@ def describe(current: Frame) -> str:
     return f"the {current.mode.value} context of {type(current.strategy).__name__} ({replicas})."
 
 
-def require_own(what: str, strategy: Strategy) -> None:
+def require_own(what: str, strategy: AnyStrategy) -> None:
     """Raises `ContextError` where another strategy than `strategy` is in force."""
     current = frame()
     if has_strategy() and current.strategy is not strategy:
@@ -292,7 +347,7 @@ def require_own(what: str, strategy: Strategy) -> None:
 
 
 def require_cross_replica(
-    what: str, fix: str, strategy: Strategy | None = None
+    what: str, fix: str, strategy: AnyStrategy | None = None
 ) -> None:
     """Raises `ContextError` unless called across replicas, or where none is in force.
 

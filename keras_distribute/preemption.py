@@ -1,5 +1,4 @@
-"""Termination with notice: who says so, what is left to do, and how the program ends.
-"""
+"""Termination with notice: who says so, what is left to do, and how the program ends."""
 
 from __future__ import annotations
 
@@ -206,8 +205,7 @@ class Watch:
         return Reaction.NONE if self._saved else Reaction.SAVE
 
     def step_took(self, seconds: float) -> None:
-        """Notes how long a step took; the first one, which compiles, is soon forgotten.
-        """
+        """Notes how long a step took; the first one, which compiles, is soon forgotten."""
         self._step_seconds += (
             0.3 * (seconds - self._step_seconds) if self._step_seconds else seconds
         )

@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from keras_distribute import launches, replication, tracing
 from keras_distribute.call import Call, Static
 from keras_distribute.cluster import liveness
-from keras_distribute.context import Mode
+from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.errors import AggregationError
 from keras_distribute.launches import Executable
 from keras_distribute.mesh import REPLICA_AXIS
@@ -37,9 +37,6 @@ from keras_distribute.variables import (
     SyncOnReadVariable,
     check_same_values,
 )
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 _MANY_FUNCTIONS = 8
 
@@ -88,7 +85,7 @@ class ProgramCache:
 
 
 def run(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -120,7 +117,7 @@ def run(
             trace, variables = tracing.traced(strategy, function, call, mode, guess)
         check_same_values(variables)
         if any(variable.trainable for variable in variables):
-            strategy.check_layouts([variable.path for variable in variables])
+            strategy.placement.check_layouts([variable.path for variable in variables])
         program = programs[key] = _Program(strategy, trace, call, variables, options)
         if len(programs) == _MANY_FUNCTIONS and any(
             isinstance(leaf, Static) for leaf in call.leaves
@@ -142,7 +139,7 @@ class _Program:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: AnyStrategy,
         trace: Trace,
         call: Call,
         variables: Sequence[Any],
@@ -250,8 +247,7 @@ class _Program:
         return jax.tree.unflatten(self._trace.structure, leaves)
 
     def _executable(self, arrays: list[Any]) -> Executable:
-        """The program for arguments on these devices; the signature has their shapes.
-        """
+        """The program for arguments on these devices; the signature has their shapes."""
         where = tuple(getattr(array, "sharding", None) for array in arrays)
         found = self._executables.get(where)
         if found is None:

@@ -5,7 +5,7 @@ replicas. Knows no Keras.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute import collectives, context, structures
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import AnyStrategy, Frame, Mode
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
@@ -22,9 +22,6 @@ from keras_distribute.errors import (
 from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 
 class ReplicaContext:
@@ -37,13 +34,13 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, replica_id_in_sync_group: Any = None
+        self, strategy: AnyStrategy, replica_id_in_sync_group: Any = None
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """The strategy whose replica this is."""
         return self._strategy
 
@@ -204,7 +201,7 @@ class ReplicaContext:
 
 
 def run_in_merge_call(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -11,8 +11,7 @@ from collections.abc import Generator
 
 
 class Times:
-    """What has been measured: the seconds spent in each part, and when it ended last.
-    """
+    """What has been measured: the seconds spent in each part, and when it ended last."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

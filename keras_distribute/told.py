@@ -26,8 +26,7 @@ class BrokenOff(BaseException):
 
 
 class Told:
-    """What each replica has at each place, in the order in which a trace comes to them.
-    """
+    """What each replica has at each place, in the order in which a trace comes to them."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from keras_distribute import context, ragged, structures
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.call import Call, Static, Variant, is_leaf
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import AnyStrategy, Frame, Mode
 from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
@@ -35,9 +35,6 @@ from keras_distribute.mesh import REPLICA_AXIS
 from keras_distribute.told import BrokenOff, RaggedTrace, Told
 from keras_distribute.values import Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 _traces = itertools.count()
 _ORIGIN = core.DebugInfo(
@@ -72,7 +69,7 @@ class Trace:
 
 
 def traced(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     function: Callable[..., Any],
     call: Call,
     mode: Mode,
@@ -123,7 +120,7 @@ def traced(
 
 
 def _trace_variant(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     function: Callable[..., Any],
     call: Call,
     mode: Mode,
@@ -239,7 +236,7 @@ class _Capture(compat.StatelessScope):
     unknown ones.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: AnyStrategy) -> None:
         super().__init__(
             collect_losses=True
         )  # As without a scope, `model.losses` holds what its layers added.
@@ -416,7 +413,7 @@ def _creating_error(variables: list[Any]) -> VariableScopeError:
     )
 
 
-def _foreign_error(strategy: Strategy, variables: list[Any]) -> VariableScopeError:
+def _foreign_error(strategy: AnyStrategy, variables: list[Any]) -> VariableScopeError:
     names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
     return VariableScopeError(
         f"{len(variables)} variable(s) that strategy.run assigns live on one device, "

@@ -32,6 +32,7 @@ def test_uninstall_leaves_keras_as_it_was():
 import os
 os.environ["KERAS_BACKEND"] = "jax"
 import keras
+import keras.src.callbacks
 from keras.optimizers import LossScaleOptimizer, Optimizer
 from keras.src.backend.jax import trainer
 from keras.src.losses import loss
@@ -45,7 +46,7 @@ except ImportError:
 _, jax_trainer, base_trainer = keras.Model.__mro__[:3]
 owners = [keras.Variable, nn, trainer, jax_trainer, trainer.JAXEpochIterator, loss, loss.Loss, Optimizer,
           LossScaleOptimizer, keras.random.SeedGenerator, base_trainer, keras.layers.BatchNormalization, keras.Layer,
-          keras.StatelessScope, keras.callbacks.CallbackList, saving_lib, data_adapters]
+          keras.StatelessScope, keras.callbacks.CallbackList, keras.callbacks, keras.src.callbacks, saving_lib, data_adapters]
 class OfTrainer(jax_trainer, keras.Layer):
     pass
 class OfModel(keras.Model):

@@ -17,6 +17,7 @@ ROOMS = [
     "launches",
     "config",
     "mesh",
+    "placement",
     "cluster",
     "tpu",
     "structures",

@@ -365,3 +365,23 @@ def test_many_python_values_are_warned_about(strategy):
     ):
         for i in range(8):
             strategy.run(fn, (X, i))
+
+
+def test_a_list_of_callbacks_that_was_made_before_the_import_takes_part():
+    """Such a list is of Keras's class, ours a subclass that replaces it."""
+    plain = kd.training.callback_list.CallbackList
+    assert issubclass(keras.callbacks.CallbackList, plain)
+    assert plain is not keras.callbacks.CallbackList
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    report = kd.callbacks.StepTimeReport(num_steps=2, skip=1, verbose=0)
+    seen = []
+    history = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: seen.append(made.callbacks[0])
+    )
+    made = plain([history, report], True, model=model, epochs=1, verbose=0)
+    x = np.ones((4, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=1, verbose=0, callbacks=made)
+    assert seen == [report]  # Which is moved to the front.
+    assert report.milliseconds

@@ -1129,12 +1129,7 @@ IN_A_PROGRAM = {
 }
 # Called by the package, or by Keras.
 FOR_LIBRARIES = {
-    "Strategy.check_layouts",
-    "Strategy.layout_of",
-    "Strategy.planned_on",
     "Strategy.reduce_one",
-    "TPUStrategy.check_layouts",
-    "TPUStrategy.layout_of",
     *(
         f"{cls}.{name}_implementation"
         for cls in ("CrossDeviceOps", "ReductionToOneDevice")

@@ -114,8 +114,7 @@ def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """The epoch by which an adapter shuffles next, or `None`: from the global streams.
-    """
+    """The epoch by which an adapter shuffles next, or `None`: from the global streams."""
     return getattr(_counting(adapter), "_epoch", None)
 
 
@@ -205,9 +204,11 @@ class Reordered(keras.utils.PyDataset):
         self._order = order
 
     def __getitem__(self, index: int) -> Any:
-        return self._inner[
-            self._order[index] if self._first is None else self._first + index
-        ]  # type: ignore[index]
+        first, order = self._first, self._order
+        if first is None:
+            assert isinstance(order, Sequence)
+            return self._inner[order[index]]
+        return self._inner[first + index]
 
     @property
     def num_batches(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]

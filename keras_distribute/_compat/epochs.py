@@ -53,8 +53,7 @@ class Follower(Protocol):
         ...
 
     def step_ended(self, steps: int) -> None:
-        """Called when `steps` of the epoch are done, and `fit` asks for the next one.
-        """
+        """Called when `steps` of the epoch are done, and `fit` asks for the next one."""
         ...
 
     def test_step_ended(self) -> None:

@@ -52,26 +52,20 @@ _STEP_METHODS = {
 }
 
 
-def treats_rows_alone(trainer: Any) -> bool:
-    """Whether the forward pass of `trainer` is made of built-in layers that never mix
-    rows.
+def what_may_mix_rows(trainer: Any) -> Any | None:
+    """The first model or layer of which it is not known that it treats each row of a
+    batch by itself; `None` where all do, being built-in layers that never mix rows.
     """
-    models = [
-        layer
-        for layer in [trainer, *_called(trainer)]
-        if isinstance(layer, keras.Model)
-    ]
-    if any(
-        type(model).call not in (Functional.call, Sequential.call)
-        or "call" in vars(model)
-        for model in models
-    ):
-        return False
-    others = [op for op in _called(trainer) if not isinstance(op, keras.Model)]
-    return all(
-        f"{type(op).__module__}.".startswith(_ROW_WISE) and not _may_mix(op)
-        for op in others
-    )
+    for operation in [trainer, *_called(trainer)]:
+        if isinstance(operation, keras.Model):
+            built_in = type(operation).call in (Functional.call, Sequential.call)
+            mixes = not built_in or "call" in vars(operation)
+        else:
+            built_in = f"{type(operation).__module__}.".startswith(_ROW_WISE)
+            mixes = not built_in or _may_mix(operation)
+        if mixes:
+            return operation
+    return None
 
 
 def _may_mix(layer: Any) -> bool:
@@ -108,21 +102,22 @@ def _numbers(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else []
 
 
-def has_own_step(trainer: Any) -> bool:
-    """Whether the user replaced a method that Keras's training step consists of."""
-    return any(
-        getattr(type(trainer), name) is not getattr(owner, name)
-        or name in vars(trainer)
-        for owner, names in _STEP_METHODS.items()
-        for name in names
-    )
+def own_step_method(trainer: Any) -> str | None:
+    """The method, of those that Keras's training step consists of, that the user has
+    replaced.
+    """
+    for owner, names in _STEP_METHODS.items():
+        for name in names:
+            inherited = getattr(type(trainer), name) is getattr(owner, name)
+            if not inherited or name in vars(trainer):
+                return name
+    return None
 
 
-def draws_at_random(trainer: Any) -> bool:
-    """Whether a layer of the model has a random stream."""
-    return any(
-        getattr(operation, "_seed_generators", None) for operation in _called(trainer)
-    )
+def random_layer(trainer: Any) -> Any | None:
+    """The first layer of the model that has a random stream."""
+    layers = (op for op in _called(trainer) if getattr(op, "_seed_generators", None))
+    return next(layers, None)
 
 
 def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:

@@ -97,8 +97,7 @@ def _name_of(owner: Any) -> str:
 
 
 def _mentions(owner: Any, name: str) -> bool:
-    """Whether a method of a class sets or reads such an attribute, as `__init__` does.
-    """
+    """Whether a method of a class sets or reads such an attribute, as `__init__` does."""
     methods = [
         value.fget if isinstance(value, property) else value
         for each in getattr(owner, "__mro__", ())
@@ -134,6 +133,17 @@ class Replacements:
         replacement.__signature__ = inspect.signature(original)
         self._saved.append((owner, name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, replacement)
+
+    def assign(self, owner: Any, name: str, new: Any) -> None:
+        """Puts a class in the place of `owner.name`.
+
+        Raises:
+            BackendError: Where the original is gone.
+        """
+        if not hasattr(owner, name):
+            raise moved(f"{_name_of(owner)} has no {name}")
+        self._saved.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
 
     def undo(self) -> None:
         """Leaves Keras as it was."""

@@ -56,31 +56,20 @@ def install(
         host_batch: Called with `_distribute_data` and its arguments.
     """
     replaced, distribute = Replacements(), jax_trainer._distribute_data
-    undo: list[Callable[[], None]] = [replaced.undo]
-
-    def assign(owner: Any, name: str, value: Any) -> None:
-        undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
     for cls in JAXTrainer.__subclasses__():
         if cls is not trainer:
             bases = [trainer if base is JAXTrainer else base for base in cls.__bases__]
-            assign(cls, "__bases__", tuple(bases))
-    assign(model_module, "Trainer", trainer)
-    assign(jax_trainer, JAXTrainer.__name__, trainer)
-    assign(jax_trainer, "JAXEpochIterator", epoch_iterator)
+            replaced.assign(cls, "__bases__", tuple(bases))
+    replaced.assign(model_module, "Trainer", trainer)
+    replaced.assign(jax_trainer, JAXTrainer.__name__, trainer)
+    replaced.assign(jax_trainer, "JAXEpochIterator", epoch_iterator)
     replaced.replace(BaseTrainer, "compile", around_compile(BaseTrainer.compile))
 
     def _distribute_data(data: Any, layouts: Any = None, **more: Any) -> Any:
         return host_batch(functools.partial(distribute, **more), data, layouts)
 
     replaced.replace(jax_trainer, "_distribute_data", _distribute_data)
-
-    def restore() -> None:
-        for step in reversed(undo):
-            step()
-
-    return restore
+    return replaced.undo
 
 
 def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

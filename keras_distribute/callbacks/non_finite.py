@@ -113,8 +113,7 @@ def _found_in(placed: Placed) -> list[str]:
 
 
 def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:
-    """A replica's rows, without those that repeat the batch's last one to fill it up.
-    """
+    """A replica's rows, without those that repeat the batch's last one to fill it up."""
     part = np.asarray(shard.data, np.float64)
     if not isinstance(rows, int) or rows == WHOLE:
         return part

@@ -197,7 +197,9 @@ class StepTimeReport(keras.callbacks.Callback):
                 "One reduction of all gradients, by itself: "
                 f"{self.milliseconds['reduction']:.2f} ms"
             )
-        return "\n".join(lines)
+        model: Any = self.model
+        described = model._describe_training_step()
+        return "\n".join([*lines, *([described] if described else [])])
 
     def plot(self, path: str) -> None:
         """Draws the parts of a step as one bar. Needs `pip install matplotlib`.

@@ -82,8 +82,7 @@ class ArrayRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of one file; `None` for a file of arrays, which have their own.
-    """
+    """Size and checksum of one file; `None` for a file of arrays, which have their own."""
 
     size: int
     checksum: int | None

@@ -221,8 +221,7 @@ class Writer:
             self._manager.reload()
 
     def _forget_errors(self) -> None:
-        """Lets Orbax raise here what it has raised in another thread, and would again.
-        """
+        """Lets Orbax raise here what it has raised in another thread, and would again."""
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
 
@@ -327,8 +326,7 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
 
 
 def _check_free(path: str) -> None:
-    """Refuses the name of a file, or of a link to nothing, which Orbax would replace.
-    """
+    """Refuses the name of a file, or of a link to nothing, which Orbax would replace."""
     if os.path.lexists(path) and not epath.Path(path).is_dir():
         raise CheckpointError(
             f"There is something at {path!r} already, and it is no checkpoint.",

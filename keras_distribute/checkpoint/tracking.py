@@ -132,8 +132,7 @@ def track(objects: dict[str, Any]) -> Tracked:
 
 
 def synchronize(objects: dict[str, Any]) -> None:
-    """Puts the values of a `fit` that is running back into the variables of its model.
-    """
+    """Puts the values of a `fit` that is running back into the variables of its model."""
     for value in objects.values():
         if isinstance(value, keras.Model):
             value.jax_state_sync()

@@ -61,8 +61,7 @@ def begin(save: Save) -> None:
 
 
 def forget(save: Save | None) -> None:
-    """What the folder holds is the truth again: it is complete, or its error was told.
-    """
+    """What the folder holds is the truth again: it is complete, or its error was told."""
     if save is not None and _saves.get(_folder_of(save.path)) is save:
         del _saves[_folder_of(save.path)]
 

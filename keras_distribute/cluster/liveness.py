@@ -495,8 +495,7 @@ class _Watch:
         )  # Others may have ended because of an earlier one.
 
     def show_if_slow(self) -> None:
-        """Shows where all stand, once, when this process has not begun a step for long.
-        """
+        """Shows where all stand, once, when this process has not begun a step for long."""
         moved, steps = self._moved
         if steps != _steps:
             self._moved, self._shown = (time.monotonic(), _steps), False

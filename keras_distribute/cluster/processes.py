@@ -1,5 +1,4 @@
-"""Starts JAX's runtime of several processes, once, and says which of them this one is.
-"""
+"""Starts JAX's runtime of several processes, once, and says which of them this one is."""
 
 from __future__ import annotations
 

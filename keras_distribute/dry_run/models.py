@@ -1,5 +1,4 @@
-"""The model of a dry run, as one of a strategy whose mesh can be exchanged for another.
-"""
+"""The model of a dry run, as one of a strategy whose mesh can be exchanged for another."""
 
 from __future__ import annotations
 

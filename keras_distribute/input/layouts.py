@@ -20,8 +20,7 @@ from keras_distribute.input.splitting import piece_sizes, worker_sizes
 
 
 class Layout(Protocol):
-    """From the batches of a reader, one for each step, to the replicas of this process.
-    """
+    """From the batches of a reader, one for each step, to the replicas of this process."""
 
     @property
     def source(self) -> Source:

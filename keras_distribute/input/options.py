@@ -41,8 +41,7 @@ class InputReplicationMode(enum.Enum):
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises for what is no number; which numbers make sense TensorFlow does not check.
-    """
+    """Raises for what is no number; which numbers make sense TensorFlow does not check."""
     checks.instance(name, value, numbers.Real, f"{name} is a number.", f"{name}=1")
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
 
 import jax
 import jax.core
@@ -34,6 +33,7 @@ from keras_distribute.errors import (
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.placement import Layouts, Placement
 from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.extended import (
     StrategyExtended,
@@ -43,7 +43,7 @@ from keras_distribute.strategies.extended import (
 from keras_distribute.summary import StrategySummary
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import DistributedValues, Mirrored, PerReplica
-from keras_distribute.variables import DistributedVariable, Layout
+from keras_distribute.variables import DistributedVariable
 
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
 
@@ -61,6 +61,7 @@ class Strategy:
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
         checks.instance(
@@ -80,9 +81,11 @@ class Strategy:
         )
         checks.flag("shard_optimizer_state", shard_optimizer_state)
         check_communication_dtype(communication_dtype)
-        self._mesh = mesh
-        self.communication_dtype = communication_dtype
-        self.shards_optimizer_state = shard_optimizer_state
+        self._placement = None
+        if mesh is not None:
+            self._placement = Placement(
+                mesh, layouts, shard_optimizer_state, communication_dtype
+            )
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(
             self, cross_device_ops or collectives.NcclAllReduce(num_packs=0)
@@ -91,22 +94,16 @@ class Strategy:
     @property
     def replica_mesh(self) -> ReplicaMesh:
         """The devices of the replicas."""
-        assert self._mesh is not None
-        return self._mesh
+        return self.placement.mesh
 
-    @contextlib.contextmanager
-    def planned_on(self, mesh: ReplicaMesh) -> Generator[None]:
-        """Steps made in the `with` block are for `mesh`, whose devices need not be
-        there; no value may be placed.
-
-        Variables and models stay where they are, and know no difference: they ask their
-        strategy for its mesh.
-        """
-        own, self._mesh = self._mesh, mesh
-        try:
-            yield
-        finally:
-            self._mesh = own
+    @property
+    def placement(self) -> Placement:
+        """Where its variables and programs are."""
+        planned = context.placement_of(self)
+        if planned is not None:
+            return planned
+        assert self._placement is not None
+        return self._placement
 
     @property
     def top_frame(self) -> Frame:
@@ -117,8 +114,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for library code: updates, reductions to a destination, devices.
-        """
+        """The methods for library code: updates, reductions to a destination, devices."""
         return self._extended
 
     @property
@@ -131,7 +127,7 @@ class Strategy:
         """How many replicas share each step."""
         return self.replica_mesh.num_replicas
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """A context manager under which variables are created on all replicas, and this
         strategy is current.
 
@@ -437,17 +433,6 @@ class Strategy:
             dataset_fn, self.replica_mesh, self.input_context, options
         )
 
-    def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
-        """How a variable is divided over the logical devices of a replica; for library
-        code. Here never.
-        """
-        return Layout()
-
-    def check_layouts(self, paths: Sequence[str]) -> None:
-        """Warns of layouts that no variable has, before a model with variables of these
-        paths is trained. Here none.
-        """
-
     def summary(self, *objects: Any, batch_size: int | None = None) -> StrategySummary:
         """The replicas, and what stands on each: print it, or let a notebook show it.
 
@@ -633,3 +618,14 @@ def get_loss_reduction() -> ReduceOp:
     Source: `tf.compat.v1.distribute.get_loss_reduction`.
     """
     return ReduceOp.SUM
+
+
+def get_strategy() -> Strategy:
+    """The current strategy: that of the innermost scope, else the default strategy.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> kd.get_strategy().num_replicas_in_sync
+        1
+    """
+    return cast(Strategy, context.get_strategy())

@@ -15,6 +15,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.placement import Placement
 from keras_distribute.replica_context import ReplicaContext
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
@@ -34,10 +35,12 @@ class DefaultStrategy(Strategy):
         return 1
 
     @property
-    def replica_mesh(self) -> ReplicaMesh:
-        if self._mesh is None:  # Made when first asked for: it starts the JAX client.
-            self._mesh = ReplicaMesh.of(jax.local_devices()[:1])
-        return self._mesh
+    def placement(self) -> Placement:
+        if (
+            self._placement is None
+        ):  # Made when first asked for: it starts JAX's client.
+            self._placement = Placement(ReplicaMesh.of(jax.local_devices()[:1]))
+        return self._placement
 
     def __repr__(self) -> str:
         return "DefaultStrategy()"

@@ -5,7 +5,7 @@ by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -19,16 +19,13 @@ from keras_distribute.errors import VariableScopeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import DistributedValues, PerReplica
 
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
-
 
 class StrategyExtended:
     """The part of a strategy for library code. Source:
     `tf.distribute.StrategyExtended`.
     """
 
-    def __init__(self, strategy: Strategy, cross_device_ops: CrossDeviceOps) -> None:
+    def __init__(self, strategy: Any, cross_device_ops: CrossDeviceOps) -> None:
         self._strategy = strategy
         self._cross_device_ops = cross_device_ops
 
@@ -191,7 +188,7 @@ class StrategyExtended:
             )
         )
 
-    def _owner(self, variable: Any) -> Strategy:
+    def _owner(self, variable: Any) -> Any:
         return (
             getattr(variable, "distribute_strategy", None) or context.default_strategy()
         )

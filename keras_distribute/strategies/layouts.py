@@ -14,13 +14,13 @@ import keras
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.mesh import LOGICAL_AXIS, ReplicaMesh
-from keras_distribute.variables import Layout
+from keras_distribute.placement import Layout
 
 _SHOWN = 6
 LayoutMap = keras.distribution.LayoutMap | Mapping[str, tuple[str | None, ...]]
 
 
-class Layouts:
+class LayoutMapLayouts:
     """What a layout map says of the variables of a strategy.
 
     Args:

@@ -132,7 +132,8 @@ def _is_batch(value: Any) -> bool:
     """Whether the rows of `value` are those of the global batch of a step of `fit`, or
     several of each.
     """
-    rows = context.frame().rows
+    batch = context.frame().batch
+    rows = 0 if batch is None else batch.rows
     return (
         rows > 0
         and value.ndim > 0
@@ -151,7 +152,7 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
         return lax.with_sharding_constraint(
             value, NamedSharding(mesh.inside, PartitionSpec(*map(_entry, axes)))
         )
-    if current.rows == 0 and not isinstance(value, jax.core.Tracer):
+    if current.batch is None and not isinstance(value, jax.core.Tracer):
         return mesh.put(
             value, NamedSharding(mesh.mesh, PartitionSpec(*map(_entry, axes)))
         )
@@ -173,7 +174,8 @@ def _axes_of_rows(
     """The axes that divide the rows of a global batch. The logical ones do where the
     rows are even then.
     """
-    replicas = () if context.frame().whole else (REPLICA_AXIS,)
+    batch = context.frame().batch
+    replicas = () if batch is not None and batch.replicated else (REPLICA_AXIS,)
     parts = math.prod(mesh.mesh.shape[name] for name in (*replicas, *logical))
     return (*replicas, *logical) if rows % parts == 0 else replicas
 

@@ -1,5 +1,4 @@
-"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each.
-"""
+"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ from keras_distribute.errors import DeviceError, ValueStructureError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies import logical
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.layouts import LayoutMap, Layouts
+from keras_distribute.strategies.layouts import LayoutMap, LayoutMapLayouts
 from keras_distribute.tpu import system
 from keras_distribute.tpu.assignment import DeviceAssignment
-from keras_distribute.variables import Layout
 
 
 class TPUStrategy(Strategy):
@@ -114,13 +112,13 @@ class TPUStrategy(Strategy):
             if experimental_device_assignment is None
             else _assigned(experimental_device_assignment, devices)
         )
+        mesh = ReplicaMesh.of_groups(groups)
         super().__init__(
-            ReplicaMesh.of_groups(groups), shard_optimizer_state=shard_optimizer_state
+            mesh,
+            shard_optimizer_state=shard_optimizer_state,
+            layouts=None if layout_map is None else LayoutMapLayouts(layout_map, mesh),
         )
         self._spmd = spmd
-        self._layouts = (
-            None if layout_map is None else Layouts(layout_map, self.replica_mesh)
-        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -133,19 +131,6 @@ class TPUStrategy(Strategy):
         `partition_dimensions`. Not in TensorFlow.
         """
         return self.replica_mesh.num_logical
-
-    def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
-        """How a variable is divided over the logical devices of a replica, by
-        `layout_map`.
-        """
-        return Layout() if self._layouts is None else self._layouts.of(path, shape)
-
-    def check_layouts(self, paths: Sequence[str]) -> None:
-        """Warns of layouts that no variable has, before a model with variables of these
-        paths is trained.
-        """
-        if self._layouts is not None:
-            self._layouts.warn_of_unused(paths)
 
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int

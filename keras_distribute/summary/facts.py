@@ -7,18 +7,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from keras_distribute import checks, context
+from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 GROUPS = ("weights", "state", "optimizer", "metrics")
 
@@ -96,7 +94,7 @@ def _memory(device: jax.Device, is_local: bool) -> tuple[int | None, int | None]
 
 
 def of_variables(
-    strategy: Strategy, objects: Sequence[Any]
+    strategy: AnyStrategy, objects: Sequence[Any]
 ) -> tuple[VariableFacts, ...]:
     """The variables of models, layers, optimizers and metrics, each once, by group.
 
@@ -120,6 +118,15 @@ def unbuilt(objects: Sequence[Any]) -> list[str]:
     """
     things = [*objects, *(_optimizer_of(thing) for thing in objects)]
     return [thing.name for thing in things if getattr(thing, "built", True) is False]
+
+
+def training_steps(objects: Sequence[Any]) -> tuple[str, ...]:
+    """Of each compiled model that is built, how a step of its `fit` is made."""
+    models = (each for each in objects if getattr(each, "built", False))
+    # Of our trainer, which `keras.Model` has as its base.
+    methods = (getattr(model, "_describe_training_step", None) for model in models)
+    described = (method() for method in methods if method is not None)
+    return tuple(text for text in described if text is not None)
 
 
 def _optimizer_of(thing: Any) -> Any:
@@ -153,7 +160,7 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
 
 
 def _of_variable(
-    strategy: Strategy, group: str, variable: keras.Variable
+    strategy: AnyStrategy, group: str, variable: keras.Variable
 ) -> VariableFacts:
     array = (
         variable.stored if isinstance(variable, DistributedVariable) else variable.value
@@ -179,7 +186,7 @@ def _bytes_on(array: jax.Array, mesh: ReplicaMesh) -> tuple[int, ...]:
     )
 
 
-def _kind(strategy: Strategy, variable: keras.Variable, array: jax.Array) -> str:
+def _kind(strategy: AnyStrategy, variable: keras.Variable, array: jax.Array) -> str:
     if not isinstance(variable, DistributedVariable):
         return PLAIN if strategy is context.default_strategy() else FOREIGN
     if variable.distribute_strategy is not strategy:

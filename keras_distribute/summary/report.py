@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.summary import facts, formats, picture, tables
 from keras_distribute.summary.facts import FOREIGN, DeviceFacts, VariableFacts
 from keras_distribute.summary.tables import Table
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
 
 
 class StrategySummary:
@@ -36,6 +34,8 @@ class StrategySummary:
         variables: An entry for each variable, with its `path`, `group`, `kind`,
             `shape`, `dtype`, the `num_bytes` of its value, and `bytes_on`, the bytes on
             each device.
+        training_steps: For each compiled model, how a step of its `fit` is made, and
+            what would make it faster.
 
     Example:
         >>> import keras, keras_distribute as kd
@@ -48,7 +48,7 @@ class StrategySummary:
     """
 
     def __init__(
-        self, strategy: Strategy, objects: Sequence[Any], batch_size: int | None
+        self, strategy: AnyStrategy, objects: Sequence[Any], batch_size: int | None
     ) -> None:
         if batch_size is not None:
             checks.count(
@@ -70,6 +70,7 @@ class StrategySummary:
             strategy, objects
         )
         self._unbuilt = facts.unbuilt(objects)
+        self.training_steps: tuple[str, ...] = facts.training_steps(objects)
 
     @property
     def bytes_on_each(self) -> tuple[int, ...]:
@@ -98,6 +99,7 @@ class StrategySummary:
                 f"A global batch of {self.batch_size} rows: "
                 f"{tables.rows_in_words(self.rows)}."
             )
+        lines += self.training_steps
         lines += [
             f"{name} is not built yet: it makes variables when it is used first."
             for name in self._unbuilt

@@ -1,5 +1,4 @@
-"""What a summary says, as tables of words: the same for text, terminals and notebooks.
-"""
+"""What a summary says, as tables of words: the same for text, terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def bytes_in_words(count: int) -> str:
 
 
 def spread_in_words(counts: Sequence[int]) -> str:
-    """The bytes on the devices: one number if they agree, else the least and the most.
-    """
+    """The bytes on the devices: one number if they agree, else the least and the most."""
     least, most = min(counts), max(counts)
     return (
         bytes_in_words(least)

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 
-from keras_distribute import checks, context
+from keras_distribute import checks
 from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.strategies import default
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -70,7 +71,7 @@ def _over_processes(num_processes: int, num_devices: int) -> NamedStrategy:
     return NamedStrategy(name, MultiWorkerMirroredStrategy, num_devices, num_processes)
 
 
-default_strategy = NamedStrategy("default_strategy", context.default_strategy)
+default_strategy = NamedStrategy("default_strategy", default.default_strategy)
 one_device_strategy = NamedStrategy(
     "one_device_strategy", lambda: OneDeviceStrategy("cpu:0")
 )

@@ -118,8 +118,7 @@ def tpu_devices(resolver: ClusterResolver) -> list[list[jax.Device]]:
 
 
 def topology_of(devices: Sequence[Sequence[jax.Device]]) -> Topology:
-    """The mesh of the devices of each process. Several slices follow each other in z.
-    """
+    """The mesh of the devices of each process. Several slices follow each other in z."""
     counts = {len(own) for own in devices}
     if len(counts) > 1:
         raise DeviceError(

@@ -5,53 +5,27 @@ micro-step. Here the forward pass runs per replica (`forward.py`), and each repl
 own gradients are added to its accumulators, which are summed on the last micro-step
 only.
 
-This needs a forward pass that treats each row by itself. Where that is not certain
-(layers or steps of the user's own, an `add_loss` on activations, rows that do not
-divide, loss scaling) the step stays the global one: exact, and reducing at each
-micro-step.
+What this needs of a model is in `plan.py`; any other is trained by the global step:
+exact, and reducing at each micro-step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import forward, local
-from keras_distribute.variables import SyncOnReadVariable
 
 Step = Callable[[Any, Any], Any]
 
 
-def accumulator_indices(trainer: Any) -> list[int]:
-    """Where the optimizer's variables are accumulators that a step can keep per
-    replica; empty if it cannot.
-    """
-    optimizer = trainer.optimizer
-    if optimizer is None or compat_optimizer.is_loss_scaling(optimizer):
-        return []
-    accumulation = compat_optimizer.accumulation(optimizer)
-    if (
-        accumulation is None
-        or compat.has_own_step(trainer)
-        or not compat.treats_rows_alone(trainer)
-    ):
-        return []
-    own = {
-        id(variable)
-        for variable in accumulation[2]
-        if isinstance(variable, SyncOnReadVariable)
-    }
-    return [i for i, variable in enumerate(optimizer.variables) if id(variable) in own]
-
-
 def accumulating(
-    trainer: Any, strategy: Strategy, indices: list[int], global_step: Step
+    trainer: Any, strategy: Strategy, indices: Sequence[int], global_step: Step
 ) -> Step:
     """A training step whose state holds the accumulators per replica."""
 
@@ -80,7 +54,7 @@ def accumulating(
 
 
 def _local_step(
-    trainer: Any, strategy: Strategy, indices: list[int], state: Any, data: Any
+    trainer: Any, strategy: Strategy, indices: Sequence[int], state: Any, data: Any
 ) -> Any:
     trained, others, slots, metrics = state
     result = local.of_each_replica(
@@ -96,7 +70,7 @@ def _local_step(
 def _apply(
     optimizer: Any,
     strategy: Strategy,
-    indices: list[int],
+    indices: Sequence[int],
     trained: list[Any],
     slots: list[Any],
     grads: list[Any],

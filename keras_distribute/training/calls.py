@@ -1,5 +1,4 @@
-"""The public methods of trainers that a thread is in, and the feeds that they opened.
-"""
+"""The public methods of trainers that a thread is in, and the feeds that they opened."""
 
 from __future__ import annotations
 
@@ -7,9 +6,10 @@ import dataclasses
 import threading
 from typing import Any
 
-from keras_distribute._compat import callbacks, epochs
+from keras_distribute._compat import epochs
 
 GROUP_SIZES = "_keras_distribute_group_sizes"
+_SEES_STEPS = "_keras_distribute_sees_steps"
 
 
 @dataclasses.dataclass
@@ -75,9 +75,15 @@ def group_sizes() -> epochs.Sizes | None:
     them.
     """
     call = innermost()
-    if call is None or call.name != "fit" or callbacks.see_steps(call.trainer):
+    if call is None or call.name != "fit" or getattr(call.trainer, _SEES_STEPS, False):
         return None
     return group_sizes_of(call.trainer)
+
+
+def set_sees_steps(trainer: Any, sees: bool) -> None:
+    """Notes whether a callback of the trainer's `fit` is called with each step."""
+    if trainer is not None:  # Not by Keras's `__setattr__`, which tracks attributes.
+        object.__setattr__(trainer, _SEES_STEPS, sees)
 
 
 def release(feed: Any) -> None:

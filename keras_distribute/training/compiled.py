@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context, launches, timing
 from keras_distribute.cluster import liveness
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.launches import Executable
 from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
@@ -137,8 +137,7 @@ class CompiledStep:
         return logs, state
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them at once.
-        """
+        """The compiled program for a batch of this form, or for `size` of them at once."""
         key = (size, _form(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
@@ -259,12 +258,12 @@ class CompiledStep:
         """The step on batches of this form, whose true rows it takes."""
         mesh, strategy, (_, rows, spread) = self._mesh, self._strategy, placed
         if self._is_whole(placed, carried):
-            frame = Frame(strategy, Mode.CROSS, rows=spread[0], whole=True)
+            batch = GlobalBatch(spread[0], replicated=True)
             own = mesh.replicated
         else:
-            frame = Frame(strategy, Mode.CROSS, rows=spread[0], groups=spread[1])
+            batch = GlobalBatch(*spread)
             own = mesh.split
-        step = self._step
+        frame, step = Frame(strategy, Mode.CROSS, batch=batch), self._step
 
         def global_step(state: Any, data: Any) -> Any:
             with context.entered(frame):
@@ -290,8 +289,7 @@ class CompiledStep:
         return global_steps
 
     def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not be read.
-        """
+        """Where logs and predictions are: as XLA likes, unless that could not be read."""
         # An uneven split cannot leave a program; of what is split over processes, no
         # one of them could read all.
         even = all(count == batches.WHOLE for count in placed.rows)

@@ -14,10 +14,10 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import forward, local, packing
 from keras_distribute.training.packing import Packed, Packing, Place, State
+from keras_distribute.training.plan import StepPlan
 
 _WEIGHTS, _OTHERS, _SLOTS, _METRICS = range(4)
 
@@ -33,6 +33,7 @@ class FlatStep:
         small: Which trainable variables are parts of the long weight.
         state: The state of the training step.
         places: Those in it that are divided among the replicas.
+        is_local: Whether each replica computes the gradients of its own rows.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FlatStep:
         small: list[int],
         state: State,
         places: Sequence[Place],
+        is_local: bool,
     ) -> None:
         self._trainer, self._strategy, self._optimizer, self._order = (
             trainer,
@@ -59,7 +61,7 @@ class FlatStep:
             for j in range(len(self._slots_of[0]))
         ]
         self._num_buffers = 1 + len(slots)
-        divided = [False] + [strategy.shards_optimizer_state] * len(slots)
+        divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
             strategy.replica_mesh,
@@ -67,17 +69,26 @@ class FlatStep:
             divided,
             places,
         )
-        self._local = local.is_possible(trainer, strategy)
+        self._is_local = is_local
 
     @staticmethod
     def of(
-        trainer: Any, strategy: Strategy, state: State, places: Sequence[Place]
+        trainer: Any,
+        strategy: Strategy,
+        state: State,
+        places: Sequence[Place],
+        plan: StepPlan,
     ) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows
         it; otherwise `None`.
         """
         weights = state[_WEIGHTS]
-        if strategy.shards_optimizer_state and strategy.replica_mesh.num_processes > 1:
+        if not plan.is_keras_step:
+            return None
+        if (
+            strategy.placement.shard_optimizer_state
+            and strategy.replica_mesh.num_processes > 1
+        ):
             return None  # To take divided buffers apart needs all processes, and one that fails is alone.
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [
@@ -85,7 +96,7 @@ class FlatStep:
             for i, w in enumerate(weights)
             if packing.is_small(w) and w.dtype == weights[0].dtype and i not in divided
         ]
-        if len(small) < packing.MANY or compat.has_own_step(trainer):
+        if len(small) < packing.MANY:
             return None
         with context.entered(
             context.default_strategy().top_frame
@@ -106,7 +117,9 @@ class FlatStep:
             optimizer = compat_optimizer.same_for(
                 trainer.optimizer, [((size,), weights[0].dtype.name), *large]
             )
-        return FlatStep(trainer, strategy, optimizer, order, small, state, places)
+        return FlatStep(
+            trainer, strategy, optimizer, order, small, state, places, plan.is_local
+        )
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
@@ -124,7 +137,7 @@ class FlatStep:
         other groups.
         """
         trainer, others, metrics = self._trainer, state[_OTHERS], state[_METRICS]
-        if self._local:
+        if self._is_local:
             result = local.gradients(
                 trainer, self._strategy, self._restored, weights, others, metrics, data
             )

@@ -5,8 +5,7 @@ computed, and what follows the product, often a transposition, cannot become a p
 it any more. Where each replica computes the gradient of its own rows as one device
 would, and the results are summed, the step is as fast as a loop by hand.
 
-This needs a forward pass that treats each row by itself (`forward.py`), and no random
-numbers: those of a global step are one device's.
+What this needs of a model is in `plan.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from keras_distribute import context
-from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import forward
@@ -22,30 +20,14 @@ from keras_distribute.training.compiled import Step
 from keras_distribute.training.forward import Restore
 
 
-def is_possible(trainer: Any, strategy: Strategy) -> bool:
-    """Whether the parts of the replicas make up the forward pass, as far as the model
-    alone can tell.
+def local_step(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
+    """Keras's training step on local gradients, for a model whose plan is local.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        global_step: For batches whose rows do not divide.
     """
-    several = strategy.num_replicas_in_sync > 1
-    return (
-        several
-        and compat.treats_rows_alone(trainer)
-        and not compat.draws_at_random(trainer)
-    )
-
-
-def of(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
-    """Keras's training step on local gradients; `global_step`, which may be the user's
-    own, where that cannot be.
-
-    A scaled loss needs the optimizer's variables, which only Keras's own step has at
-    hand.
-    """
-    scales = trainer.optimizer is None or compat_optimizer.is_loss_scaling(
-        trainer.optimizer
-    )
-    if scales or compat.has_own_step(trainer) or not is_possible(trainer, strategy):
-        return global_step
 
     def step(state: Any, data: Any) -> Any:
         trained, others, slots, metrics = state
@@ -101,7 +83,8 @@ def of_each_replica(
     Returns:
         `None` where the rows do not divide, or the parts do not make up the whole.
     """
-    if context.frame().groups != strategy.num_replicas_in_sync:
+    batch = context.frame().batch
+    if batch is None or batch.shards != strategy.num_replicas_in_sync:
         return None
     x = compat.unpack_x_y_sample_weight(data)[0]
     own = forward.per_replica(trainer, strategy, restore, weights, others, x)

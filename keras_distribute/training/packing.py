@@ -134,8 +134,7 @@ class Packing:
         return Packed(self._join(arrays), self.without_packed(state))
 
     def form_packed(self, state: State) -> Packed:
-        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding.
-        """
+        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding."""
         buffers = jax.eval_shape(lambda groups: self.pack(groups).buffers, state)
         placed = [
             jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=own)

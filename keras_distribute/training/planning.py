@@ -4,6 +4,7 @@ compiles, from shapes alone.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +63,8 @@ def training_step(
         mesh: The devices to trace for.
         batch: The global batch that a step takes: arrays, or `jax.ShapeDtypeStruct`s.
     """
-    with strategy.planned_on(mesh), context.entered(Frame(strategy, Mode.CROSS)):
+    placement = dataclasses.replace(strategy.placement, mesh=mesh)
+    with context.entered(Frame(strategy, Mode.CROSS, placement=placement)):
         step = compiled_step(strategy, trainer, "train")
         state = step.form_of_groups(mesh)
         placed = placed_form(batch, mesh)

@@ -106,11 +106,12 @@ def batch_normalization(
         in_replica() and inputs.size == 0 and not layer.synchronized
     ):  # No rows, no statistics: the moving ones stay.
         return original(layer, inputs, False, mask)
-    current = context.frame()
-    groups = current.groups
+    batch = context.frame().batch
+    groups = 1 if batch is None else batch.shards
     whole = groups == 1 or not training or not layer.trainable or layer.synchronized
+    rows = 0 if batch is None else batch.rows
     if (
-        whole or inputs.shape[0] != current.rows or layer.axis % inputs.ndim == 0
+        whole or inputs.shape[0] != rows or layer.axis % inputs.ndim == 0
     ):  # Not the batch's rows: as they come.
         return original(layer, inputs, training, mask)
     variables = compat_layers.statistics(layer)
@@ -181,7 +182,9 @@ def _summed(grads: list[Any]) -> list[Any]:
 def _sum(gradients: list[Any]) -> list[Any]:
     strategy = context.get_strategy()
     return collectives.sum_gradients(
-        strategy.extended.cross_device_ops, gradients, strategy.communication_dtype
+        strategy.extended.cross_device_ops,
+        gradients,
+        strategy.placement.communication_dtype,
     )
 
 

@@ -23,7 +23,7 @@ def slot_created(variable: Any) -> None:
     """Divides a new slot, if its strategy says so."""
     if (
         isinstance(variable, MirroredVariable)
-        and variable.distribute_strategy.shards_optimizer_state
+        and variable.distribute_strategy.placement.shard_optimizer_state
     ):
         variable.divide()
 

@@ -10,26 +10,32 @@ said in `replica_rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import keras
 
 from keras_distribute import context, launches
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
-from keras_distribute.context import Frame, Mode
+from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.errors import (
     ContextError,
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
-from keras_distribute.training import accumulation, batches, feeds, local, sharding
+from keras_distribute.strategies.base import (
+    Strategy,
+    get_strategy,
+    refuse_keras_distribution,
+)
+from keras_distribute.training import accumulation, batches, feeds, sharding
 from keras_distribute.training.compiled import CompiledStep, Step
 from keras_distribute.training.flat import FlatStep
 from keras_distribute.training.grouping import GroupSize
+from keras_distribute.training.local import local_step
 from keras_distribute.training.packing import Packing, State, form_of
+from keras_distribute.training.plan import plan_of
 from keras_distribute.training.state import StepState, is_held
 from keras_distribute.variables import DistributedVariable, check_same_values
 
@@ -87,9 +93,9 @@ def _current_strategy() -> Strategy | None:
     """The strategy whose scope is open; `None` inside a Keras distribution opened in
     its scope.
     """
-    return (
-        context.scope_strategy() if keras.distribution.distribution() is None else None
-    )
+    if keras.distribution.distribution() is not None:
+        return None
+    return cast("Strategy | None", context.scope_strategy())
 
 
 def frame_for(strategy: Strategy | None) -> Frame | None:
@@ -124,7 +130,7 @@ def choose_adapter(
     original: Callable[..., Any], x: Any, arguments: dict[str, Any]
 ) -> Any:
     """The data adapter for the `x` of `fit`."""
-    strategy = context.get_strategy() if context.has_strategy() else None
+    strategy = get_strategy() if context.has_strategy() else None
     return feeds.choose_adapter(original, x, arguments, strategy)
 
 
@@ -190,7 +196,7 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
-        strategy.check_layouts([variable.path for variable in groups[0]])
+        strategy.placement.check_layouts([variable.path for variable in groups[0]])
     return compiled_step(strategy, trainer, kind)
 
 
@@ -202,27 +208,38 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
-    indices = accumulation.accumulator_indices(trainer) if kind == "train" else []
-    if indices:
-        return _accumulating(strategy, trainer, groups, indices, plain)
-    form, flat = form_of(groups), None
-    places = sharding.divided_places(groups)
+    groups, step = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     if kind == "train":
-        flat = FlatStep.of(trainer, strategy, form, places)
+        return _training_step(strategy, trainer, groups, step)
+    packing = Packing(form_of(groups), strategy.replica_mesh)
+    carried = packing.around(step) if packing else step
+    return CompiledStep(strategy, carried, groups, packing or None, plain=step)
+
+
+def _training_step(
+    strategy: Strategy, trainer: Any, groups: list[list[Any]], global_step: Step
+) -> CompiledStep:
+    plan, mesh = plan_of(trainer, strategy), strategy.replica_mesh
+    if plan.accumulators:
+        return _accumulating(strategy, trainer, groups, plan.accumulators, global_step)
+    form, places = form_of(groups), sharding.divided_places(groups)
+    carried: Step
+    flat = FlatStep.of(trainer, strategy, form, places, plan)
     if flat is not None:
-        packing, carried_step = flat.packing, flat
+        packing, carried = flat.packing, flat
     else:
-        step = local.of(trainer, strategy, plain) if kind == "train" else plain
-        packing = Packing(form, strategy.replica_mesh, single=places)
-        carried_step = packing.around(step) if packing else step
+        step = global_step
+        if plan.is_local:
+            step = local_step(trainer, strategy, global_step)
+        packing = Packing(form, mesh, single=places)
+        carried = packing.around(step) if packing else step
     # Where nothing is divided, a step of the user's own may return its groups as tuples
     # or lists.
-    shardings = sharding.of_state(groups, strategy.replica_mesh) if places else None
+    shardings = sharding.of_state(groups, mesh) if places else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
     return CompiledStep(
-        strategy, carried_step, groups, packing or None, shardings, plain=plain
+        strategy, carried, groups, packing or None, shardings, plain=global_step
     )
 
 
@@ -230,7 +247,7 @@ def _accumulating(
     strategy: Strategy,
     trainer: Any,
     groups: list[list[Any]],
-    indices: list[int],
+    indices: Sequence[int],
     step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
@@ -287,7 +304,7 @@ class EagerStep:
         placed, _, spread = batches.place(
             data, self._strategy.replica_mesh, traced=False
         )
-        frame = Frame(self._strategy, Mode.CROSS, rows=spread[0], groups=spread[1])
+        frame = Frame(self._strategy, Mode.CROSS, batch=GlobalBatch(*spread))
         if not is_held(state):
             with context.entered(frame):
                 return self._step(state, placed)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from keras.callbacks import CallbackList
 
 from keras_distribute import checks, context, launches
 from keras_distribute._compat import epochs, scopes
@@ -26,8 +27,10 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.errors import ContextError
 from keras_distribute.training import calls, steps
+from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
+from keras_distribute.training.plan import plan_of
 from keras_distribute.training.state import StateGroup
 from keras_distribute.variables import given_away
 
@@ -39,8 +42,7 @@ _training: dict[int, tuple[int, str, str]] = {}
 
 
 class StrategyTrainer(JAXTrainer):
-    """The trainer of every `keras.Model`: on all replicas where a strategy is in force.
-    """
+    """The trainer of every `keras.Model`: on all replicas where a strategy is in force."""
 
     def __init__(self) -> None:
         steps.adopt(self)
@@ -79,6 +81,20 @@ class StrategyTrainer(JAXTrainer):
     def make_predict_function(self, force: bool = False) -> Any:
         return _made(self, "predict", force, super().make_predict_function)
 
+    def _describe_training_step(self) -> str | None:
+        """How a step of `fit` is made, and why; `None` before `compile`, and without a
+        strategy.
+        """
+        strategy = steps.strategy_of(self)
+        if strategy is None or not self.compiled:
+            return None
+        if not compat.is_traced(self):
+            return (
+                "The training step runs operation by operation, since the model is "
+                "compiled with run_eagerly=True or jit_compile=False."
+            )
+        return str(plan_of(self, strategy))
+
     def _get_jax_state(
         self,
         trainable_variables: bool = False,
@@ -87,8 +103,7 @@ class StrategyTrainer(JAXTrainer):
         metrics_variables: bool = False,
         purge_model_variables: bool = False,
     ) -> tuple[Any, ...]:
-        """What Keras hands to a step: the values, which stay with whoever holds them.
-        """
+        """What Keras hands to a step: the values, which stay with whoever holds them."""
         wanted = {
             "trainable_variables": trainable_variables,
             "non_trainable_variables": non_trainable_variables,
@@ -205,6 +220,9 @@ def _called(
     trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Runs a public method of the trainer in its strategy's context, and cleans up."""
+    for each in (*args, *kwargs.values()):
+        if type(each) is CallbackList:  # Made before the package was imported.
+            each.__class__ = StrategyCallbackList
     frames, outer = context.stack.frames, calls.stack.calls
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
@@ -310,8 +328,7 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
 
 
 def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The next `size` batches, or those that are left; `StopIteration` where none is.
-    """
+    """The next `size` batches, or those that are left; `StopIteration` where none is."""
     batches = [next(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < size:

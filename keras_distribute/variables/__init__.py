@@ -12,7 +12,7 @@ Inside a program a stateless scope carries their values, as Keras does it; this 
 says what a read or an assignment means there.
 """
 
-from keras_distribute.variables.base import DistributedVariable, Layout
+from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
@@ -24,7 +24,6 @@ from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 __all__ = [
     "DistributedVariable",
     "Holder",
-    "Layout",
     "MirroredVariable",
     "SyncOnReadVariable",
     "check_same_values",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +19,11 @@ from keras_distribute.errors import (
     VariableScopeError,
 )
 from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.placement import Layout
 from keras_distribute.values import DistributedValues
 from keras_distribute.variables import reading
 from keras_distribute.variables.holding import Holder, Link, lost_error
 from keras_distribute.variables.ownership import owned
-
-if TYPE_CHECKING:
-    from keras_distribute.strategies.base import Strategy
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a variable is divided over the logical devices of a replica: for each
-    dimension mesh axes, or `None`.
-    """
-
-    axes: tuple[Any, ...] = ()
 
 
 class DistributedVariable(compat.Variable):
@@ -69,11 +57,12 @@ class DistributedVariable(compat.Variable):
         A slot of an optimizer has the layout of its weight, which Keras hands on.
         """
         if self._layout is None:
-            self._layout = self._strategy.layout_of(self.path, tuple(self.shape))
+            placement = self._strategy.placement
+            self._layout = placement.layout_of(self.path, tuple(self.shape))
         return self._layout.axes if isinstance(self._layout, Layout) else ()
 
     @property
-    def distribute_strategy(self) -> Strategy:
+    def distribute_strategy(self) -> Any:
         """The strategy whose scope the variable was created in."""
         return self._strategy
 
@@ -99,8 +88,7 @@ class DistributedVariable(compat.Variable):
 
     @property
     def _value(self) -> jax.Array | None:
-        """Keras's name for the array, which is `None` in the middle of Keras's loops.
-        """
+        """Keras's name for the array, which is `None` in the middle of Keras's loops."""
         link = self._link
         return None if link is not None and link[0].is_running else self.stored
 

@@ -14,7 +14,8 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
-from keras_distribute.training import compiled, local
+from keras_distribute.training import compiled
+from keras_distribute.training.plan import plan_of
 from tests.support import mirrored
 
 pytestmark = pytest.mark.timeout(200)
@@ -92,10 +93,8 @@ def test_gradients_are_summed_in_the_shape_of_their_weights(
 def test_which_models_allow_it(inside: str, is_local: bool) -> None:
     model = built(4, inside)
     strategy = mirrored(2)
-    assert local.is_possible(model, strategy) is is_local
-    assert not local.is_possible(model, kd.MirroredStrategy(["cpu:0"]))
-    step = object()
-    assert (local.of(model, strategy, step) is step) is not is_local
+    assert plan_of(model, strategy).is_local is is_local
+    assert not plan_of(model, kd.MirroredStrategy(["cpu:0"])).is_local
 
 
 def test_a_scaled_loss_takes_keras_step() -> None:
@@ -108,9 +107,9 @@ def test_a_scaled_loss_takes_keras_step() -> None:
             ),
             "mse",
         )
-    step = object()
-    assert local.is_possible(model, strategy)
-    assert local.of(model, strategy, step) is step
+    plan = plan_of(model, strategy)
+    assert not plan.is_local
+    assert "the optimizer scales the loss" in str(plan)
     model.fit(X, X[:, :3], batch_size=8, verbose=0)
 
 

@@ -1,0 +1,139 @@
+"""How the training step of a model is made, and why: every condition on it is here.
+
+The fast step computes the gradients of each replica's rows by themselves, and sums them
+once. It needs a forward pass of which it is known that it treats each row alone,
+Keras's own step around it, and no random numbers (those of a global step are one
+device's). Any other step runs as it is written, over the global batch: as exact, and
+slower, since XLA then sums each gradient where it is computed.
+
+Conditions on a batch (rows that do not divide over the replicas) and on the traced
+forward pass are checked while the step is traced, by `forward.per_replica`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat import rows as compat
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.variables import SyncOnReadVariable
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """How a training step is made.
+
+    Args:
+        is_local: Whether each replica computes the gradients of its own rows.
+        is_keras_step: Whether the step is Keras's own, not the user's.
+        accumulates: Whether each replica adds its gradients up between the updates.
+        accumulators: Where the accumulators are then among the optimizer's variables,
+            once it is built.
+        reason: Why the step is not local.
+        remedy: What would make it local.
+    """
+
+    is_local: bool
+    is_keras_step: bool
+    accumulates: bool = False
+    accumulators: tuple[int, ...] = ()
+    reason: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        if self.accumulates:
+            return (
+                "The training step adds up the gradients of each replica's rows on the "
+                "replica, and sums them over the replicas where the optimizer updates."
+            )
+        if self.is_local:
+            return (
+                "The training step computes the gradients of each replica's rows, and "
+                "sums them once."
+            )
+        if not self.reason:
+            return "The training step is that of one device."
+        return (
+            f"The training step runs over the global batch, because {self.reason}. "
+            f"Faster: {self.remedy}."
+        )
+
+
+def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
+    """How the training step of `trainer` is made on `strategy`.
+
+    Args:
+        trainer: A compiled model; what is said of one that is not built yet may change.
+        strategy: Where it runs.
+    """
+    method = compat.own_step_method(trainer)
+    reason, remedy = _obstacle(trainer, method)
+    accumulators: tuple[int, ...] = ()
+    accumulates = False
+    if not reason:
+        accumulators = _accumulators(trainer.optimizer)
+        accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
+    if not reason and not accumulates:
+        reason, remedy = _random_obstacle(trainer)
+    if strategy.num_replicas_in_sync == 1:
+        return StepPlan(False, method is None, False, accumulators)
+    return StepPlan(
+        not reason, method is None, accumulates, accumulators, reason, remedy
+    )
+
+
+def _obstacle(trainer: Any, method: str | None) -> tuple[str, str]:
+    """What keeps a step from being local, and what to do about it; else empty."""
+    optimizer = trainer.optimizer
+    if optimizer is None:
+        return "the model is compiled without an optimizer", "compile it with one"
+    if compat_optimizer.is_loss_scaling(optimizer):
+        return (
+            "the optimizer scales the loss, as float16 needs",
+            'keras.mixed_precision.set_dtype_policy("mixed_bfloat16")',
+        )
+    if method is not None:
+        return (
+            f"the model has its own `{method}`",
+            "the loss and metrics in model.compile, where they can be",
+        )
+    mixing = compat.what_may_mix_rows(trainer)
+    if mixing is None:
+        return "", ""
+    name = f"`{mixing.name}` ({type(mixing).__name__})"
+    if mixing is trainer:
+        return (
+            f"the model {name} may mix rows in its `call`",
+            "keras.Sequential or a functional model",
+        )
+    return f"the layer {name} may mix rows", "Keras's built-in layers alone"
+
+
+def _random_obstacle(trainer: Any) -> tuple[str, str]:
+    layer = compat.random_layer(trainer)
+    if layer is None:
+        return "", ""
+    name = f"`{layer.name}` ({type(layer).__name__})"
+    return (
+        f"the layer {name} draws the random numbers of one device for all rows",
+        "a model without it",
+    )
+
+
+def _will_accumulate(optimizer: Any) -> bool:
+    return bool(optimizer.gradient_accumulation_steps) and not optimizer.built
+
+
+def _accumulators(optimizer: Any) -> tuple[int, ...]:
+    accumulation = compat_optimizer.accumulation(optimizer) if optimizer.built else None
+    if accumulation is None:
+        return ()
+    own = {
+        id(variable)
+        for variable in accumulation[2]
+        if isinstance(variable, SyncOnReadVariable)
+    }
+    variables = enumerate(optimizer.variables)
+    return tuple(i for i, variable in variables if id(variable) in own)

@@ -1,0 +1,132 @@
+"""Which training step a model has, and what keeps it from the faster one: as users are
+told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+
+LOCAL = "The training step computes the gradients of each replica's rows, and sums them"
+GLOBAL = "The training step runs over the global batch, because "
+X = np.ones((8, 3), "float32")
+
+
+class Mixing(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, 0)
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, *args: Any) -> Any:
+        return super().train_step(*args)
+
+
+def sequential(*inside: Any, model: Any = keras.Sequential, **more: Any) -> Any:
+    made = model([keras.Input((3,)), *inside, layers.Dense(1)])
+    made.compile(**{"optimizer": "sgd", "loss": "mse"} | more)
+    return made
+
+
+def subclassed() -> Any:
+    model = Subclassed()
+    model.compile("sgd", "mse")
+    model.build((None, 3))
+    return model
+
+
+def scaled() -> Any:
+    inner = keras.optimizers.SGD(0.1)
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "built-in layers": (lambda: sequential(layers.Dense(4)), LOCAL),
+    "accumulation": (
+        lambda: sequential(optimizer=accumulating()),
+        "The training step adds up the gradients of each replica's rows on the replica",
+    ),
+    "a layer of one's own": (
+        lambda: sequential(Mixing(name="mine")),
+        f"{GLOBAL}the layer `mine` (Mixing) may mix rows. Faster: Keras's built-in",
+    ),
+    "a subclassed model": (subclassed, f"{GLOBAL}the model `subclassed"),
+    "an own step": (
+        lambda: sequential(model=OwnStep),
+        f"{GLOBAL}the model has its own `train_step`. Faster: the loss and metrics in",
+    ),
+    "random numbers": (
+        lambda: sequential(layers.Dropout(0.5, name="drop")),
+        f"{GLOBAL}the layer `drop` (Dropout) draws the random numbers of one device",
+    ),
+    "a scaled loss": (
+        lambda: sequential(optimizer=scaled()),
+        f"{GLOBAL}the optimizer scales the loss, as float16 needs. Faster: ",
+    ),
+    "operation by operation": (
+        lambda: sequential(run_eagerly=True),
+        "The training step runs operation by operation, since the model is compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_summary_says_which_step_a_model_has(name: str) -> None:
+    make, text = MODELS[name]
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = make()
+    summary = strategy.summary(model)
+    assert [step.startswith(text) for step in summary.training_steps] == [True]
+    for shown in (summary.text(), summary._repr_html_()):
+        assert text.split("`")[0].replace("'", "") in shown.replace(
+            "&#x27;", ""
+        ).replace("'", "")
+
+
+def test_one_replica_has_the_step_of_one_device() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        model = sequential()
+    assert strategy.summary(model).training_steps == (
+        "The training step is that of one device.",
+    )
+
+
+def test_nothing_is_said_of_what_has_no_training_step() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        unbuilt = keras.Sequential([layers.Dense(1)])
+        unbuilt.compile("sgd", "mse")
+    assert strategy.summary(model, unbuilt, model.weights[0]).training_steps == ()
+
+
+def test_the_report_of_step_times_says_it_too() -> None:
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = sequential(Mixing(name="mine"))
+    report = kd.callbacks.StepTimeReport(num_steps=2, skip=1, verbose=0)
+    model.fit(X, X[:, :1], batch_size=2, verbose=0, callbacks=[report])
+    assert (
+        report.summary().splitlines()[-1].startswith(MODELS["a layer of one's own"][1])
+    )
