@@ -4,12 +4,20 @@ comparisons.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 import keras_distribute as kd
+
+
+def without_tensorflow() -> None:
+    """In processes that tests start: Keras would import TensorFlow for
+    `set_random_seed`, which is 40 % (3 s) of the time that such a process takes.
+    """
+    sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 
 
 def mirrored(replicas: int, *args: Any, **options: Any) -> kd.MirroredStrategy:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
+from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -53,6 +54,7 @@ def weights_of(model):
 
 def contracts(folder):
     """The contracts of every strategy, by the name of the test; `None` where one holds."""
+    without_tensorflow()
     from tests.contract import test_every_strategy as contract
 
     strategy = kd.MultiWorkerMirroredStrategy()
@@ -402,6 +404,7 @@ def a_nan():
 
 def interrupted(tries):
     """A `fit` that is interrupted at the same place in all processes; and what is left."""
+    without_tensorflow()
     from tests.interruptions import Interrupter
 
     gc.disable()  # Finalizers would be counted, and do not run at the same place in all.
@@ -459,6 +462,7 @@ def interrupted(tries):
 
 def different_programs():
     """What is said where the processes do not do the same."""
+    without_tensorflow()
     strategy = kd.MultiWorkerMirroredStrategy()
     errors = {}
 
@@ -524,6 +528,7 @@ def runtime_of_ones_own(seed):
     """The program starts JAX's runtime itself, and names no cluster: who takes part,
     and what each draws.
     """
+    without_tensorflow()
     names = [
         f"KERAS_DISTRIBUTION_{name}"
         for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
