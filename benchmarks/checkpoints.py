@@ -9,7 +9,7 @@ without a save, as a share of the time of all steps; files that are written in t
 background also compete with the steps for the processor and the disk, which the time a
 step shows.
 
-    python benchmarks/checkpoints.py             # writes results/checkpoints.md and .json
+    python benchmarks/checkpoints.py             # writes results/checkpoints.md, .json
     python benchmarks/checkpoints.py --rounds 1  # quicker and rougher
 """
 
@@ -146,7 +146,7 @@ def work(contender: str) -> None:
 
 
 # Measuring.
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 class Contender:
@@ -188,8 +188,7 @@ class Contender:
 
 
 def measure(rounds: int) -> dict[str, list[list[float]]]:
-    """Every round, by contender; the first round of each, which compiles, is left out.
-    """
+    """Every round, by contender; the first of each, which compiles, is left out."""
     measured: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     contenders = {name: Contender(name) for name in CONTENDERS}
     for contender in contenders.values():

@@ -1,8 +1,10 @@
 """Training steps compiled for TPUs that are not there: memory, collectives, FLOPs, and
 estimated times. Nothing is run.
 
-    python benchmarks/dry_run.py                        # all of it, about half an hour on two idle cores
-    python benchmarks/dry_run.py resnet50 lstm@v6e:2x2  # one model, one case; the other results stay
+    # All of it, about half an hour on two idle cores:
+    python benchmarks/dry_run.py
+    # One model, one case; the other results stay:
+    python benchmarks/dry_run.py resnet50 lstm@v6e:2x2
 
 Writes results/dry_run.md, .json and .svg. Needs `pip install
 'keras-distribute[dry-run-tpu,dry-run-cuda,plots]'`.

@@ -5,8 +5,10 @@ Every case of `exactness_cases.py` is run three ways, each in a process of its o
 plain Keras on one device, keras_distribute on four replicas,
 `keras.distribution.DataParallel` on four devices.
 
-    python benchmarks/exactness.py                # writes results/exactness.md and .json
-    python benchmarks/exactness.py --only dropout # cases whose name contains the word, printed only
+    # Writes results/exactness.md and .json:
+    python benchmarks/exactness.py
+    # Cases whose name contains the word, printed only:
+    python benchmarks/exactness.py --only dropout
 
 The four devices are virtual CPU devices. XLA's thread pool is made large enough for
 them in every process, since otherwise `DataParallel` can abort on few cores.
@@ -26,8 +28,11 @@ import report
 from exactness_cases import CASES, NUM_DEVICES, Layout, Result
 
 LAYOUTS = ("one device", "keras_distribute", "DataParallel")
-EXACT = 1e-5  # Rounding of float32 over a few steps of training stays below this; a wrong number does not.
-SIZE = ", samples: "  # between the name of a case and its number of samples
+# Rounding of float32 over a few steps of training stays below this; a wrong number does
+# not.
+EXACT = 1e-5
+# Between the name of a case and its number of samples.
+SIZE = ", samples: "
 
 
 def flat(value: Any) -> Any:
@@ -136,16 +141,18 @@ def cell(outcome: Result) -> str:
 
 
 FOOTNOTES = f"""\
-Largest absolute difference to one device over all weights, logs, results of `evaluate` and predictions, mostly after \
-three epochs without shuffling. *Even*: every batch divides over the devices; *odd tail*: a batch does not (70 samples \
-in batches of 32 where nothing else is said). Rounding of float32 stays below {EXACT:.0e}; larger differences are \
-bold. A name such as `IndivisibleError` is the error that was raised.
+Largest absolute difference to one device over all weights, logs, results of \
+`evaluate` and predictions, mostly after three epochs without shuffling. *Even*: every \
+batch divides over the devices; *odd tail*: a batch does not (70 samples in batches of \
+32 where nothing else is said). Rounding of float32 stays below {EXACT:.0e}; larger \
+differences are bold. A name such as `IndivisibleError` is the error that was raised.
 
-[1] Written as each wants it: `BatchNormalization(synchronized=True)` with keras_distribute, the plain layer with \
-`DataParallel`. [2] The one device computes the definition written out: groups of rows normalised one by one, moving \
-statistics averaged, an odd tail as one group. `DataParallel` has only statistics of the whole batch, so its \
-difference is by design. [3] The loss scale and the number of steps taken: the step with the overflow must be left \
-out everywhere."""
+[1] Written as each wants it: `BatchNormalization(synchronized=True)` with \
+keras_distribute, the plain layer with `DataParallel`. [2] The one device computes the \
+definition written out: groups of rows normalised one by one, moving statistics \
+averaged, an odd tail as one group. `DataParallel` has only statistics of the whole \
+batch, so its difference is by design. [3] The loss scale and the number of steps \
+taken: the step with the overflow must be left out everywhere."""
 
 
 def main() -> None:

@@ -6,8 +6,10 @@ disk or a network does; or it computes as long. A contender is a process of its 
 rounds take turns between the pipeline that costs nothing, whose steps say how long a
 step is, and the slow ones; the ratio of the medians counts.
 
-    python benchmarks/input_pipeline.py             # writes results/input_pipeline.md and .json
-    python benchmarks/input_pipeline.py --rounds 3  # quicker and rougher
+    # Writes results/input_pipeline.md and .json:
+    python benchmarks/input_pipeline.py
+    # Quicker and rougher:
+    python benchmarks/input_pipeline.py --rounds 3
 
 The devices are virtual CPU devices that share the machine's cores, so a pipeline that
 computes takes their cores from them: its ratio says what this machine can do, not what

@@ -1,8 +1,10 @@
 """Kills, freezes and terminates one process of a training job at every stage of it, and
 says what became of the job.
 
-    python -m benchmarks kill_matrix                         # All 36 cells, as a table: about 15 minutes.
-    python benchmarks/kill_matrix.py --victims worker --signals KILL --moments epoch,save
+    # All 36 cells, as a table: about 15 minutes.
+    python -m benchmarks kill_matrix
+    # Some of them.
+    python benchmarks/kill_matrix.py --victims worker --signals KILL --moments save
 
 Each cell trains `tests/processes/staged.py` in two processes under the launcher with
 one restart. It must end with the weights of an uninterrupted run, bit for bit. The

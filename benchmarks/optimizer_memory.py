@@ -77,7 +77,10 @@ def main() -> None:
         "share",
         f"weights apart after {STEPS} steps",
     ]
-    note = "Adam on a dense model 784-512-256-10. Weights apart: the largest difference of any weight of the two runs."
+    note = (
+        "Adam on a dense model 784-512-256-10. Weights apart: the largest difference "
+        "of any weight of the two runs."
+    )
     report.write(
         "optimizer_memory", facts, f"{report.table(header, rows, 'rrrrr')}\n\n{note}"
     )

@@ -1,8 +1,10 @@
 """What a training step costs over several processes: `fit`, loops by hand on
 `jax.distributed`, and `tf.distribute`.
 
-    python benchmarks/processes.py                            # writes results/processes.md and .json
-    python benchmarks/processes.py --models mlp --processes 2  # the rest of the results stays as it was
+    # Writes results/processes.md and .json:
+    python benchmarks/processes.py
+    # The rest of the results stays as it was:
+    python benchmarks/processes.py --models mlp --processes 2
 
 Weak scaling: each process has the same number of rows. In each round every contender
 takes a short and a long turn, in another order each time; the difference is what the
@@ -49,8 +51,7 @@ NOTE = (
 def measured(
     model: str, count: int, names: list[str], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a step and of a call beside it, round by round, of each contender.
-    """
+    """Milliseconds a step and of a call beside it, by round, of each contender."""
     most = MODELS[model].steps * 2 // max(2, count)
     with tempfile.TemporaryDirectory() as folder:
         jobs: dict[str, Job] = {}
@@ -126,7 +127,8 @@ def described(model: str, count: int, found: dict[str, dict[str, list[float]]]) 
     ]
     ratio = ratios["ours"]
     verdict = "reached" if ratio <= LIMIT else "**missed**"
-    title = f"### {MODELS[model].title}: {MODELS[model].num_gradients} gradients, {count} process(es)"
+    gradients = f"{MODELS[model].num_gradients} gradients"
+    title = f"### {MODELS[model].title}: {gradients}, {count} process(es)"
     judged = (
         f"keras_distribute to the loop by hand: {ratio:.2f}, to be at most "
         f"{LIMIT:.2f}: {verdict}. To TensorFlow: "

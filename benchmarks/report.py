@@ -65,7 +65,8 @@ def write(
         json.dumps({"machine": about, **facts}, indent=1) + "\n", encoding="utf-8"
     )
     versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
-    where = f"{about['processor']}, {about['cores']} cores, Python {about['python']}, {versions}"
+    processor = f"{about['processor']}, {about['cores']} cores"
+    where = f"{processor}, Python {about['python']}, {versions}"
     text = f"{markdown}\n\n{how} by `benchmarks/{name}.py` on: {where}.\n"
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     if not quiet:

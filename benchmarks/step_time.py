@@ -1,10 +1,14 @@
 """Milliseconds a step: keras_distribute beside plain Keras, `DataParallel`,
 `tf.distribute` and loops by hand.
 
-    python benchmarks/step_time.py                 # writes results/step_time.md, .json and .svg
-    python benchmarks/step_time.py --rounds 3      # quicker and rougher
-    python benchmarks/step_time.py --only mlp_fit  # one comparison, which takes its place among the others' results
-    python benchmarks/step_time.py --only mlp_fit --dry  # writes nothing
+    # Writes results/step_time.md, .json and .svg:
+    python benchmarks/step_time.py
+    # Quicker and rougher:
+    python benchmarks/step_time.py --rounds 3
+    # One comparison, which takes its place among the others' results:
+    python benchmarks/step_time.py --only mlp_fit
+    # Writes nothing:
+    python benchmarks/step_time.py --only mlp_fit --dry
 
 The devices are virtual CPU devices that share the machine's cores: this measures what
 distribution costs, not what more hardware would gain. Read the ratios.
@@ -155,7 +159,8 @@ NOTE = (
 
 
 def _judged(ratio: float, limit: float) -> str:
-    return f"{ratio:.2f}, to be at most {limit:.2f}: {'reached' if ratio <= limit else '**missed**'}"
+    verdict = "reached" if ratio <= limit else "**missed**"
+    return f"{ratio:.2f}, to be at most {limit:.2f}: {verdict}"
 
 
 def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> str:
@@ -183,7 +188,8 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     kind = (
         "a `fit` of one batch" if comparison.kind == "call" else f"`{comparison.kind}`"
     )
-    title = f"### {workload.title}, {workload.batch} rows, {kind}, {comparison.devices} device(s)"
+    batch, devices = f"{workload.batch} rows", f"{comparison.devices} device(s)"
+    title = f"### {workload.title}, {batch}, {kind}, {devices}"
     lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
     for ours, other, limit in comparison.limits:
         ratio = found[ours].median / found[other].median

@@ -73,7 +73,9 @@ class Variant:
         return any(shape is not None and 0 in shape for shape in self.shapes)
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of one of these replicas at their true shapes; inside a program."""
+        """The arrays of one of these replicas at their true shapes; inside
+        a program.
+        """
         return [
             array
             if shape in (None, array.shape)
@@ -196,7 +198,8 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
         raise ContextError(
             "strategy.run was called inside another traced function.",
             received=f"{leaf!r}.",
-            fix="call strategy.run outside jax.jit and jax.grad: it compiles by itself.",
+            fix="call strategy.run outside jax.jit and jax.grad: it compiles by "
+            "itself.",
         )
     if isinstance(leaf, jax.Array):
         elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)

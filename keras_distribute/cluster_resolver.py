@@ -1,41 +1,28 @@
-"""The names that TensorFlow keeps under `tf.distribute.cluster_resolver`, and those of
-this package beside them.
-"""
+"""What TensorFlow has in `tf.distribute.cluster_resolver`, and more resolvers."""
 
-from keras_distribute.cluster.choice import automatic_resolver as automatic_resolver
-from keras_distribute.cluster.google_cloud import (
-    GCEClusterResolver as GCEClusterResolver,
-)
-from keras_distribute.cluster.google_cloud import (
-    TPUClusterResolver as TPUClusterResolver,
-)
+from keras_distribute.cluster.choice import automatic_resolver
+from keras_distribute.cluster.google_cloud import GCEClusterResolver, TPUClusterResolver
 from keras_distribute.cluster.kubernetes import (
-    KubernetesClusterResolver as KubernetesClusterResolver,
-)
-from keras_distribute.cluster.kubernetes import (
-    KubernetesExecutableLocation as KubernetesExecutableLocation,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
 )
 from keras_distribute.cluster.launched import (
-    KerasClusterResolver as KerasClusterResolver,
+    KerasClusterResolver,
+    OpenMPIClusterResolver,
 )
-from keras_distribute.cluster.launched import (
-    OpenMPIClusterResolver as OpenMPIClusterResolver,
-)
-from keras_distribute.cluster.resolver import ClusterResolver as ClusterResolver
 from keras_distribute.cluster.resolver import (
-    SimpleClusterResolver as SimpleClusterResolver,
+    ClusterResolver,
+    SimpleClusterResolver,
+    UnionResolver,
 )
-from keras_distribute.cluster.resolver import UnionResolver as UnionResolver
-from keras_distribute.cluster.running import JaxClusterResolver as JaxClusterResolver
-from keras_distribute.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
-from keras_distribute.cluster.spec import ClusterSpec as ClusterSpec
+from keras_distribute.cluster.running import JaxClusterResolver
+from keras_distribute.cluster.slurm import SlurmClusterResolver
+from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.cluster.tf_config import (
-    SageMakerClusterResolver as SageMakerClusterResolver,
+    SageMakerClusterResolver,
+    TFConfigClusterResolver,
 )
-from keras_distribute.cluster.tf_config import (
-    TFConfigClusterResolver as TFConfigClusterResolver,
-)
-from keras_distribute.cluster.topology import Topology as Topology
+from keras_distribute.cluster.topology import Topology
 
 __all__ = [
     "ClusterResolver",

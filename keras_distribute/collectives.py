@@ -299,7 +299,9 @@ def _reduce_padded_local(
 def _reduce_unlike(
     reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]
 ) -> jax.Array:
-    """Of components that differ in rank or dtype, on the host; all are this process's."""
+    """Of components that differ in rank or dtype, on the host; all are
+    this process's.
+    """
     parts = [np.asarray(part) for part in checked_arrays(components, "reduced")]
     normal = [check_axes(axes, part.ndim) for part in parts]
     sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]

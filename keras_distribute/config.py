@@ -107,7 +107,8 @@ def set_cpu_devices(num_devices: int) -> None:
     ):  # JAX refuses to start when the flag and its own option are both set.
         os.environ["XLA_FLAGS"] = _FLAG.sub("", flags).strip()
     jax.config.update("jax_num_cpu_devices", num_devices)
-    libtpu.load_without_profiler()  # Where it is installed, for dry runs, JAX would load it now.
+    # Where it is installed, for dry runs, JAX would load it now.
+    libtpu.load_without_profiler()
     _size_pool(num_devices)
 
 

@@ -331,7 +331,8 @@ def describe(current: Frame) -> str:
     """A frame in words, for error texts."""
     count = current.strategy.num_replicas_in_sync
     replicas = f"{count} replica{'s' if count != 1 else ''}"
-    return f"the {current.mode.value} context of {type(current.strategy).__name__} ({replicas})."
+    name = type(current.strategy).__name__
+    return f"the {current.mode.value} context of {name} ({replicas})."
 
 
 def require_own(what: str, strategy: AnyStrategy) -> None:

@@ -24,7 +24,8 @@ from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import Mirrored, PerReplica, is_array
 
-_FUSED_ARRAYS = 8  # The most that XLA for CPUs concatenates together with what yields them (JAX 0.10).
+# The most that XLA for CPUs concatenates together with what yields them (JAX 0.10).
+_FUSED_ARRAYS = 8
 
 
 class CrossDeviceOps:

@@ -1,8 +1,8 @@
-"""Ends what was dropped without being closed. Knows nothing else of the package.
+"""Closes what was dropped without being closed. Knows nothing else of the package.
 
-Python may collect garbage at any allocation, also while the same thread holds a lock of
-`threading`'s own. A finalizer that waits for a thread, or takes a lock, can then wait
-for itself for ever. Here it only hands over; a thread does it.
+Python may collect garbage at any allocation, also while the same thread holds a lock. A
+finalizer that takes a lock or waits for a thread can then deadlock with itself. So here
+it only puts the closing into a queue, for a thread of its own.
 """
 
 from __future__ import annotations
@@ -14,39 +14,36 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_Ending = Callable[[], Any]
-
-_handed_over: queue.SimpleQueue[_Ending] = (
-    queue.SimpleQueue()
-)  # Its `put` may be called while it is being called.
+# Of all queues the one whose `put` may be called within `put`.
+_queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def when_dropped(owner: object, end: _Ending) -> weakref.finalize[..., Any]:
-    """Calls `end` soon after `owner` has gone, in another thread; not at the end of the
-    program.
+def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..., Any]:
+    """Calls `close` soon after `owner` was collected, in another thread; not at the end
+    of the program.
 
     Args:
         owner: What may be dropped.
-        end: Must not hold `owner`, which would never go.
+        close: Must not hold `owner`, or it would never be collected.
 
     Returns:
-        The finalizer, whose `detach` calls it off.
+        The finalizer, whose `detach` cancels the call.
     """
     _start()
-    finalizer = weakref.finalize(owner, _handed_over.put, end)
+    finalizer = weakref.finalize(owner, _queue.put, close)
     finalizer.atexit = False
     return finalizer
 
 
 def settle() -> None:
-    """Returns when all that was dropped before has been ended."""
+    """Waits until all that was dropped before is closed."""
     thread = _thread
     if thread is None or not thread.is_alive() or thread is threading.current_thread():
         return
     done = threading.Event()
-    _handed_over.put(done.set)
+    _queue.put(done.set)
     while not done.wait(1.0) and thread.is_alive():
         pass
 
@@ -56,17 +53,16 @@ def _start() -> None:
     global _thread
     with _starting:
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(
-                target=_run, name="keras_distribute dropped", daemon=True
-            )
+            name = "keras_distribute dropped"
+            _thread = threading.Thread(target=_run, name=name, daemon=True)
             _thread.start()
 
 
 def _run() -> None:
     while True:
-        end = _handed_over.get()
+        close = _queue.get()
         try:
-            end()
+            close()
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
-        del end
+        del close

@@ -1,8 +1,7 @@
 """Small structures of Python values as JSON, with their arrays and bytes beside it.
-Knows no files.
 
 What comes back has the types that went in: tuples stay tuples, keys need not be
-strings, and a NumPy scalar is one.
+strings, and a NumPy scalar stays one.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ def encode(
     Args:
         value: `None`, booleans, numbers, strings, bytes, arrays, and lists, tuples and
             dictionaries of them.
-        name: What to call it in error texts, and its arrays in `arrays`.
+        name: Its name in error texts, and that of its arrays in `arrays`.
         arrays: Takes copies of the arrays and bytes.
-        special: Asked for the form of what is none of Python's own kinds, a dictionary
-            of one item with a name of its own; `None` leaves it to this function.
+        special: Encodes types of the caller's: returns a dictionary of one item with a
+            key of its own, or `None` for what it leaves to this function.
 
     Raises:
         CheckpointError: For a value of another type.
@@ -38,9 +37,12 @@ def encode(
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
+
+    def inner(part: Any, key: Any) -> Any:
+        return encode(part, f"{name}/{key}", arrays, special)
+
     if kind is list:
-        items = enumerate(value)
-        return [encode(item, f"{name}/{i}", arrays, special) for i, item in items]
+        return [inner(item, i) for i, item in enumerate(value)]
     if kind is tuple:
         return {"tuple": encode(list(value), name, arrays, special)}
     if kind is bytes:
@@ -50,15 +52,7 @@ def encode(
         if form is not None:
             return form
     if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
-        return {
-            "dict": [
-                [
-                    encode(k, f"{name}/key", arrays, special),
-                    encode(v, f"{name}/{k}", arrays, special),
-                ]
-                for k, v in value.items()
-            ]
-        }
+        return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
     if isinstance(value, np.generic):
         return {"scalar": _keep(np.asarray(value), name, arrays)}
     if isinstance(value, np.ndarray | jax.Array):
@@ -87,27 +81,28 @@ def can_encode(value: Any) -> bool:
 def decode(
     form: Any, arrays: Arrays, special: Mapping[str, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """The value that `encode` made `form` and `arrays` of.
+    """The value that `encode` was given.
 
     Args:
         form: What `encode` returned.
-        arrays: What it has put there.
-        special: The value of each special form, by its name.
+        arrays: The arrays that it took.
+        special: Decodes the caller's types, by the key of their form.
     """
+
+    def inner(part: Any) -> Any:
+        return decode(part, arrays, special)
+
     if isinstance(form, list):
-        return [decode(item, arrays, special) for item in form]
+        return list(map(inner, form))
     if not isinstance(form, dict):
         return form
     ((kind, content),) = form.items()
     if special is not None and kind in special:
         return special[kind](content)
     if kind == "tuple":
-        return tuple(decode(item, arrays, special) for item in content)
+        return tuple(map(inner, content))
     if kind == "dict":
-        return {
-            decode(key, arrays, special): decode(value, arrays, special)
-            for key, value in content
-        }
+        return {inner(key): inner(value) for key, value in content}
     array = arrays[content]
     if kind == "bytes":
         return array.tobytes()

@@ -1,22 +1,22 @@
 """The exceptions of the package, and the form of their text. Knows nothing of JAX or
 Keras.
 
-    DistributeError                     everything below
-    ├── BackendError(ImportError)       Keras runs on another backend, or a version cannot work
-    ├── DeviceError(ValueError)         a device name that does not exist, or cannot be had any more
-    ├── ContextError(RuntimeError)      called in the wrong context, or strategies mixed
-    ├── ValueStructureError(ValueError) per-replica values of the wrong kind, shape or structure
-    ├── StructureTypeError(TypeError)   an argument of the wrong type
-    ├── VariableScopeError              a variable of another strategy, or of none: a ValueError, and a RuntimeError
-    ├── AggregationError(ValueError)    a variable's aggregation does not allow this read or assignment
-    ├── InputError(ValueError)          a dataset that cannot be distributed, sharded or resumed
-    ├── OutOfRangeError(StopIteration)  get_next at the end of the data
-    ├── ClusterError                    a cluster that makes no sense, or processes that cannot train together: a
-    │   │                               ValueError, and a RuntimeError
-    │   └── DuplicateTaskError(KeyError) two resolvers name the same task
-    ├── NonFiniteError(FloatingPointError) a loss that is no number
-    └── CheckpointError(ValueError)     a checkpoint is missing, does not fit, or cannot be written
-        └── DamagedCheckpointError      its files are incomplete, or do not hold what was saved
+    DistributeError                             everything below
+    ├── BackendError(ImportError)               a version that cannot work
+    ├── DeviceError(ValueError)                 a device that does not exist
+    ├── ContextError(RuntimeError)              the wrong context, strategies mixed
+    ├── ValueStructureError(ValueError)         values of the wrong shape or structure
+    ├── StructureTypeError(TypeError)           an argument of the wrong type
+    ├── VariableScopeError(ValueError,          a variable of another strategy
+    │       RuntimeError)
+    ├── AggregationError(ValueError)            an aggregation that forbids this
+    ├── InputError(ValueError)                  data that cannot be distributed
+    ├── OutOfRangeError(StopIteration)          get_next at the end of the data
+    ├── ClusterError(ValueError, RuntimeError)  processes that cannot train together
+    │   └── DuplicateTaskError(KeyError)        two resolvers name the same task
+    ├── NonFiniteError(FloatingPointError)      a NaN or infinite loss
+    └── CheckpointError(ValueError)             missing, or does not fit
+        └── DamagedCheckpointError              incomplete, or not what was saved
 
 Each subclasses the builtin that a TensorFlow user already catches.
 """

@@ -149,7 +149,9 @@ def _worker() -> queue.SimpleQueue[_Job]:
 
 
 def _finish() -> None:
-    """XLA cannot be torn down under a program that runs; one that hangs is left alone."""
+    """XLA cannot be torn down under a program that runs; one that hangs is
+    left alone.
+    """
     job = _unsettled
     if job is not None and not job.claim.acquire(blocking=False):
         job.done.wait(_EXIT_SECONDS)

@@ -1,6 +1,4 @@
-"""`notebook_launcher`: a function of a notebook, in several processes. The command line
-is in `launch`.
-"""
+"""`notebook_launcher`: a function of a notebook, in several processes."""
 
 from __future__ import annotations
 
@@ -24,15 +22,13 @@ def notebook_launcher(
     cpu_devices: int | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Runs a function of a notebook in several processes of this host, as `python -m
-    keras_distribute.launch` does.
+    """Runs a function of a notebook in several processes of this host.
 
-    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. What they write is
-    shown, with the number of the process in front. When one fails, all end. What the
-    function uses of the notebook is sent along, so models and strategies are made in
-    it, and data that it loads by itself are better than large ones that are sent. Needs
-    `pip install cloudpickle`. Source: the name and the order of the arguments are those
-    of Hugging Face's `accelerate`.
+    In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. Their output is shown
+    with the number of the process in front. When one fails, all end. What the function
+    uses of the notebook is sent along: create models and strategies in it, and load
+    large data there. Needs `pip install cloudpickle`. Source: the name
+    and the order of the arguments are those of Hugging Face's `accelerate`.
 
     Args:
         function: What each process runs.
@@ -53,14 +49,11 @@ def notebook_launcher(
     Example:
         >>> import keras_distribute as kd
         >>> factor = 3
-        >>> kd.notebook_launcher(lambda x: x * factor, (7,), num_processes=2, cpu_devices=1)
+        >>> kd.notebook_launcher(lambda x: x * factor, (7,), cpu_devices=1)
         21
     """
-    if (
-        cpu_devices is None
-        and jax_internals.backends_are_initialized()
-        and jax.default_backend() != "cpu"
-    ):
+    started = cpu_devices is None and jax_internals.backends_are_initialized()
+    if started and jax.default_backend() != "cpu":
         raise ClusterError(
             "The notebook itself uses the accelerators, so its processes could not "
             "have them.",

@@ -1,4 +1,4 @@
-"""Termination with notice: who says so, what is left to do, and how the program ends."""
+"""Preemption: who gives notice, what is left to do, and how the program ends."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class TerminationConfig:
             in place of `CheckpointManager.save`.
 
     Raises:
-        StructureTypeError: For something else than functions and a number of seconds.
+        StructureTypeError: For anything but functions and a number of seconds.
 
     Example:
         >>> import sys, keras_distribute as kd
-        >>> config = kd.experimental.TerminationConfig(exit_fn=lambda: sys.exit(3), grace_period=60.0)
+        >>> config = kd.experimental.TerminationConfig(grace_period=60.0)
         >>> config.grace_period
         60.0
     """
@@ -86,13 +86,10 @@ class Reaction(enum.Enum):
 
 
 class Watch:
-    """Waits for the notice, and says between steps what it asks for.
+    """Waits for the notice, and says between steps what to do.
 
-    Args:
-        config: What the user wants.
-        num_processes: How many processes save and exit together. Of several, one that
-            has the notice tells the others, about once a second, and the first one says
-            what is to be done.
+    Several processes ask each other for a notice about once a second, and then do what
+    process 0 says.
     """
 
     def __init__(
@@ -105,10 +102,8 @@ class Watch:
         self._calls = self._next_call = 0
         self._all_know = False
         self._received: float | None = None
-        self._saved = self._done = False
-        self._stopped = False
+        self._saved = self._done = self._stopped = self._has_signal = False
         self._previous: Any = None
-        self._has_signal = False
         self._step_seconds = self._save_seconds = 0.0
 
     def start(self) -> None:
@@ -125,29 +120,22 @@ class Watch:
                 if (own := watch()) is not None:
                     own.notify()
 
-            self._previous, self._has_signal = (
-                signal.signal(signal.SIGTERM, notice),
-                True,
-            )
+            self._previous = signal.signal(signal.SIGTERM, notice)
+            self._has_signal = True
         else:
             warnings.warn(
                 "SIGTERM cannot be waited for outside of the main thread: it will end "
-                "the program without a "
-                "checkpoint. Train in the main thread, or pass "
+                "the program without a checkpoint. Train in the main thread, or pass "
                 "TerminationConfig(termination_watcher_fn=...).",
                 stacklevel=3,
             )
 
     def stop(self) -> None:
-        """Ends the waiting. A signal that nobody has reacted to does what it would have
-        done.
-        """
+        """Ends the wait. A signal that came, but led to no exit, is sent again."""
         self._stopped = True
         if self._has_signal and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM,
-                signal.SIG_DFL if self._previous is None else self._previous,
-            )
+            before = signal.SIG_DFL if self._previous is None else self._previous
+            signal.signal(signal.SIGTERM, before)
             self._has_signal = False
             if self._received is not None and not self._done:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -158,11 +146,9 @@ class Watch:
             self._received = time.monotonic()
 
     def is_notified(self) -> bool:
-        """Whether the notice has come, to any process, and nobody has exited yet."""
-        known = agreement.exchange(
-            "a notice", self._received is not None, self._num_processes()
-        )
-        return any(known) and not self._done
+        """Whether the notice has come, to any process, and none has exited yet."""
+        own, count = self._received is not None, self._num_processes()
+        return any(agreement.exchange("a notice", own, count)) and not self._done
 
     def reaction(self) -> Reaction:
         """What is to be done now."""
@@ -173,18 +159,16 @@ class Watch:
             self._calls += 1
             if self._calls < self._next_call:
                 return Reaction.NONE
-            said = agreement.exchange(
-                "a notice", (self._received is not None, self._step_seconds), count
-            )
+            own = (self._received is not None, self._step_seconds)
+            said = agreement.exchange("a notice", own, count)
             steps = _POLL_SECONDS / max(0.001, *(seconds for _, seconds in said))
             self._next_call = self._calls + max(1, min(_MOST_STEPS, round(steps)))
             self._all_know = any(received for received, _ in said)
             if not self._all_know:
                 return Reaction.NONE
             self.notify()
-        return agreement.from_chief(
-            "the reaction to a notice", self._own_reaction, count
-        )
+        topic = "the reaction to a notice"
+        return agreement.from_chief(topic, self._own_reaction, count)
 
     def _own_reaction(self) -> Reaction:
         if self._received is None or self._done:
@@ -193,35 +177,24 @@ class Watch:
         if not grace:
             return Reaction.EXIT
         # Source: TensorFlow leaves six steps; and the save needs its time, too.
-        left = (
-            self._received
-            + grace
-            - time.monotonic()
-            - 6 * self._step_seconds
-            - 2 * self._save_seconds
-        )
-        if left <= 0:
+        needed = 6 * self._step_seconds + 2 * self._save_seconds
+        if self._received + grace - time.monotonic() <= needed:
             return Reaction.EXIT
         return Reaction.NONE if self._saved else Reaction.SAVE
 
     def step_took(self, seconds: float) -> None:
-        """Notes how long a step took; the first one, which compiles, is soon forgotten."""
-        self._step_seconds += (
-            0.3 * (seconds - self._step_seconds) if self._step_seconds else seconds
-        )
+        """Notes the time of a step; that of the first, which compiles, fades."""
+        weight = 0.3 if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
 
     def save_and_react(self, reaction: Reaction, save: Callable[[], Any]) -> None:
-        """Saves, and exits if that is the reaction.
-
-        Args:
-            reaction: What `reaction` returned, but not `NONE`.
-            save: Saves, and returns when the files are complete.
-        """
+        """Calls `save`, which waits for its files; then exits if that is wanted."""
         start = time.monotonic()
         try:
             save()
         except BaseException:
-            self._done = True  # That error ends the program; the signal, sent again, would hide it.
+            # This error ends the program; the signal, sent again, would hide it.
+            self._done = True
             raise
         self._saved, self._save_seconds = True, time.monotonic() - start
         if reaction is Reaction.EXIT:
@@ -242,34 +215,31 @@ class Watch:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when the program is about to be ended, and restores it when it
-    starts again.
+    """Saves a checkpoint before the program is ended, and restores it at its start.
 
     Source: `tf.distribute.experimental.PreemptionCheckpointHandler`. For custom loops;
     in `fit` that is what `kd.callbacks.BackupAndRestore` does. When it is created, the
     latest checkpoint is restored, if there is one. After the notice, which is `SIGTERM`
-    by default, the next call of `run` saves, and the program exits with status
-    42. Create it in the main thread.
+    by default, the next call of `run` saves, and the program exits with status 42.
+    Create it in the main thread.
 
-    Differs from TF: works with every strategy. A position in the data is kept if the
-    iterator is in the checkpoint: `kd.Checkpoint(model=model, data=iterator)`. A
-    checkpoint that is made for an exit has the number after the last one; the next save
-    that has that number, or a lower one, takes its place.
+    Differs from TF: works with every strategy. The position in the data is kept if the
+    iterator is in the checkpoint: `kd.Checkpoint(model=model, data=iterator)`. The
+    checkpoint of an exit has the number after the last one; the next save with that
+    number, or a lower one, replaces it.
 
     Args:
         cluster_resolver: Accepted for compatibility; the processes are those of the
             variables.
-        checkpoint_or_checkpoint_manager: What to save. A `CheckpointManager` that also
-            saves from time to time is the better choice, since not all ends have a
-            notice.
+        checkpoint_or_checkpoint_manager: What to save. Prefer a `CheckpointManager`
+            that also saves from time to time: not every end has a notice.
         checkpoint_dir: The folder, for a `Checkpoint`.
         termination_config: What the notice is, and how to exit.
 
     Raises:
         CheckpointError: For a `Checkpoint` without a folder, and where the latest
             checkpoint cannot be restored.
-        StructureTypeError: For something else than a `Checkpoint` or a
-            `CheckpointManager`.
+        StructureTypeError: For anything but a `Checkpoint` or a `CheckpointManager`.
 
     Example:
         >>> import tempfile, keras, keras_distribute as kd
@@ -278,7 +248,8 @@ class PreemptionCheckpointHandler:
         ...     weight = keras.Variable(0.0)
         >>> progress = {"step": 0}
         >>> checkpoint = kd.Checkpoint(weight=weight, progress=progress)
-        >>> handler = kd.experimental.PreemptionCheckpointHandler(None, checkpoint, tempfile.mkdtemp())
+        >>> handler = kd.experimental.PreemptionCheckpointHandler(
+        ...     None, checkpoint, tempfile.mkdtemp())
         >>> def train_step():
         ...     return strategy.run(lambda: weight.assign_add(1.0))
         >>> while progress["step"] < 3:
@@ -301,8 +272,7 @@ class PreemptionCheckpointHandler:
             given,
             Checkpoint | CheckpointManager,
             "PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager.",
-            "PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), "
-            "checkpoint_dir)",
+            "PreemptionCheckpointHandler(None, kd.Checkpoint(model=model), folder)",
         )
         what = "termination_config says how the program learns of its end."
         fix = "kd.experimental.TerminationConfig(), or None."
@@ -316,23 +286,18 @@ class PreemptionCheckpointHandler:
                     fix="PreemptionCheckpointHandler(None, checkpoint, "
                     "checkpoint_dir), or pass a CheckpointManager.",
                 )
-            manager = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
-        else:
-            manager = given
-        self._cluster_resolver = cluster_resolver
-        self._manager = manager
+            given = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
+        self._manager = manager = given
         self._runs = 0
         if manager._agreed_steps():
             status = manager.restore(fallback=True)
             self._runs = int((status.metrics or {}).get(_RUNS, 0))
         manager._always[_RUNS] = lambda: self._runs
-        self._watch = Watch(
-            termination_config, lambda: manager.checkpoint.num_processes
-        )
+        count = lambda: manager.checkpoint.num_processes  # noqa: E731
+        self._watch = Watch(termination_config, count)
         self._watch.start()
-        weakref.finalize(
-            self, self._watch.stop
-        ).atexit = False  # Takes no lock, and wants the main thread.
+        # At the exit of the program there is nothing to restore.
+        weakref.finalize(self, self._watch.stop).atexit = False
 
     @property
     def total_run_calls(self) -> int:
@@ -345,16 +310,15 @@ class PreemptionCheckpointHandler:
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Saves and exits if the notice has come; otherwise calls a function that
-        trains one step.
+        """Saves and exits if the notice has come; otherwise trains one step.
 
         Args:
             distributed_train_function: Calls `strategy.run`, for one step.
-            *args: For the function.
-            **kwargs: For the function.
+            *args: The function's arguments.
+            **kwargs: The function's keyword arguments.
 
         Returns:
-            What the function returns.
+            The result of the function.
         """
         checks.function(
             "distributed_train_function",
@@ -373,18 +337,16 @@ class PreemptionCheckpointHandler:
         """Saves and exits if the notice has come: for loops that do not use `run`.
 
         Args:
-            *args: For `CheckpointManager.save`, or for the `save_fn` of the
+            *args: Arguments of `CheckpointManager.save`, or of the `save_fn` of the
                 `TerminationConfig`.
-            **kwargs: Likewise.
+            **kwargs: Their keyword arguments.
         """
         self._runs += 1  # The step is done, unlike in `run`.
         self._react(*args, **kwargs)
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Generator[None]:
-        """A `with` block around the loop: a notice that comes after the last `run` in
-        it is reacted to at its end.
-        """
+        """A `with` block around the loop, which reacts at its end to a late notice."""
         yield
         self._react()
 
@@ -398,9 +360,8 @@ class PreemptionCheckpointHandler:
                 self._watch.config.save_fn(*args, **kwargs)
             elif not args and not kwargs:
                 self._manager._save_in_between()
-            elif (
-                kwargs.get("step", *args[:1]) != self._manager._last_step
-            ):  # Else it was saved a moment ago.
+            # The same step was saved a moment ago.
+            elif kwargs.get("step", *args[:1]) != self._manager._last_step:
                 self._manager.save(*args, **{"force": True} | kwargs)
             self._manager.wait()
 

@@ -236,7 +236,7 @@ class _Program:
         with launches.lock:
             written = holder.take()
             read = [_stored(self.variables[i]) for i in self.read]
-            liveness.at("in run", self._num_processes)
+            liveness.current.begin_step("in run", self._num_processes)
             program.launch(holder.landing, written, read, arrays)
             results = holder.landed()
             holder.is_running = False
@@ -247,7 +247,9 @@ class _Program:
         return jax.tree.unflatten(self._trace.structure, leaves)
 
     def _executable(self, arrays: list[Any]) -> Executable:
-        """The program for arguments on these devices; the signature has their shapes."""
+        """The program for arguments on these devices; the signature has
+        their shapes.
+        """
         where = tuple(getattr(array, "sharding", None) for array in arrays)
         found = self._executables.get(where)
         if found is None:

@@ -451,8 +451,14 @@ def _forms(node: Node) -> list[Any]:
     ]
 
 
-_FIX = "communicate in the same order, and values of the same shapes, whatever the number of rows"
-_BEFORE = "communicate outside of it, or all_gather the rows before: what goes in needs one shape on all replicas"
+_FIX = (
+    "communicate in the same order, and values of the same shapes, whatever the "
+    "number of rows"
+)
+_BEFORE = (
+    "communicate outside of it, or all_gather the rows before: what goes in needs one "
+    "shape on all replicas"
+)
 _REDUCE = 'reduce over the rows first, all_reduce("SUM", keras.ops.sum(value, axis=0))'
 _FIXES = {
     "psum": _REDUCE,

@@ -84,7 +84,8 @@ class ReplicaContext:
             >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> def fn():
             ...     context = kd.get_replica_context()
-            ...     return context.all_reduce("SUM", context.replica_id_in_sync_group + 1)
+            ...     number = context.replica_id_in_sync_group + 1
+            ...     return context.all_reduce("SUM", number)
             >>> [int(v) for v in strategy.run(fn).values]
             [3, 3]
         """
@@ -125,7 +126,9 @@ class ReplicaContext:
             >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> rows = strategy.experimental_distribute_values_from_function(
             ...     lambda context: np.arange(context.replica_id_in_sync_group + 1.0))
-            >>> joined = strategy.run(lambda x: kd.get_replica_context().all_gather(x, axis=0), args=(rows,))
+            >>> def fn(x):
+            ...     return kd.get_replica_context().all_gather(x, axis=0)
+            >>> joined = strategy.run(fn, args=(rows,))
             >>> [v.tolist() for v in joined.values]
             [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
         """

@@ -195,7 +195,9 @@ def _is_array(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_container(kind: type) -> bool:
-    """Whether objects of a class may have items, which decides quickly for most leaves."""
+    """Whether objects of a class may have items, which decides quickly for
+    most leaves.
+    """
     return (
         issubclass(kind, Mapping | list | tuple)
         or _fields(kind) is not None

@@ -1,4 +1,4 @@
-"""How long parts of a step take, while somebody wants to know. Knows nothing else of
+"""How long parts of a step take, while it is measured. Knows nothing else of
 the package.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 
 class Times:
-    """What has been measured: the seconds spent in each part, and when it ended last."""
+    """The seconds spent in each part of a step, and when each ended last."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

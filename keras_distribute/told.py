@@ -1,12 +1,10 @@
-"""What the traces of one ragged program tell each other. Knows neither programs nor
-collectives.
+"""What the traces of one ragged program tell each other about what they gather.
 
 A function whose replicas hold different shapes is traced once for each variant of the
-shapes, one after the other. To join what the replicas gather, a trace has to know the
-others' shapes at the same place. The first time that it comes to such a place it is
-broken off; when all variants have said what they have there, they are traced anew, and
-go on with the answer. So no line of the function ever runs with a shape that is only
-guessed.
+shapes, one after the other. At each `all_gather` a trace needs the shapes of the other
+variants. The first time it is broken off; when all variants have said their shapes,
+they are traced again, and go on with the answer. So no line of the function ever runs
+with a guessed shape.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ Form = tuple[tuple[int, ...], str]
 
 
 class BrokenOff(BaseException):
-    """Ends a trace that has to know more. No error: `except Exception` lets it pass."""
+    """Ends a trace that needs more shapes; `except Exception` does not catch it."""
 
 
 class Told:
-    """What each replica has at each place, in the order in which a trace comes to them."""
+    """What each replica has at each place, in the order in which traces reach it."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
@@ -39,14 +37,14 @@ class Told:
         return RaggedTrace(self._places, tuple(replicas))
 
     def learn(self, traces: Sequence[RaggedTrace]) -> bool:
-        """Takes in what the traces of all variants were broken off for.
+        """Notes what the traces of all variants were broken off for.
 
         Returns:
-            Whether there was anything: then they have to be traced anew.
+            Whether any was: then all have to be traced again.
 
         Raises:
-            ValueStructureError: Where only some of them came to a place, or to another
-                one each time.
+            ValueStructureError: Where only some of them reach a place, or another one
+                each time.
         """
         if not any(trace.broken_off for trace in traces):
             return False
@@ -54,15 +52,25 @@ class Told:
         if place < len(self._places) or not all(trace.broken_off for trace in traces):
             # A layer that gathers while it is built does so in one trace, and not in
             # the next one.
-            before, self._before = (
-                self._before,
-                [(trace.place, trace.own, trace.broken_off) for trace in traces],
-            )
+            before = self._before
+            self._before = [(each.place, each.own, each.broken_off) for each in traces]
             self._changes += 1
             if before == self._before:
-                raise _unlike_error(traces)
+                raise _error(
+                    traces,
+                    "The replicas hold different numbers of rows, and would "
+                    "communicate in different ways.",
+                    "communicate in the same order for any number of rows; or pass "
+                    "batches that divide over the replicas.",
+                )
             if self._changes > _MOST_CHANGES:
-                raise _unsteady_error(traces)
+                raise _error(
+                    traces,
+                    "The function given to strategy.run gathers other shapes each time "
+                    "it is traced.",
+                    "let what it gathers depend on its arguments alone, not on a "
+                    "counter or a Python random number.",
+                )
             del self._places[place:]
             return True
         of_replica = {i: trace.own for trace in traces for i in trace.replicas}
@@ -95,7 +103,7 @@ class RaggedTrace:
         Raises:
             BrokenOff: Where the other replicas have not said it yet.
         """
-        if self.broken_off:  # The function has caught it, and is of no more use.
+        if self.broken_off:  # The function has caught the exception.
             raise BrokenOff
         self.place, self.own = self.place + 1, tuple(own)
         known = self.place < len(self._places)
@@ -109,26 +117,6 @@ class RaggedTrace:
         return f"all_gather of {forms}" if self.broken_off else "nothing more"
 
 
-def _received(traces: Sequence[RaggedTrace]) -> str:
-    return "; ".join(f"replica {trace.replicas[0]}: {trace}" for trace in traces) + "."
-
-
-def _unlike_error(traces: Sequence[RaggedTrace]) -> ValueStructureError:
-    return ValueStructureError(
-        "The replicas hold different numbers of rows, and would communicate in "
-        "different ways.",
-        received=_received(traces),
-        fix="communicate in the same order, whatever the number of rows; or pass "
-        "batches that "
-        "divide over the replicas.",
-    )
-
-
-def _unsteady_error(traces: Sequence[RaggedTrace]) -> ValueStructureError:
-    return ValueStructureError(
-        "The function given to strategy.run gathers other shapes each time it is "
-        "traced.",
-        received=_received(traces),
-        fix="let what it gathers depend on its arguments alone, not on a counter or a "
-        "Python random number.",
-    )
+def _error(traces: Sequence[RaggedTrace], what: str, fix: str) -> ValueStructureError:
+    shown = "; ".join(f"replica {trace.replicas[0]}: {trace}" for trace in traces)
+    return ValueStructureError(what, received=f"{shown}.", fix=fix)

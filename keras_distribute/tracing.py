@@ -267,7 +267,9 @@ class _Capture(compat.StatelessScope):
         ours = isinstance(variable, DistributedVariable)
         if not (variable.is_initialized if ours else variable._value is not None):
             self.created[key] = variable
-            return None  # Created inside the function: Keras shows its initial value until the trace ends.
+            # Created inside the function: Keras shows its initial value until the trace
+            # ends.
+            return None
         return jnp.zeros(variable.shape, variable._dtype)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -409,7 +411,8 @@ def _creating_error(variables: list[Any]) -> VariableScopeError:
         "The function given to strategy.run creates variables each time it is "
         f"called:\n    {names}",
         received="a layer, metric or seed generator that is made inside the function.",
-        fix="make it once, inside `with strategy.scope():`, and use it in the function.",
+        fix="make it once, inside `with strategy.scope():`, and use it in the "
+        "function.",
     )
 
 

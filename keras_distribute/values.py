@@ -248,7 +248,8 @@ class PerReplica(DistributedValues):
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array]:
-        value = self._as_one()  # An error where JAX looks, rather than its own, which says nothing of replicas.
+        # An error where JAX looks, rather than its own, which says nothing of replicas.
+        value = self._as_one()
         return lambda: jnp.asarray(value)
 
     def __repr__(self) -> str:
@@ -266,7 +267,8 @@ class Mirrored(DistributedValues):
     Example:
         >>> import numpy as np, keras_distribute as kd
         >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> value = strategy.experimental_distribute_values_from_function(lambda context: np.arange(2.0))
+        >>> value = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: np.arange(2.0))
         >>> total = strategy.extended.reduce_to("SUM", value, value)
         >>> type(total).__name__, 1 + total
         ('Mirrored', Array([1., 3.], dtype=float32))

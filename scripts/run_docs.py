@@ -1,8 +1,10 @@
 """Runs the code of the documentation, and compares what it prints with what the page
 says.
 
-    python scripts/run_docs.py                  # every page that has code, each in a process of its own
-    python scripts/run_docs.py docs/index.md    # one page, in this process
+    # Every page that has code, each in a process of its own:
+    python scripts/run_docs.py
+    # One page, in this process:
+    python scripts/run_docs.py docs/index.md
 
 Every fenced block marked `python` is run, from top to bottom, as one program. A block
 marked `text title="Output"` must be what the block before it printed. Blocks marked
@@ -22,7 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r'^(?P<indent> *)```(?P<kind>python|text title="Output")\n(?P<code>.*?)^(?P=indent)```$',
+    r'^(?P<indent> *)```(?P<kind>python|text title="Output")\n'
+    r"(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -102,8 +102,7 @@ def as_it_stands(text: str) -> list[str]:
 
 
 def described(text: str) -> list[str]:
-    """The inputs of a device, its convolutions and matrix products, and what it sends.
-    """
+    """The inputs of a device, its convolutions and products, and what it sends."""
     layout = re.search(r"entry_computation_layout=\{\((.*?)\)->", text, re.DOTALL)
     assert layout is not None
     inputs = re.findall(r"\w+\[[\d,]*\]", re.sub(r"/\*.*?\*/", "", layout.group(1)))
@@ -111,15 +110,19 @@ def described(text: str) -> list[str]:
         "inputs of one device: "
         + ", ".join(f"{inputs.count(i)} x {i}" for i in dict.fromkeys(inputs))
     ]
-    kinds = r"(convolution|all-reduce(?:-start)?|collective-permute-start|collective-permute|all-gather(?:-start)?)\("
+    kinds = (
+        r"(convolution|all-reduce(?:-start)?|collective-permute(?:-start)?|"
+        r"all-gather(?:-start)?)\("
+    )
+    groups = (
+        r"(?:replica_groups|source_target_pairs)="
+        r"(mesh\[.*?\] \{.*?\}|\S+?)(, |$)"
+    )
     for line in text.splitlines():
         found = re.search(rf"= (.*?) {kinds}", line)
         if found:
             name = re.search(r'op_name="([^"]*)"', line)
-            between = re.search(
-                r"(?:replica_groups|source_target_pairs)=(mesh\[.*?\] \{.*?\}|\S+?)(, |$)",
-                line,
-            )
+            between = re.search(groups, line)
             shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", found.group(1))
             lines.append(
                 f"{found.group(2)} {shape}"

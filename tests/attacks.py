@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 
-from keras_distribute.cluster import rendezvous
+from keras_distribute.cluster.reception import joining
 from keras_distribute.cluster.signing import Seal, new_nonce
 
 MOST_BYTES = 300_000_000
@@ -51,7 +51,7 @@ def signed(said, seal=WRONG):
         with connected(address) as connection:
             nonce = greeted(connection)
             text = json.dumps(said | {"nonce": new_nonce()}).encode()
-            connection.sendall(seal.sealed(rendezvous._joining(nonce), text) + b"\n")
+            connection.sendall(seal.sealed(joining(nonce), text) + b"\n")
             time.sleep(0.2)
 
     return attack
@@ -138,8 +138,7 @@ ATTACKS = {
     "signed with another token": signed(HOST),
     "infinity, signed with another token": signed(HOST | {"processes": float("inf")}),
     "a signature for another connection": says(
-        WRONG.sealed(rendezvous._joining(new_nonce()), json.dumps(HOST).encode())
-        + b"\n"
+        WRONG.sealed(joining(new_nonce()), json.dumps(HOST).encode()) + b"\n"
     ),
     "an empty token": signed(HOST, Seal(b"")),
     "reflected": reflects,

@@ -250,7 +250,7 @@ def test_memory_and_processes_are_shown_where_they_are_known():
     table = tables.of_devices(devices, ())
     assert table.header == ("replica", "device", "model", "process", "memory in use")
     assert table.rows == (
-        ("0", "gpu:0", "H100", "0", "3.0 GiB of 80.0 GiB"),
+        ("0", "gpu:0", "H100", "0", "3.00 GiB of 80.00 GiB"),
         ("1", "gpu:1", "H100", "1", ""),
     )
 
@@ -273,7 +273,8 @@ def test_memory_is_asked_of_own_devices_only():
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),
         (2**20 - 1, "1.0 MiB"),
-        (2**50, "1024.0 TiB"),
+        (15.75 * 2**30, "15.75 GiB"),
+        (2**50, "1024.00 TiB"),
     ],
 )
 def test_bytes_in_words(count, words):

@@ -130,13 +130,12 @@ def main() -> None:
     replicas = f"{strategy.num_replicas_in_sync} replicas"
     print(f"\n{'':22}{replicas:>12}{'1 device':>12}{'difference':>12}")
     for name, value in on_replicas.items():
-        print(
-            f"{name:22}{value:12.6f}{on_one_device[name]:12.6f}{abs(value - on_one_device[name]):12.0e}"
-        )
+        plain_value = on_one_device[name]
+        difference = abs(value - plain_value)
+        print(f"{name:22}{value:12.6f}{plain_value:12.6f}{difference:12.0e}")
     weights = zip(model.get_weights(), plain.get_weights(), strict=True)
-    print(
-        f"{'weights, the largest':46}{max(np.abs(a - b).max() for a, b in weights):12.0e}"
-    )
+    difference = max(np.abs(a - b).max() for a, b in weights)
+    print(f"{'weights, the largest':46}{difference:12.0e}")
 
 
 if __name__ == "__main__":

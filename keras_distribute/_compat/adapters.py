@@ -114,7 +114,9 @@ def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """The epoch by which an adapter shuffles next, or `None`: from the global streams."""
+    """The epoch by which an adapter shuffles next, or `None`: from the
+    global streams.
+    """
     return getattr(_counting(adapter), "_epoch", None)
 
 

@@ -125,7 +125,9 @@ def forget_orbax_steps(callback: Any, last: int | None) -> None:
 
 
 def global_seed() -> np.ndarray[Any, Any] | None:
-    """The state of the global seed generator of this thread; `None` before it was used."""
+    """The state of the global seed generator of this thread; `None` before it
+    was used.
+    """
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else np.asarray(generator.state)
 

@@ -46,7 +46,9 @@ def default_name(instance: Any) -> str:
 
 
 def stored_array(variable: Any) -> Any:
-    """The array that a variable holds, whatever scope is open; `None` if it holds none."""
+    """The array that a variable holds, whatever scope is open; `None` if it
+    holds none.
+    """
     return variable.stored if hasattr(variable, "stored") else variable._value
 
 

@@ -31,16 +31,13 @@ from keras_distribute._compat.seams import check
 check(compiler, "compile_or_get_cached", "backend_compile_and_load")
 check(mlir, "make_ir_context")
 check(xla_client, "CompileOptions", "DeviceList")
-_SIZES = tuple(
-    f"{kind}_in_bytes"
-    for kind in (
-        "argument_size",
-        "output_size",
-        "alias_size",
-        "temp_size",
-        "generated_code_size",
-        "peak_memory",
-    )
+_SIZES = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "generated_code_size_in_bytes",
+    "peak_memory_in_bytes",
 )
 _lock = threading.Lock()
 
@@ -53,7 +50,7 @@ class Program(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a compiler says of a program, as `jax.stages.Compiled` says it."""
+    """What a compiler says of a program, with the methods of `jax.stages.Compiled`."""
 
     text: str
     sizes: Mapping[str, int]
@@ -72,15 +69,13 @@ class Compiled(NamedTuple):
         return self.cost
 
 
-class _Taken(Exception):
+class _StopBeforeCompiling(Exception):
     """Carries the program out of JAX."""
 
 
 def program_of(lowered: Any) -> Program | Any:
-    """What JAX would give to the compiler of a `jax.stages.Lowered`.
-
-    Where JAX has compiled the same before, it asks no compiler: the
-    `jax.stages.Compiled`.
+    """What JAX would give to the compiler of a `jax.stages.Lowered`; the
+    `jax.stages.Compiled` where JAX has compiled the same before.
     """
     thread, compile_it = threading.get_ident(), compiler.compile_or_get_cached
 
@@ -89,14 +84,15 @@ def program_of(lowered: Any) -> Program | Any:
             return compile_it(backend, module, devices, options, *more)
         file = io.BytesIO()
         module.operation.write_bytecode(file)
-        raise _Taken(Program(file.getvalue(), options.SerializeAsString()))
+        program = Program(file.getvalue(), options.SerializeAsString())
+        raise _StopBeforeCompiling(program)
 
     with _lock:
         compiler.compile_or_get_cached = take
         try:
             return lowered.compile()
-        except _Taken as taken:
-            return taken.args[0]
+        except _StopBeforeCompiling as stop:
+            return stop.args[0]
         finally:
             compiler.compile_or_get_cached = compile_it
 
@@ -104,28 +100,22 @@ def program_of(lowered: Any) -> Program | Any:
 def compiled_for(devices: Sequence[Any], program: Program) -> Compiled:
     """Compiles for devices of a topology, in this process."""
     options = xla_client.CompileOptions.ParseFromString(program.options)
+    client, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
     with mlir.make_ir_context():
         module = ir.Module.parse(program.module)
         made: Any = compiler.backend_compile_and_load(
-            devices[0].client,
-            module,
-            xla_client.DeviceList(tuple(devices)),
-            options,
-            [],
+            client, module, device_list, options, []
         )
-    said = made.get_compiled_memory_stats()
-    return Compiled(
-        "\n\n".join(each.to_string() for each in made.hlo_modules()),
-        {name: getattr(said, name) for name in _SIZES},
-        _cost_of(made),
-    )
-
-
-def _cost_of(made: Any) -> Mapping[str, float] | None:
-    """The compiler's estimates; those of GPUs that are not there have none."""
+    cost = None
     try:
-        return dict(made.cost_analysis())
+        cost = dict(made.cost_analysis())
     except JaxRuntimeError as error:
+        # GPUs that are not there have no estimates.
         if not str(error).startswith("UNIMPLEMENTED"):
             raise
-        return None
+    stats = made.get_compiled_memory_stats()
+    return Compiled(
+        "\n\n".join(each.to_string() for each in made.hlo_modules()),
+        {name: getattr(stats, name) for name in _SIZES},
+        cost,
+    )

@@ -53,7 +53,9 @@ class Follower(Protocol):
         ...
 
     def step_ended(self, steps: int) -> None:
-        """Called when `steps` of the epoch are done, and `fit` asks for the next one."""
+        """Called when `steps` of the epoch are done, and `fit` asks for the
+        next one.
+        """
         ...
 
     def test_step_ended(self) -> None:
@@ -287,7 +289,9 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
     epochs._num_batches = place.data["num_batches"]
     if place.data["open"]:
         epochs._current_iterator, epochs._steps_seen = batches, place.data["steps_seen"]
-    else:  # At its end. What the next pass depends on, such as the seed of a shuffle, is where that left it.
+    else:
+        # At its end. What the next pass depends on, such as the seed of a shuffle, is
+        # where that left it.
         batches.feed.close()
     adapters.set_epoch(epochs.data_adapter, place.data.get("epoch"))
 

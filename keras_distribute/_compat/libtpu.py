@@ -23,12 +23,8 @@ _loaded_by_us = False
 
 
 def load_without_profiler(for_compiling: bool = False) -> None:
-    """Loads libtpu without its profiler: where it is installed, JAX has not loaded it,
-    and there is no TPU.
-
-    Args:
-        for_compiling: Whether it is needed even where JAX is told not to load it
-            (`JAX_PLATFORMS`).
+    """Loads libtpu without its profiler where it is installed, JAX has not loaded it,
+    and there is no TPU; for compiling even where `JAX_PLATFORMS` leaves it out.
     """
     global _loaded_by_us
     platforms = jax.config.values["jax_platforms"]
@@ -48,7 +44,5 @@ def profiling_ends_the_process() -> bool:
     """Whether `jax.profiler` would: JAX itself has loaded libtpu, and there is no TPU.
     Starts JAX.
     """
-    platform = jax.default_backend()
-    return (
-        platform == "cpu" and xla_client.pjrt_plugin_loaded("tpu") and not _loaded_by_us
-    )
+    on_cpu = jax.default_backend() == "cpu"
+    return on_cpu and xla_client.pjrt_plugin_loaded("tpu") and not _loaded_by_us

@@ -107,7 +107,9 @@ def inner_accumulates(optimizer: Any) -> bool:
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
-    """The position of a model variable among those that the optimizer was built with."""
+    """The position of a model variable among those that the optimizer was
+    built with.
+    """
     return optimizer._get_variable_index(variable)
 
 

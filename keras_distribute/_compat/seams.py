@@ -97,7 +97,9 @@ def _name_of(owner: Any) -> str:
 
 
 def _mentions(owner: Any, name: str) -> bool:
-    """Whether a method of a class sets or reads such an attribute, as `__init__` does."""
+    """Whether a method of a class sets or reads such an attribute, as
+    `__init__` does.
+    """
     methods = [
         value.fget if isinstance(value, property) else value
         for each in getattr(owner, "__mro__", ())

@@ -198,7 +198,9 @@ def _is_unseeded(node: Any, nodes: dict[str, Any]) -> bool:
 
 
 def save_iterator(iterator: Any, prefix: str) -> None:
-    """Writes the position of a `tf.data` iterator into files that start with `prefix`."""
+    """Writes the position of a `tf.data` iterator into files that start
+    with `prefix`.
+    """
     import tensorflow as tf
 
     tf.train.Checkpoint(iterator=iterator).write(prefix)

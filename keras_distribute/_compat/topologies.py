@@ -19,7 +19,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -58,7 +58,9 @@ def tpu_devices(
     """
     if importlib.util.find_spec("libtpu") is None:
         raise NotInstalledError("there is no module libtpu")
-    with _set(_SETTINGS):
+    # What the user has set stays.
+    missing = {key: _SETTINGS[key] for key in _SETTINGS.keys() - os.environ.keys()}
+    with _environment(missing):
         libtpu.load_without_profiler(for_compiling=True)
         return _devices(
             "tpu",
@@ -69,51 +71,36 @@ def tpu_devices(
 
 
 def gpu_devices(target_config: str, count: int) -> list[Any]:
-    """GPUs of one host.
-
-    Args:
-        target_config: A `GpuTargetConfigProto` as text.
-        count: How many.
-    """
-    versions = [
-        version
-        for version in (12, 13)
-        if importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None
-    ]
-    if not versions:
+    """GPUs of one host, from a `GpuTargetConfigProto` as text."""
+    names = (f"jax_cuda{version}_plugin" for version in (12, 13))
+    plugin = next(filter(importlib.util.find_spec, names), None)
+    if plugin is None:
         raise NotInstalledError("there is no module jax_cuda12_plugin")
     options = {"target_config": target_config, "topology": f"1x1x{count}"}
     try:
         return _devices("cuda", "", **options)
-    except NotInstalledError:  # JAX gives the plugin up where it finds no CUDA, which is not needed for compiling.
-        jax.devices("cpu")  # JAX starts without it, and does not look for GPUs.
-        with _set({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-            importlib.import_module(f"jax_plugins.xla_cuda{versions[0]}").initialize()
+    # JAX gives the plugin up where it finds no CUDA, which compiling does not need.
+    except NotInstalledError:
+        # JAX starts without the plugin, and does not look for GPUs.
+        jax.devices("cpu")
+        with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+            module = plugin.removeprefix("jax_").removesuffix("_plugin")
+            importlib.import_module(f"jax_plugins.xla_{module}").initialize()
         return _devices("cuda", "", **options)
 
 
-@contextlib.contextmanager
-def assembler() -> Generator[None]:
+def assembler() -> contextlib.AbstractContextManager[None]:
     """Lets XLA find the `ptxas` of `nvidia-cuda-nvcc-cu12`, where it is installed, for
     a `with` block.
 
     XLA looks in the `PATH`, where the one of another CUDA may be, which does not know
     every GPU: that of CUDA 13 none before compute capability 7.5.
     """
-    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec(
-        "nvidia.cuda_nvcc"
-    )
-    folders = (
-        [f"{folder}/bin" for folder in (found.submodule_search_locations or ())]
-        if found
-        else []
-    )
-    old = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([*folders, old])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = old
+    has_nvidia = importlib.util.find_spec("nvidia")
+    found = has_nvidia and importlib.util.find_spec("nvidia.cuda_nvcc")
+    folders = (found and found.submodule_search_locations) or ()
+    paths = [*(f"{folder}/bin" for folder in folders), os.environ.get("PATH", "")]
+    return _environment({"PATH": os.pathsep.join(paths)})
 
 
 def _devices(platform: str, name: str, **options: Any) -> list[Any]:
@@ -126,12 +113,14 @@ def _devices(platform: str, name: str, **options: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _set(settings: dict[str, str]) -> Generator[None]:
-    """Environment variables, where the user has not set them, for a `with` block."""
-    new = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(new)
+def _environment(settings: Mapping[str, str]) -> Generator[None]:
+    """Environment variables for a `with` block."""
+    old = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name in new:
+        for name, value in old.items():
             del os.environ[name]
+            if value is not None:
+                os.environ[name] = value

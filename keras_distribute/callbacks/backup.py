@@ -69,7 +69,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         ...         model.compile("adam", "mse")
         ...     backup = kd.callbacks.BackupAndRestore(backup_dir, save_freq=2)
         ...     x, y = np.ones((40, 3)), np.zeros((40, 1))
-        ...     return model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[backup, *callbacks]).history
+        ...     options = {"batch_size": 8, "epochs": 3, "verbose": 0}
+        ...     callbacks = [backup, *callbacks]
+        ...     return model.fit(x, y, callbacks=callbacks, **options).history
         >>> class PowerCut(keras.callbacks.Callback):
         ...     def on_train_batch_end(self, batch, logs=None):
         ...         if self.model.optimizer.iterations == 9:
@@ -113,18 +115,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._run: Run | None = None
 
     def _keras_distribute_joins(self, callbacks: Any) -> None:
-        """Called before training begins, with Keras's list of the callbacks, as the
-        last of them.
+        """Called before training begins, with Keras's list of the callbacks, of which
+        this one is the last.
         """
-        others = [
-            callback
-            for callback in callbacks.callbacks
-            if isinstance(callback, BackupAndRestore)
-        ]
-        if len(others) > 1:
+        kinds = [isinstance(each, BackupAndRestore) for each in callbacks.callbacks]
+        if sum(kinds) > 1:
             raise CheckpointError(
                 "A fit has one BackupAndRestore.",
-                received=f"{len(others)} of them.",
+                received=f"{sum(kinds)} of them.",
                 fix="pass one to fit.",
             )
         self._run = Run(self.model, callbacks, self, self._options)
@@ -143,12 +141,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._running().epoch_ended()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Keeps a copy, in case that the validation is preempted."""
+        """Keeps a copy, in case the validation is preempted."""
         if self._run is not None and not self._run.is_over:
             self._run.validation_begins()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets it."""
+        """Drops that copy."""
         if self._run is not None and not self._run.is_over:
             self._run.validation_ended()
 
@@ -162,54 +160,46 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _check(options: Options) -> None:
-    freq, seconds = options.save_freq, options.save_seconds
+    freq, seconds, error = options.save_freq, options.save_seconds, CheckpointError
     if not ((isinstance(freq, str) and freq == "epoch") or freq is False):
         what = 'save_freq is "epoch", a positive number of steps, or False.'
-        fix, error = "save_freq=100", CheckpointError
-        checks.count("save_freq", freq, 1, what=what, fix=fix, error=error)
+        checks.count("save_freq", freq, 1, what=what, fix="save_freq=100", error=error)
     if seconds is not None:
         what, fix = "save_seconds is a positive number.", "save_seconds=600"
-        error = CheckpointError
         checks.number("save_seconds", seconds, what=what, fix=fix, error=error)
-    checks.count("max_to_keep", options.max_to_keep, 1, error=CheckpointError)
-    for name, flag in (
-        ("delete_checkpoint", options.delete_checkpoint),
-        ("save_before_preemption", options.watched),
-        ("data_position", options.data_position),
-    ):
-        checks.flag(name, flag, CheckpointError)
-    what, kinds = "The objects are a dict by name.", dict
-    fix = 'objects={"progress": progress}'
-    checks.instance("objects", options.objects, kinds, what, fix, CheckpointError)
-    what, kinds = "termination_config is one.", TerminationConfig | None
-    given, fix = options.termination_config, "kd.experimental.TerminationConfig()"
-    checks.instance("termination_config", given, kinds, what, fix, CheckpointError)
+    checks.count("max_to_keep", options.max_to_keep, 1, error=error)
+    checks.flag("delete_checkpoint", options.delete_checkpoint, error)
+    checks.flag("save_before_preemption", options.watched, error)
+    checks.flag("data_position", options.data_position, error)
+    what, fix = "The objects are a dict by name.", 'objects={"progress": progress}'
+    checks.instance("objects", options.objects, dict, what, fix, error)
+    config, name = options.termination_config, "termination_config"
+    what = "termination_config is a TerminationConfig."
+    fix = "kd.experimental.TerminationConfig()"
+    checks.instance(name, config, TerminationConfig | None, what, fix, error)
     if not options.directory:
         raise CheckpointError(
             "backup_dir is the path of a folder.",
             received="''.",
             fix='backup_dir="backup"',
         )
-    if freq is False and options.save_seconds is None and not options.watched:
+    if freq is False and seconds is None and not options.watched:
         raise CheckpointError(
             "This BackupAndRestore would never save.",
-            received="save_freq=False, save_seconds=None, save_before_preemption=False.",
+            received="save_freq=False, save_seconds=None, "
+            "save_before_preemption=False.",
             fix='save_freq="epoch"',
         )
-    if not options.data_position and (
-        freq not in ("epoch", False) or options.save_seconds is not None
-    ):
+    within_epochs = freq not in ("epoch", False) or seconds is not None
+    if within_epochs and not options.data_position:
         raise CheckpointError(
             "Without the position in the data, a fit can go on only at the beginning "
             "of an epoch.",
             received=f"data_position=False, save_freq={freq!r}, "
-            f"save_seconds={options.save_seconds!r}.",
+            f"save_seconds={seconds!r}.",
             fix='save_freq="epoch", save_seconds=None',
         )
-    if (
-        options.termination_config is not None
-        and options.termination_config.save_fn is not None
-    ):
+    if config is not None and config.save_fn is not None:
         raise CheckpointError(
             "BackupAndRestore saves by itself.",
             received="a TerminationConfig with save_fn.",

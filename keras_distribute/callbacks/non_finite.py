@@ -1,4 +1,4 @@
-"""`RaiseOnNaN`: ends a `fit` whose loss is no number, and says where that came from."""
+"""`RaiseOnNaN`: ends a `fit` with a NaN or infinite loss, and says where it is from."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ARGUMENTS = ("x", "y", "sample_weight")  # Of a batch that is a tuple.
 
 
 class RaiseOnNaN(keras.callbacks.Callback):
-    """Raises an error, in every process, when the loss of a step is not finite; the
-    state of before is not saved over.
+    """Raises an error, in every process, when the loss of a step is not finite;
+    earlier checkpoints stay.
 
     The loss is that of all replicas, so all processes see it at the same step. The
     error names the step, and the replicas and processes whose rows of the batch hold
@@ -44,7 +44,8 @@ class RaiseOnNaN(keras.callbacks.Callback):
         >>> x, y = np.ones((8, 3)), np.ones((8, 1))
         >>> x[7] = np.nan
         >>> try:
-        ...     model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[kd.callbacks.RaiseOnNaN()])
+        ...     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        ...     _ = model.fit(x, y, callbacks=[kd.callbacks.RaiseOnNaN()], **options)
         ... except kd.errors.NonFiniteError as error:
         ...     print(str(error).splitlines()[1])
           Received: values that are not finite in x of replica 1 (process 0).
@@ -68,35 +69,39 @@ class RaiseOnNaN(keras.callbacks.Callback):
             return
         own = [text for placed in compiled.kept_batches() for text in _found_in(placed)]
         compiled.keep_batches(False)
-        num_processes = processes.process_count()
-        found = [
-            text
-            for said in agreement.exchange(
-                "a loss that is not finite", own, num_processes
+        count = processes.process_count()
+        of_each = agreement.exchange("a loss that is not finite", own, count)
+        found = ", ".join(text for texts in of_each for text in texts)
+        if found:
+            received = f"values that are not finite in {found}."
+            fix = "look at those rows, and leave them out of the data."
+        else:
+            received = (
+                "a batch whose values are all finite, in every one of "
+                f"{count} process(es)."
             )
-            for text in said
-        ]
+            fix = (
+                "a smaller learning rate, clipnorm=1.0 in the optimizer, or a loss "
+                "without 0 / 0 and log(0)."
+            )
         raise NonFiniteError(
             f"The loss is {float(loss)} since step {batch + 1} of epoch "
             f"{self._epoch + 1}.",
-            received="values that are not finite in " + ", ".join(found) + "."
-            if found
-            else f"a batch whose values are all finite, in every one of {num_processes} process(es).",
-            fix="look at those rows, and leave them out of the data."
-            if found
-            else "a smaller learning rate, clipnorm=1.0 in the optimizer, or a loss without 0 / 0 and log(0).",
+            received=received,
+            fix=fix,
         )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets the last batch."""
+        """Drops the last batch."""
         compiled.keep_batches(False)
 
 
 def _found_in(placed: Placed) -> list[str]:
-    """Which arrays hold values that are not finite, in words, for the replicas of this
+    """The arrays with values that are not finite, in words, on the replicas of this
     process.
     """
-    found: dict[str, None] = {}  # The logical devices of a replica have the same rows.
+    # In order, each once: the logical devices of a replica have the same rows.
+    found: dict[str, None] = {}
     leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=_is_sparse)[0]
     for (path, leaf), rows in zip(leaves, placed.rows, strict=True):
         for array in jax.tree.leaves(leaf):
@@ -113,7 +118,7 @@ def _found_in(placed: Placed) -> list[str]:
 
 
 def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:
-    """A replica's rows, without those that repeat the batch's last one to fill it up."""
+    """A replica's rows without those that pad the batch with its last one."""
     part = np.asarray(shard.data, np.float64)
     if not isinstance(rows, int) or rows == WHOLE:
         return part

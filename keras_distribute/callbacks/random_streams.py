@@ -1,6 +1,4 @@
-"""The random streams of the process that a `fit` draws from: NumPy's, Python's, and
-Keras's global one.
-"""
+"""The global random streams that `fit` draws from: NumPy's, Python's and Keras's."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from keras_distribute._compat import callbacks as compat
 
 
 def get_state() -> dict[str, Any]:
-    """Where the streams stand. NumPy's orders shuffled arrays, Python's the batches of
-    a `PyDataset`.
-    """
+    """The states. NumPy's shuffles arrays, Python's the batches of a `PyDataset`."""
     version, numbers, gauss = random.getstate()
     return {
         "numpy": np.random.get_state(legacy=False),
@@ -25,7 +21,7 @@ def get_state() -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Puts the streams there."""
+    """Restores them."""
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(int(number) for number in numbers), gauss))

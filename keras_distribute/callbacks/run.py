@@ -1,6 +1,4 @@
-"""One `fit` as it is saved and resumed. Follows it from step to step; knows no options
-of the user but its own.
-"""
+"""One `fit` as it is saved and resumed, followed from step to step."""
 
 from __future__ import annotations
 
@@ -17,9 +15,10 @@ import numpy as np
 from keras_distribute._compat import callbacks as compat
 from keras_distribute._compat import epochs as compat_epochs
 from keras_distribute.callbacks import random_streams, states
-from keras_distribute.checkpoint import Checkpoint, CheckpointManager
-from keras_distribute.checkpoint.checkpoint import Reading
+from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.manifest import Manifest
+from keras_distribute.checkpoint.reading import Reading
+from keras_distribute.checkpoint.step_folder import StepFolder
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.encoding import Arrays
 from keras_distribute.errors import CheckpointError, InputError
@@ -30,7 +29,7 @@ _STEP, _EPOCH, _VALIDATION = "between steps", "after an epoch", "before validati
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user wants of the saves; see `BackupAndRestore`."""
+    """The arguments of `BackupAndRestore`."""
 
     directory: str
     save_freq: str | int | bool
@@ -52,27 +51,21 @@ class Run:
     the others the one between two passes.
 
     Args:
-        model: The model.
-        callbacks: The list of the callbacks of the `fit`, whose last one calls this.
-        own: That callback.
-        options: What the user wants.
+        model: The model that `fit` trains.
+        callbacks: Keras's list of the callbacks of the `fit`.
+        own: The `BackupAndRestore` among them, which comes last.
+        options: Its arguments.
     """
 
     def __init__(self, model: Any, callbacks: Any, own: Any, options: Options) -> None:
         self._model, self._callbacks, self._options = model, callbacks, options
-        self._everyone: list[Any] = callbacks.callbacks
-        self._others = [
-            callback for callback in callbacks.callbacks if callback is not own
-        ]
+        self._all: list[Any] = callbacks.callbacks
+        self._others = [each for each in self._all if each is not own]
         checkpoint = Checkpoint(model=model, training=self, **options.objects)
-        self._manager = CheckpointManager(
-            checkpoint, options.directory, options.max_to_keep
-        )
-        self._watch = (
-            Watch(options.termination_config, self._num_processes)
-            if options.watched
-            else None
-        )
+        self._folder = StepFolder(checkpoint, options.directory, options.max_to_keep)
+        self._watch: Watch | None = None
+        if options.watched:
+            self._watch = Watch(options.termination_config, self._num_processes)
         self._epochs: Any = None
         self._epoch = self._steps = self._since = 0
         self._where, self._logs = _STEP, dict[str, Any]()
@@ -87,11 +80,10 @@ class Run:
         self._saved_at = self._stepped_at = time.monotonic()
         self._count: int | None = None
 
-    # What a checkpoint asks.
-    # ------------------------------------------------------------------------------------------
+    # Called by the checkpoint.
 
     def get_state(self) -> dict[str, Any]:
-        """All that is no variable, now."""
+        """All state that is no variable."""
         data = None
         if self._options.data_position:
             data = compat_epochs.position(self._epochs, within=self._where == _STEP)
@@ -128,8 +120,7 @@ class Run:
             )
         return states[min(processes.process_index(), len(states) - 1)]
 
-    # What the callback asks.
-    # ------------------------------------------------------------------------------------------
+    # Called by the callback.
 
     def prepare(self) -> None:
         """Reads the latest checkpoint, if there is one, before any callback knows that
@@ -141,8 +132,8 @@ class Run:
                 received=f"{keras.distribution.distribution()!r}.",
                 fix="train under a strategy: with kd.MirroredStrategy().scope(): ...",
             )
-        if self._manager._agreed_steps():
-            self._reading = self._manager._read(fallback=True)
+        if self._folder.agreed_steps():
+            self._reading = self._folder.read(fallback=True)
             training = self._reading.state_of(
                 "training", self._keras_distribute_state_of_all
             )
@@ -160,53 +151,46 @@ class Run:
         self._restore()
         epoch = self._state["epoch"]
         if self._state["where"] == _EPOCH:
-            epoch = (
-                self._callbacks.params["epochs"]
-                if self._state["stop_training"]
-                else epoch + 1
-            )
+            epoch += 1
+            if self._state["stop_training"]:
+                epoch = self._callbacks.params["epochs"]
         compat.begin_at(self._model, epoch)
 
     def epoch_begun(self, epoch: int) -> None:
-        """`fit` has called all callbacks."""
+        """Called when all callbacks were."""
         compat.begin_at(self._model, None)
         self._epoch, self._steps = epoch, 0
 
     def epoch_ended(self) -> None:
-        """`fit` has called all callbacks, and the epoch is complete."""
+        """Called when all callbacks were, and the epoch is complete."""
         self._where = _EPOCH
         self._held = None
         if not self._reacted() and self._options.save_freq == "epoch":
             self._save()
 
     def validation_begins(self) -> None:
-        """Keeps the state as it is in memory, in case that a notice comes before the
-        validation is over.
+        """Copies the state to host memory: a notice that comes before the validation
+        is over saves that.
         """
-        if (
-            self._watch is not None
-            and self._epochs is not None
-            and self._options.data_position
-        ):
+        may_resume = self._epochs is not None and self._options.data_position
+        if self._watch is not None and may_resume:
             self._where = _VALIDATION
-            self._held = self._manager.checkpoint._snapshot()
+            self._held = self._folder.snapshot()
 
     def validation_ended(self) -> None:
-        """Forgets it."""
+        """Drops that copy."""
         self._held = None
 
     def train_ended(self) -> None:
         """The `fit` is complete, and needs no checkpoint any more."""
-        if (
-            self._watch is not None and self._watch.is_notified()
-        ):  # In the callbacks just before this one.
+        # A notice may have come in the callbacks just before this one.
+        if self._watch is not None and self._watch.is_notified():
             self._react(Reaction.EXIT)
-        self._manager.close()
+        self._folder.close()
         if self._options.delete_checkpoint:
-            self._manager._remove()
+            self._folder.remove()
 
-    # What the epoch iterator asks.
-    # ------------------------------------------------------------------------------------
+    # Called by the epoch iterator: see `_compat.epochs.Follower`.
 
     def epoch_begins(self, epochs: Any) -> compat_epochs.Place | None:
         self._epochs, self._stepped_at = epochs, time.monotonic()
@@ -219,29 +203,24 @@ class Run:
             # `fit` has reset the metrics since `begin`, and callbacks have begun an
             # epoch that had begun before.
             self._restore()
-            self._steps, self._logs, self._streams = (
-                steps,
-                self._state["logs"],
-                self._state["random"],
-            )
+            self._steps, self._logs = steps, self._state["logs"]
+            self._streams = self._state["random"]
             self._replaying = True
             self._callbacks.callbacks = [
                 c for c in self._others if isinstance(c, keras.callbacks.ProgbarLogger)
             ]
         self._reading = None
         data = self._state["data"]
-        return (
-            None
-            if data is None
-            else compat_epochs.Place(steps, self._state["where"] == _STEP, data)
-        )
+        if data is None:
+            return None
+        return compat_epochs.Place(steps, self._state["where"] == _STEP, data)
 
     def moved(self) -> None:
         random_streams.set_state(self._streams)
 
     def replayed(self) -> None:
         compat.finish(self._callbacks)
-        self._callbacks.callbacks = self._everyone
+        self._callbacks.callbacks = self._all
 
     def step_ended(self, steps: int) -> None:
         now = time.monotonic()
@@ -271,15 +250,13 @@ class Run:
     def fit_ended(self) -> None:
         self.is_over = True
         compat.begin_at(self._model, None)
-        self._callbacks.callbacks = self._everyone
+        self._callbacks.callbacks = self._all
         try:
-            self._manager.close()
+            self._folder.close()
         except CheckpointError as error:  # `fit` is being left for another reason.
             warnings.warn(str(error), stacklevel=2)
         if self._watch is not None:
             self._watch.stop()
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
         assert self._reading is not None
@@ -304,33 +281,31 @@ class Run:
     def _num_processes(self) -> int:
         """How many processes train the model; known when it is built."""
         if self._count is None:
-            self._count = self._manager.checkpoint.num_processes
+            self._count = self._folder.checkpoint.num_processes
         return self._count
 
     def _save(self) -> None:
-        """Starts to save what is now; or what was before the validation, if that is
-        under way.
-        """
+        """Starts to save the state; during validation, that of before it."""
         compat.finish(self._callbacks)
         self._since = 0
         place = (self._where, self._epoch, self._steps)
         if place == self._last:
             return
-        numbers: dict[str, float] = {"epoch": self._epoch, "step": self._steps}
-        if self._held is not None:
-            (manifest, arrays), step = self._held, self._manager._next_step()
-            held = dataclasses.replace(manifest, step=step, metrics=numbers), arrays
-            self._manager._write(step, lambda: held)
+        metrics: dict[str, float] = {"epoch": self._epoch, "step": self._steps}
+        step = self._folder.next_step()
+        if self._held is None:
+            self._folder.save(step, metrics)
         else:
-            self._manager.save(metrics=numbers)
+            manifest, arrays = self._held
+            held = dataclasses.replace(manifest, step=step, metrics=metrics), arrays
+            self._folder.write(step, lambda: held)
         self._last, self._saved_at = place, time.monotonic()
 
     def _reacted(self) -> bool:
         """Saves, and perhaps exits, if a notice asks for it."""
         reaction = Reaction.NONE if self._watch is None else self._watch.reaction()
-        if reaction is Reaction.NONE or (
-            reaction is Reaction.SAVE and not self._can_save()
-        ):
+        saves_nothing = reaction is Reaction.SAVE and not self._can_save()
+        if reaction is Reaction.NONE or saves_nothing:
             return False
         self._react(reaction)
         return True
@@ -339,15 +314,14 @@ class Run:
         def save() -> None:
             if self._can_save():
                 self._save()
-            self._manager.wait()
+            self._folder.wait()
 
         assert self._watch is not None
         self._watch.save_and_react(reaction, save)
 
     def _can_save(self) -> bool:
-        return self._epochs is not None and (
-            self._options.data_position or self._where == _EPOCH
-        )
+        has_place = self._options.data_position or self._where == _EPOCH
+        return self._epochs is not None and has_place
 
     def _check_position(self) -> None:
         """Raises early what the first save would raise."""
@@ -359,16 +333,14 @@ class Run:
                 "not go on with the next batch.",
                 received=str(error).split("\n", 1)[0],
                 fix="arrays, tf.data, Grain or a PyDataset; or "
-                "BackupAndRestore(data_position=False), which goes on at "
-                "the beginning of an epoch, with whatever batches the data then gives.",
+                "BackupAndRestore(data_position=False), which goes on at the beginning "
+                "of an epoch, with the batches that the data then gives.",
             ) from error
         self._checked = True
 
     def _check_data(self, data: dict[str, Any] | None, steps: int) -> None:
-        here, group = (
-            compat_epochs.kind_of_data(self._epochs),
-            self._epochs.steps_per_execution,
-        )
+        here = compat_epochs.kind_of_data(self._epochs)
+        group = self._epochs.steps_per_execution
         if data is not None and data["adapter"] != here:
             raise InputError(
                 "The training was interrupted with another kind of data.",
@@ -378,8 +350,7 @@ class Run:
         if steps % group:
             raise InputError(
                 f"The training was interrupted after {steps} steps of an epoch, which "
-                "steps_per_execution does not "
-                "divide.",
+                "steps_per_execution does not divide.",
                 received=f"steps_per_execution={group}.",
                 fix="compile the model with the same steps_per_execution as before.",
             )

@@ -1,10 +1,9 @@
-"""The state of the other callbacks of a `fit`: what a checkpoint keeps of them, and
-gives back.
+"""The state of the other callbacks of a `fit`, to checkpoint and to restore.
 
 A callback's state are its attributes that a checkpoint can keep: `None`, booleans,
-numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them. What was
-given to its constructor is no state, unless it is a list or a dictionary. A callback
-with `get_state()` and `set_state(state)` says itself what its state is.
+numbers, strings, bytes, arrays, and lists, tuples and dictionaries of them. Arguments
+of its constructor are no state, unless they are lists or dictionaries. A callback with
+`get_state()` and `set_state(state)` defines its own.
 """
 
 from __future__ import annotations
@@ -42,28 +41,23 @@ def get_state(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def set_state(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Gives the callbacks their states; those that are missing in one of them stay as
-    they are.
-    """
+    """Restores the states of the callbacks that are in both."""
     present = named(callbacks)
     for name, state in states.items():
         if name in present:
-            _give(present[name], state)
+            _restore(present[name], state)
 
 
 def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Makes ready the files that callbacks had written, and warns of states that no
-    callback will take.
-
-    What was written after the save will be written again.
+    """Cuts files back to what callbacks had written when the state was saved, since the
+    rest will be written again; warns of states whose callback is missing.
     """
     present = named(callbacks)
     missing = sorted(states.keys() - present.keys() - {"ProgbarLogger"})
     if missing:
         warnings.warn(
             f"The training was interrupted with {', '.join(missing)} among its "
-            "callbacks, which this fit lacks. "
-            "It goes on without.",
+            "callbacks, which this fit lacks. It goes on without.",
             stacklevel=2,
         )
     for name, callback in present.items():
@@ -71,13 +65,10 @@ def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
         if isinstance(callback, keras.callbacks.CSVLogger) and "file_bytes" in state:
             callback.append = True
             if os.path.exists(callback.filename):
-                os.truncate(
-                    callback.filename,
-                    min(os.path.getsize(callback.filename), state["file_bytes"]),
-                )
-        elif (
-            isinstance(callback, keras.callbacks.OrbaxCheckpoint)
-            and "last_step" in state
+                size = os.path.getsize(callback.filename)
+                os.truncate(callback.filename, min(size, state["file_bytes"]))
+        elif "last_step" in state and isinstance(
+            callback, keras.callbacks.OrbaxCheckpoint
         ):
             compat.forget_orbax_steps(callback, state["last_step"])
 
@@ -86,25 +77,18 @@ def _state_of(callback: Any) -> dict[str, Any]:
     if is_stateful(callback):
         return {"own": callback.get_state()}
     if isinstance(callback, keras.callbacks.CSVLogger):
-        file = callback.csv_file
-        return {
-            "keys": callback.keys,
-            "file_bytes": 0 if file is None else os.path.getsize(callback.filename),
-        }
+        unopened = callback.csv_file is None
+        size = 0 if unopened else os.path.getsize(callback.filename)
+        return {"keys": callback.keys, "file_bytes": size}
     if isinstance(callback, keras.callbacks.ProgbarLogger):
         return {"target": callback.target}
-    chosen = _constructor_names(callback)
-    values = {
-        name: list(value) if isinstance(value, deque) else value
-        for name, value in vars(callback).items()
-    }
-    attributes = {
-        name: value
-        for name, value in values.items()
-        if name not in _NO_STATE
-        and (name not in chosen or isinstance(value, list | dict))
-        if encoding.can_encode(value)
-    }
+    arguments = _constructor_names(callback)
+    attributes: dict[str, Any] = {}
+    for name, value in vars(callback).items():
+        value = list(value) if isinstance(value, deque) else value
+        is_state = name not in arguments or isinstance(value, list | dict)
+        if is_state and name not in _NO_STATE and encoding.can_encode(value):
+            attributes[name] = value
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
     if compat.has_monitor(callback):
         state["monitors"] = True
@@ -113,29 +97,27 @@ def _state_of(callback: Any) -> dict[str, Any]:
     return state
 
 
-def _give(callback: Any, state: dict[str, Any]) -> None:
+def _restore(callback: Any, state: dict[str, Any]) -> None:
     if "own" in state:
         callback.set_state(state["own"])
         return
     if state.get("monitors"):
         compat.choose_monitor(callback)  # Changes attributes that follow.
     if isinstance(callback, keras.callbacks.CSVLogger | keras.callbacks.ProgbarLogger):
-        vars(callback).update(
-            {name: value for name, value in state.items() if name != "file_bytes"}
-        )
+        own = {name: value for name, value in state.items() if name != "file_bytes"}
+        vars(callback).update(own)
     for name, value in state.get("attributes", {}).items():
+        # In place where it can be: others may hold it, and it keeps its type.
         own = vars(callback).get(name)
-        if isinstance(own, dict) and isinstance(
-            value, dict
-        ):  # In place: others may hold it, and it keeps its type.
+        if isinstance(own, dict) and isinstance(value, dict):
             own.clear()
             own.update(value)
         elif isinstance(own, list) and isinstance(value, list):
             own[:] = value
+        elif isinstance(own, deque):
+            vars(callback)[name] = deque(value, own.maxlen)
         else:
-            vars(callback)[name] = (
-                deque(value, own.maxlen) if isinstance(own, deque) else value
-            )
+            vars(callback)[name] = value
 
 
 def _constructor_names(callback: Any) -> set[str]:

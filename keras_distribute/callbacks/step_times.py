@@ -63,9 +63,11 @@ class StepTimeReport(keras.callbacks.Callback):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         >>> report = kd.callbacks.StepTimeReport(num_steps=4, verbose=0)
-        >>> _ = model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=8, verbose=0, callbacks=[report])
-        >>> parts = report.milliseconds
-        >>> abs(parts["step"] - sum(parts[part] for part in ("input", "dispatch", "devices", "callbacks"))) < 1e-6
+        >>> x, y = np.ones((80, 3)), np.ones((80, 1))
+        >>> _ = model.fit(x, y, batch_size=8, verbose=0, callbacks=[report])
+        >>> times = report.milliseconds
+        >>> parts = ("input", "dispatch", "devices", "callbacks")
+        >>> abs(times["step"] - sum(times[part] for part in parts)) < 1e-6
         True
     """
 
@@ -87,12 +89,8 @@ class StepTimeReport(keras.callbacks.Callback):
             checks.path("trace_dir", trace_dir)
         if not isinstance(verbose, bool):
             checks.count("verbose", verbose)
-        self._num_steps, self._skip, self._trace_dir, self._verbose = (
-            num_steps,
-            skip,
-            trace_dir,
-            verbose,
-        )
+        self._num_steps, self._skip = num_steps, skip
+        self._trace_dir, self._verbose = trace_dir, verbose
         self.milliseconds: dict[str, float] = {}
         self._done = self._left = 0
         self._times: timing.Times | None = None
@@ -100,12 +98,8 @@ class StepTimeReport(keras.callbacks.Callback):
         self._first = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._done, self._left, self._times, self.milliseconds = (
-            0,
-            self._num_steps,
-            None,
-            {},
-        )
+        self._done, self._left = 0, self._num_steps
+        self._times, self.milliseconds = None, {}
         self._reduction = _reduction_of(self.model)
         if self._trace_dir is not None and libtpu.profiling_ends_the_process():
             raise DeviceError(
@@ -119,7 +113,8 @@ class StepTimeReport(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first = batch
         if self._times is not None:
-            self._finish_if_enough()
+            if self._left <= 0:
+                self._finish()
         elif self._left and self._done >= self._skip:
             self._begin()
 
@@ -127,9 +122,8 @@ class StepTimeReport(keras.callbacks.Callback):
         steps = batch - self._first + 1
         self._done += steps
         if self._times is not None:  # Keras has waited for the logs.
-            self._devices += time.perf_counter() - self._times.ended.get(
-                "dispatch", time.perf_counter()
-            )
+            now = time.perf_counter()
+            self._devices += now - self._times.ended.get("dispatch", now)
             self._left -= steps
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -143,15 +137,8 @@ class StepTimeReport(keras.callbacks.Callback):
     def _begin(self) -> None:
         if self._trace_dir is not None:
             jax.profiler.start_trace(self._trace_dir)
-        self._times, self._devices, self._begun = (
-            timing.start(),
-            0.0,
-            time.perf_counter(),
-        )
-
-    def _finish_if_enough(self) -> None:
-        if self._left <= 0:
-            self._finish()
+        self._times, self._devices = timing.start(), 0.0
+        self._begun = time.perf_counter()
 
     def _finish(self) -> None:
         times, elapsed = self._times, time.perf_counter() - self._begun
@@ -162,16 +149,12 @@ class StepTimeReport(keras.callbacks.Callback):
             jax.profiler.stop_trace()
         steps = self._num_steps - self._left
         self._left = 0
-        known = {
-            "input": times.seconds["input"],
-            "dispatch": times.seconds["dispatch"],
-            "devices": self._devices,
-        }
-        parts = {**known, "callbacks": elapsed - sum(known.values()), "step": elapsed}
-        parts |= {part: times.seconds[part] for part in BEHIND}
-        self.milliseconds = {
-            part: 1000 * seconds / steps for part, seconds in parts.items()
-        } | self._reduction
+        known = {part: times.seconds[part] for part in ("input", "dispatch")}
+        known["devices"] = self._devices
+        seconds = known | {"callbacks": elapsed - sum(known.values()), "step": elapsed}
+        seconds |= {part: times.seconds[part] for part in BEHIND}
+        per_step = {part: 1000 * value / steps for part, value in seconds.items()}
+        self.milliseconds = per_step | self._reduction
         if self._verbose and is_chief():
             sys.stdout.write(f"{self.summary()}\n")
 
@@ -232,9 +215,8 @@ class StepTimeReport(keras.callbacks.Callback):
         left = 0.0
         for (part, words), color in zip(PARTS.items(), _COLORS, strict=True):
             value = self.milliseconds[part]
-            axes.barh(
-                [0], [value], left=left, color=color, label=f"{words}: {value:.2f} ms"
-            )
+            label = f"{words}: {value:.2f} ms"
+            axes.barh([0], [value], left=left, color=color, label=label)
             left += value
         axes.set_yticks([])
         axes.set_xlabel(f"milliseconds of a step ({left:.2f})")
@@ -245,9 +227,7 @@ class StepTimeReport(keras.callbacks.Callback):
 
 
 def _reduction_of(model: Any) -> dict[str, float]:
-    """How long one sum over the replicas of an array as large as all gradients takes,
-    in milliseconds.
-    """
+    """The milliseconds of one all-reduce of an array as large as all gradients."""
     variables = [
         v for v in model.trainable_variables if isinstance(v, DistributedVariable)
     ]

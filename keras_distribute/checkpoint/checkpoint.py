@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,39 +12,16 @@ import keras
 from keras_distribute import checks, context, encoding
 from keras_distribute.checkpoint import matching, tracking, under_way, values
 from keras_distribute.checkpoint.manifest import Manifest
-from keras_distribute.checkpoint.matching import Match, RestoreStatus
+from keras_distribute.checkpoint.matching import RestoreStatus
+from keras_distribute.checkpoint.reading import EACH_PROCESS, Reading
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.cluster import agreement, messages, processes
+from keras_distribute.cluster import agreement, messages
 from keras_distribute.encoding import Arrays
 from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
 
-_EACH = "state of each process"
 Path = str | os.PathLike[str]
-OfAll = Callable[[list[Any]], Any]
 _warned_of_nothing = False
-_OF_ALL = "_keras_distribute_state_of_all"  # A method of objects whose state may go to another number of processes.
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """A checkpoint that was read and verified.
-
-    Args:
-        status: What assigning it restores.
-        manifest: What it says about itself.
-        arrays: Its arrays.
-        assign: Gives the objects their state; may be called again.
-    """
-
-    status: RestoreStatus
-    manifest: Manifest
-    arrays: Arrays
-    assign: Callable[[], None]
-
-    def state_of(self, name: str, of_all: OfAll | None = None) -> Any:
-        """The state of an object that is no variable, as a new structure."""
-        return state_of(name, self.manifest, self.arrays, of_all)
 
 
 class Checkpoint:
@@ -115,15 +90,12 @@ class Checkpoint:
         """How many processes share the variables: all of them save and restore
         together, and the first one writes.
         """
-        variables = tracking.track(self._objects).variables.values()
-        return max(
-            (
-                v.replica_mesh.num_processes
-                for v in variables
-                if isinstance(v, DistributedVariable)
-            ),
-            default=1,
-        )
+        counts = [
+            variable.replica_mesh.num_processes
+            for variable in tracking.track(self._objects).variables.values()
+            if isinstance(variable, DistributedVariable)
+        ]
+        return max(counts, default=1)
 
     @property
     def save_counter(self) -> int:
@@ -196,13 +168,9 @@ class Checkpoint:
                 saved; for the checkpoint of a `CheckpointManager` in a folder with the
                 number of another step.
         """
-        checks.flag("partial", partial)
-        if save_path is None:
-            return _nothing()
-        checks.path("save_path", save_path, error=CheckpointError)
-        path = load_storage().absolute(save_path)
-        reading = self._read(path, partial=partial)
-        reading.assign()
+        reading = self._restore(save_path, partial)
+        if reading is None:
+            return RestoreStatus()
         self._counter = reading.manifest.counter
         return reading.status
 
@@ -210,13 +178,20 @@ class Checkpoint:
         """As `restore`, but the numbering of `save` goes on as if nothing had been
         restored. Source: TF's `read`.
         """
+        reading = self._restore(save_path, partial)
+        return RestoreStatus() if reading is None else reading.status
+
+    def _restore(self, save_path: Path | None, partial: bool) -> Reading | None:
+        """Reads and assigns a checkpoint; `None` for no path."""
         checks.flag("partial", partial)
         if save_path is None:
-            return _nothing()
+            _warn_of_nothing()
+            return None
         checks.path("save_path", save_path, error=CheckpointError)
-        reading = self._read(load_storage().absolute(save_path), partial=partial)
+        path = load_storage().absolute(save_path)
+        reading = self._read(path, partial=partial)
         reading.assign()
-        return reading.status
+        return reading
 
     def _snapshot(
         self,
@@ -231,14 +206,11 @@ class Checkpoint:
         )
         tracking.synchronize(self._objects)
         for value in self._objects.values():
-            optimizer = (
-                getattr(value, "optimizer", None)
-                if isinstance(value, keras.Model)
-                else None
-            )
-            if isinstance(
+            optimizer = getattr(value, "optimizer", None)
+            if isinstance(value, keras.Model) and isinstance(
                 optimizer, keras.optimizers.Optimizer
-            ):  # As `fit` would: its state belongs to the model's.
+            ):
+                # As `fit` would: its state belongs to the model's.
                 tracking.build_optimizer(optimizer, value)
         tracked = tracking.track(self._objects)
         arrays, records = values.fetch(tracked.variables)
@@ -250,19 +222,24 @@ class Checkpoint:
             name: type(optimizer).__name__
             for name, optimizer in tracked.optimizers.items()
         }
-        unbuilt, counter = tracked.unbuilt, self._counter
-        return Manifest(
-            records, objects, optimizers, unbuilt, counter, step, metrics, in_between
-        ), arrays
+        manifest = Manifest(
+            records,
+            objects,
+            optimizers,
+            tracked.unbuilt,
+            self._counter,
+            step,
+            metrics,
+            in_between,
+        )
+        return manifest, arrays
 
     def _state_of(self, name: str, value: Any) -> Any:
-        """The state of an object; where that is another one in each process, all of
-        them.
-        """
+        """The state of an object, or of all processes where theirs differ."""
         state = dict(value) if isinstance(value, dict) else value.get_state()
         states = agreement.exchange(f"the state of {name}", state, self.num_processes)
         alike = len({messages.to_bytes(other, signed=True) for other in states}) == 1
-        return state if alike else {_EACH: states}
+        return state if alike else {EACH_PROCESS: states}
 
     def _read(self, path: str, *, partial: bool) -> Reading:
         """Reads and verifies the checkpoint at `path`; nothing changes yet."""
@@ -273,126 +250,56 @@ class Checkpoint:
         under_way.before_reading(path, self.num_processes)
         manifest, records = storage.read_manifest(path)
         tracking.synchronize(self._objects)
-        tracked = self._tracked_for(manifest)
-        found = matching.match(path, manifest, records, tracked, partial=partial)
-        chosen = {name: tracked.variables[name] for name in found.variables}
+        tracked = self._track_for(manifest)
+        match = matching.match(path, manifest, records, tracked, partial=partial)
+        chosen = {name: tracked.variables[name] for name in match.variables}
         values.check_assignable(chosen, manifest.variables)
         arrays = storage.read_arrays(path, records)
         status = RestoreStatus(
             path=path,
             step=manifest.step,
             metrics=manifest.metrics,
-            restored=(*found.variables, *found.objects),
-            missing=tuple(found.missing),
-            unexpected=tuple(found.unexpected),
-            unbuilt=tuple(found.unbuilt),
+            restored=(*match.variables, *match.objects),
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            unbuilt=tuple(match.unbuilt),
         )
-        return Reading(
-            status,
-            manifest,
-            arrays,
-            lambda: self._assign(found, tracked, manifest, arrays),
-        )
+        return Reading(self._objects, tracked, match, manifest, arrays, status)
 
-    def _tracked_for(self, manifest: Manifest) -> Tracked:
+    def _track_for(self, manifest: Manifest) -> Tracked:
         """What the objects hold, once optimizers have the variables that the checkpoint
         has for them.
         """
         tracked = tracking.track(self._objects)
-        unbuilt = False
+        built = False
         for prefix, optimizer in tracked.optimizers.items():
-            own = prefix.removesuffix("/optimizer")
-            models = (
-                [tracked.models[own]]
-                if own in tracked.models
-                else list(tracked.models.values())
-            )
-            more = any(
-                n.startswith(f"{prefix}/")
-                for n in manifest.variables.keys() - tracked.variables.keys()
-            )
-            if more and len(models) == 1 and not optimizer.built:
+            own = tracked.models.get(prefix.removesuffix("/optimizer"))
+            models = list(tracked.models.values()) if own is None else [own]
+            missing = manifest.variables.keys() - tracked.variables.keys()
+            saved = any(name.startswith(f"{prefix}/") for name in missing)
+            if saved and len(models) == 1 and not optimizer.built:
                 tracking.build_optimizer(optimizer, models[0])
-                unbuilt = True
-        return tracking.track(self._objects) if unbuilt else tracked
-
-    def _assign(
-        self, found: Match, tracked: Tracked, manifest: Manifest, arrays: Arrays
-    ) -> None:
-        tracking.synchronize(self._objects)
-        # Objects first: these may refuse, and then no variable has changed.
-        for name in found.objects:
-            value = tracked.stateful[name]
-            state = state_of(name, manifest, arrays, getattr(value, _OF_ALL, None))
-            if isinstance(value, dict):
-                value.clear()
-                value.update(state)
-            else:
-                value.set_state(state)
-        for name, model in tracked.models.items():
-            if f"{name}/metrics/" in manifest.unbuilt:
-                model.reset_metrics()
-        for name in found.variables:
-            values.assign(
-                tracked.variables[name], arrays[name], manifest.variables[name]
-            )
-        for value in self._objects.values():
-            if isinstance(value, keras.layers.Layer):
-                tracking.refresh(value)
+                built = True
+        return tracking.track(self._objects) if built else tracked
 
 
-def state_of(
-    name: str, manifest: Manifest, arrays: Arrays, of_all: OfAll | None = None
-) -> Any:
-    """The state of an object that was saved, or what this process saved of it.
-
-    Args:
-        name: Of the object.
-        manifest: Of the checkpoint.
-        arrays: Likewise.
-        of_all: Makes the state of this process from those of another number of
-            processes, where that is possible.
-
-    Raises:
-        CheckpointError: Where each process saved a state of its own, and now there is
-            another number of processes.
-    """
-    state = encoding.decode(manifest.objects[name], arrays)
-    if not isinstance(state, dict) or state.keys() != {_EACH}:
-        return state
-    states, count = state[_EACH], processes.process_count()
-    if len(states) != count and of_all is not None:
-        return of_all(states)
-    if len(states) != count:
-        raise CheckpointError(
-            f"{name!r} was saved with a state of its own in each of {len(states)} "
-            "processes.",
-            received=f"a restore in {count}.",
-            fix=f"{len(states)} processes, or restore(..., partial=True) of the other "
-            "objects.",
-        )
-    return states[processes.process_index()]
-
-
-def _nothing() -> RestoreStatus:
-    """What `None` restores; the first time in a process it says so."""
+def _warn_of_nothing() -> None:
+    """Says, once in a process, that `None` restores nothing."""
     global _warned_of_nothing
     if not _warned_of_nothing:
         _warned_of_nothing = True
         warnings.warn(
             "Nothing was restored, since the path was None: everything keeps the "
-            "values "
-            "that it has. At the first start of a run that is right: "
+            "values that it has. At the first start of a run that is right: "
             "manager.latest_checkpoint is None until something was saved. "
             "manager.restore_or_initialize() does the same without this warning; "
             "manager.restore() raises an error where there is no checkpoint.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return RestoreStatus()
 
 
 def load_storage() -> ModuleType:
-    """The room that writes files, which needs Orbax.
+    """The module that reads and writes files, which needs Orbax.
 
     Raises:
         BackendError: If Orbax is not installed.

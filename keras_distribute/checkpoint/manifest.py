@@ -82,7 +82,7 @@ class ArrayRecord:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of one file; `None` for a file of arrays, which have their own."""
+    """Size and checksum of a file; `None` for one of arrays, which have their own."""
 
     size: int
     checksum: int | None
@@ -100,19 +100,14 @@ def as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array, or its bytes where the array store does not know its type."""
-    return (
-        array
-        if array.dtype.name in _STORED_AS_THEY_ARE and array.dtype.isnative
-        else as_bytes(array)
-    )
+    known = array.dtype.name in _STORED_AS_THEY_ARE and array.dtype.isnative
+    return array if known else as_bytes(array)
 
 
 def as_recorded(
     stored: np.ndarray[Any, Any], record: ArrayRecord
 ) -> np.ndarray[Any, Any]:
-    """What `storable` was given. Raises `ValueError` or `TypeError` where that cannot
-    be.
-    """
+    """What `storable` was given; `ValueError` or `TypeError` for anything else."""
     dtype = np.dtype(record.dtype)
     if stored.dtype != dtype and stored.dtype == np.uint8:
         stored = stored.view(dtype).reshape(record.shape)
@@ -123,15 +118,15 @@ def to_bytes(
     manifest: Manifest, arrays: dict[str, ArrayRecord], files: dict[str, FileRecord]
 ) -> bytes:
     """A file of two lines of JSON: its own checksum, and all else."""
-    records = {"arrays": arrays, "files": files}
-    content = dataclasses.asdict(manifest) | {
-        kind: {name: dataclasses.asdict(record) for name, record in named.items()}
-        for kind, named in records.items()
-    }
-    line = json.dumps({"format": FORMAT, **content}).encode()
-    return (
-        json.dumps({"sha256": hashlib.sha256(line).hexdigest()}).encode() + b"\n" + line
-    )
+    content = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    for kind, records in (("arrays", arrays), ("files", files)):
+        content[kind] = {name: dataclasses.asdict(r) for name, r in records.items()}
+    line = json.dumps(content).encode()
+    return _header(line) + b"\n" + line
+
+
+def _header(line: bytes) -> bytes:
+    return json.dumps({"sha256": hashlib.sha256(line).hexdigest()}).encode()
 
 
 def from_bytes(
@@ -144,38 +139,32 @@ def from_bytes(
         CheckpointError: If a later version of this package wrote it.
     """
     header, _, line = file.partition(b"\n")
-    intact = header == json.dumps({"sha256": hashlib.sha256(line).hexdigest()}).encode()
-    if not intact:
+    if header != _header(line):
         raise DamagedCheckpointError(
             f"The file {where!r} is damaged: its checksum is wrong.",
             fix="restore another checkpoint; CheckpointManager.restore(fallback=True) "
             "finds the last good one.",
         )
     content = json.loads(line)
-    if content["format"] != FORMAT:
+    written = content.pop("format")
+    if written != FORMAT:
         raise CheckpointError(
             f"The file {where!r} was written by another version of keras_distribute.",
-            received=f"format {content['format']}, this version reads format {FORMAT}.",
+            received=f"format {written}, this version reads format {FORMAT}.",
             fix="pip install --upgrade keras-distribute",
         )
     arrays = {
         name: ArrayRecord(tuple(record["shape"]), record["dtype"], record["checksum"])
         for name, record in content.pop("arrays").items()
     }
-    files = {
-        name: FileRecord(**record) for name, record in content.pop("files").items()
-    }
-    del content["format"]
-    content["variables"] = {
-        name: VariableRecord(**record) for name, record in content["variables"].items()
-    }
-    return Manifest(**content), arrays, files
+    files = {name: FileRecord(**r) for name, r in content.pop("files").items()}
+    variables = content.pop("variables").items()
+    records = {name: VariableRecord(**record) for name, record in variables}
+    return Manifest(records, **content), arrays, files
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """A name that `numpy.dtype` understands; JAX's small floats have none but their
-    names.
-    """
+    """A name that `numpy.dtype` understands; of JAX's small floats only their own."""
     try:
         if np.dtype(dtype.name) == dtype:
             return dtype.name

@@ -46,22 +46,18 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 
         async def compute() -> None:
             self._before()
-            self._records = {
-                name: ArrayRecord.of(array) for name, array in save.arrays.items()
-            }
+            self._records = {n: ArrayRecord.of(a) for n, a in save.arrays.items()}
 
-        return [
-            futures.CommitFutureAwaitingContractedSignals(compute(), name="checksums")
-        ]
+        future = futures.CommitFutureAwaitingContractedSignals
+        return [future(compute(), name="checksums")]
 
     def finalize(self, directory: epath.Path) -> None:
         """Called by one process, when the items before this one are complete."""
         assert self._manifest is not None
         files = _file_records(directory.parent / ARRAYS)
         assert files, "the arrays come first"
-        (directory / FILE).write_bytes(
-            manifests.to_bytes(self._manifest, self._records, files)
-        )
+        content = manifests.to_bytes(self._manifest, self._records, files)
+        (directory / FILE).write_bytes(content)
         for path in (directory / FILE, directory, *_all_in(directory.parent / ARRAYS)):
             sync(path)
         self._manifest = None
@@ -90,9 +86,8 @@ def sync(path: epath.Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # Some network file systems cannot do that with folders.
+        # Some network file systems cannot do that with folders.
+        if error.errno != errno.EINVAL:
             raise
     finally:
         os.close(descriptor)
@@ -104,17 +99,13 @@ def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
     The large ones hold the arrays, which have checksums of their own: they need not be
     read again.
     """
-    paths = sorted(path for path in _all_in(folder) if not path.is_dir())
-    sizes = [path.stat().length for path in paths]
-    return {
-        str(path.relative_to(folder)): FileRecord(
-            size,
-            zlib.crc32(path.read_bytes())
-            if size <= _SMALL or path.parent.name != "d"
-            else None,
-        )
-        for path, size in zip(paths, sizes, strict=True)
-    }
+    records: dict[str, FileRecord] = {}
+    for path in sorted(path for path in _all_in(folder) if not path.is_dir()):
+        size = path.stat().length
+        holds_arrays = size > _SMALL and path.parent.name == "d"
+        checksum = None if holds_arrays else zlib.crc32(path.read_bytes())
+        records[str(path.relative_to(folder))] = FileRecord(size, checksum)
+    return records
 
 
 @ocp.args.register_with_handler(ManifestHandler, for_save=True)

@@ -1,10 +1,9 @@
-"""Whether a checkpoint fits the objects that it is to be restored into, and what became
-of it.
-"""
+"""Whether a checkpoint fits the objects that it is restored into, and the outcome."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_distribute.checkpoint.manifest import ArrayRecord, Manifest
@@ -53,9 +52,7 @@ class RestoreStatus:
         variables.
         """
         if self.missing or self.unexpected:
-            raise mismatch(
-                str(self.path), list(self.missing), list(self.unexpected), [], []
-            )
+            raise mismatch(self.path, self.missing, self.unexpected)
         return self
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
@@ -63,7 +60,7 @@ class RestoreStatus:
         have.
         """
         if self.missing:
-            raise mismatch(str(self.path), list(self.missing), [], [], [])
+            raise mismatch(self.path, self.missing)
         return self
 
     def expect_partial(self) -> RestoreStatus:
@@ -104,83 +101,64 @@ def match(
     """
     saved = manifest.variables.keys() | manifest.objects.keys()
     present = tracked.variables.keys() | tracked.stateful.keys()
-    unbuilt = [
-        name for name in saved - present if name.startswith(tuple(tracked.unbuilt))
+    extra, absent = sorted(saved - present), sorted(present - saved)
+    unbuilt = [name for name in extra if name.startswith(tuple(tracked.unbuilt))]
+    unexpected = [name for name in extra if name not in set(unbuilt)]
+    missing = [n for n in absent if not n.startswith(tuple(manifest.unbuilt))]
+    variables = [name for name in tracked.variables if name in manifest.variables]
+    here = {name: _form(variable) for name, variable in tracked.variables.items()}
+    there = {name: _saved_form(manifest, arrays, name) for name in manifest.variables}
+    differing = [
+        f"{name}: {there[name]} in the checkpoint, {here[name]} here"
+        for name in variables
+        if there[name] != here[name]
     ]
-    missing = [
-        name for name in present - saved if not name.startswith(tuple(manifest.unbuilt))
-    ]
-    unexpected = [name for name in saved - present if name not in set(unbuilt)]
-    shapes = [
-        f"{name}: {_form(*saved_form)} in the checkpoint, {_form(*form)} here"
-        for name, variable in tracked.variables.items()
-        if name in manifest.variables
-        for saved_form, form in [
-            (
-                _saved_form(manifest, arrays, name),
-                (tuple(variable.shape), variable.dtype),
-            )
-        ]
-        if saved_form != form
-    ]
-    shapes += [
+    differing += [
         f"{name}: a variable in one, an object with a state in the other"
         for name in saved & present
         if (name in manifest.variables) != (name in tracked.variables)
     ]
-    if shapes or (not partial and (missing or unexpected)):
-        described = [_described(name, tracked) for name in sorted(missing)]
-        named = [_saved_as(name, manifest, arrays) for name in sorted(unexpected)]
+    if differing or (not partial and (missing or unexpected)):
         raise mismatch(
-            path, described, named, sorted(shapes), _other_optimizers(manifest, tracked)
+            path,
+            _described(missing, here, tracked.variables),
+            _described(unexpected, there, manifest.variables),
+            sorted(differing),
+            _other_optimizers(manifest, tracked),
         )
-    return Match(
-        variables=[name for name in tracked.variables if name in manifest.variables],
-        objects=[name for name in tracked.stateful if name in manifest.objects],
-        missing=sorted(missing),
-        unexpected=sorted(unexpected),
-        unbuilt=sorted(unbuilt),
-    )
+    objects = [name for name in tracked.stateful if name in manifest.objects]
+    return Match(variables, objects, missing, unexpected, unbuilt)
 
 
 def mismatch(
-    path: str,
-    missing: list[str],
-    unexpected: list[str],
-    shapes: list[str],
-    optimizers: list[str],
+    path: str | None,
+    missing: Sequence[str],
+    unexpected: Sequence[str] = (),
+    differing: Sequence[str] = (),
+    optimizers: Sequence[str] = (),
 ) -> CheckpointError:
     """The error for a checkpoint of something else."""
     parts = [
         ("missing in the checkpoint", missing),
         ("in the checkpoint only", unexpected),
-        ("of another shape or type", shapes),
+        ("of another shape or type", differing),
     ]
     counted = ", ".join(f"{len(names)} {what}" for what, names in parts if names)
-    lines = [
-        f"The checkpoint {path!r} is of something else: {counted}.",
-        *(f"    {line}" for line in optimizers),
-    ]
+    lines = [f"The checkpoint {path!r} is of something else: {counted}.", *optimizers]
     for what, names in parts:
-        lines += [f"    {what}: {name}" for name in names[:_LISTED]]
-        lines += (
-            [f"    {what}: and {len(names) - _LISTED} more"]
-            if len(names) > _LISTED
-            else []
-        )
+        lines += [f"{what}: {name}" for name in names[:_LISTED]]
+        if len(names) > _LISTED:
+            lines.append(f"{what}: and {len(names) - _LISTED} more")
     return CheckpointError(
-        "\n".join(lines),
+        "\n    ".join(lines),
         fix="build the same objects as when it was saved (an optimizer of a custom "
-        "loop with "
-        "optimizer.build(model.trainable_variables)), or restore(..., partial=True) "
-        "for what has the same name.",
+        "loop with optimizer.build(model.trainable_variables)), or restore(..., "
+        "partial=True) for what has the same name.",
     )
 
 
 def _other_optimizers(manifest: Manifest, tracked: Tracked) -> list[str]:
-    here = {
-        name: type(optimizer).__name__ for name, optimizer in tracked.optimizers.items()
-    }
+    here = {name: type(each).__name__ for name, each in tracked.optimizers.items()}
     return [
         f"{name}: {manifest.optimizers[name]} in the checkpoint, {here[name]} here"
         for name in sorted(manifest.optimizers.keys() & here.keys())
@@ -188,29 +166,17 @@ def _other_optimizers(manifest: Manifest, tracked: Tracked) -> list[str]:
     ]
 
 
-def _saved_form(
-    manifest: Manifest, arrays: dict[str, ArrayRecord], name: str
-) -> tuple[tuple[int, ...], str]:
-    record = arrays[name]
-    return record.shape[1:] if manifest.variables[
-        name
-    ].replicas is not None else record.shape, record.dtype
+def _described(
+    names: list[str], forms: dict[str, str], variables: Mapping[str, Any]
+) -> list[str]:
+    return [f"{n} {forms[n]} ({variables[n].path})" if n in forms else n for n in names]
 
 
-def _form(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{shape} {dtype}"
+def _form(variable: Any) -> str:
+    return f"{tuple(variable.shape)} {variable.dtype}"
 
 
-def _described(name: str, tracked: Tracked) -> str:
-    variable: Any = tracked.variables.get(name)
-    return (
-        name
-        if variable is None
-        else f"{name} {_form(tuple(variable.shape), variable.dtype)} ({variable.path})"
-    )
-
-
-def _saved_as(name: str, manifest: Manifest, arrays: dict[str, ArrayRecord]) -> str:
-    if name not in manifest.variables:
-        return name
-    return f"{name} {_form(*_saved_form(manifest, arrays, name))} ({manifest.variables[name].path})"
+def _saved_form(manifest: Manifest, arrays: dict[str, ArrayRecord], name: str) -> str:
+    record, has_components = arrays[name], manifest.variables[name].replicas is not None
+    shape = record.shape[1:] if has_components else record.shape
+    return f"{shape} {record.dtype}"

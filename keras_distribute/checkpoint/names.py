@@ -37,37 +37,29 @@ def layer_names(layer: Any) -> dict[str, Any]:
                 seen.add(id(variable))
                 name = "variable" if _UNNAMED.match(variable.name) else variable.name
                 found.append((prefix + name, variable))
-        for child, name in zip(children, _chosen_or_counted(children), strict=True):
+        for child, name in zip(children, _counted_names(children), strict=True):
             if id(child) not in seen:
                 seen.add(id(child))
                 walk(child, f"{prefix}{name}/")
 
     walk(layer, "")
-    return dict(
-        zip(
-            _unique([name for name, _ in found]),
-            [variable for _, variable in found],
-            strict=True,
-        )
-    )
+    return _named([name for name, _ in found], [variable for _, variable in found])
 
 
 def metric_names(metrics: list[Any]) -> dict[str, Any]:
     """The variables of metrics: `mean_absolute_error/total`."""
-    variables = [variable for metric in metrics for variable in metric.variables]
     owners = [
-        inner
+        owner
         for metric in metrics
-        for inner in (metric, *getattr(metric, "metrics", []))
+        for owner in (metric, *getattr(metric, "metrics", []))
     ]
     renamed: dict[str, str] = dict(
-        zip([owner.name for owner in owners], _chosen_or_counted(owners), strict=True)
+        zip([owner.name for owner in owners], _counted_names(owners), strict=True)
     )
+    variables = [variable for metric in metrics for variable in metric.variables]
     paths: list[list[str]] = [variable.path.split("/") for variable in variables]
-    names = _unique(
-        ["/".join([renamed.get(part, part) for part in path]) for path in paths]
-    )
-    return dict(zip(names, variables, strict=True))
+    names = ["/".join([renamed.get(part, part) for part in path]) for path in paths]
+    return _named(names, variables)
 
 
 def optimizer_names(optimizer: Any, labels: dict[int, str]) -> dict[str, Any]:
@@ -79,34 +71,21 @@ def optimizer_names(optimizer: Any, labels: dict[int, str]) -> dict[str, Any]:
         labels: Names of model variables by `id`; others are named by their position in
             the optimizer.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    inner_ids = (
-        {id(variable) for variable in inner.variables}
-        if inner is not None
-        else set[int]()
-    )
-    own = [
-        variable for variable in optimizer.variables if id(variable) not in inner_ids
-    ]
-    references = compat_optimizer.built_variables(optimizer) if optimizer.built else []
+    kind, inner = type(optimizer).__name__, getattr(optimizer, "inner_optimizer", None)
+    of_inner = {} if inner is None else optimizer_names(inner, labels)
+    inner_ids = {id(variable) for variable in of_inner.values()}
+    own = [v for v in optimizer.variables if id(v) not in inner_ids]
+    built = compat_optimizer.built_variables(optimizer) if optimizer.built else []
     slots: dict[str, str] = {}
-    for index, reference in enumerate(references):
+    for index, variable in enumerate(built):
         # Source: `BaseOptimizer.add_variable_from_reference`.
-        slots.setdefault(
-            reference.path.replace("/", "_"), labels.get(id(reference), str(index))
-        )
-    kind = type(optimizer).__name__
-    names = _unique([f"{kind}/{_slot_name(variable.name, slots)}" for variable in own])
-    named = dict(zip(names, own, strict=True))
-    if inner is not None:
-        named |= {
-            f"{kind}/{name}": variable
-            for name, variable in optimizer_names(inner, labels).items()
-        }
-    return named
+        slot = variable.path.replace("/", "_")
+        slots.setdefault(slot, labels.get(id(variable), str(index)))
+    named = _named([f"{kind}/{_slot_name(v.name, slots)}" for v in own], own)
+    return named | {f"{kind}/{name}": v for name, v in of_inner.items()}
 
 
-def _chosen_or_counted(instances: list[Any]) -> list[str]:
+def _counted_names(instances: list[Any]) -> list[str]:
     """The name of each, or the one that Keras would have given it, had it begun to
     count here.
     """
@@ -128,10 +107,11 @@ def _slot_name(name: str, slots: dict[str, str]) -> str:
     return name
 
 
-def _unique(names: list[str]) -> list[str]:
+def _named(names: list[str], variables: list[Any]) -> dict[str, Any]:
+    """The variables by name; `#2`, `#3`, ... tell those of one name apart."""
     counts: collections.Counter[str] = collections.Counter()
-    unique = []
-    for name in names:
+    named: dict[str, Any] = {}
+    for name, variable in zip(names, variables, strict=True):
         counts[name] += 1
-        unique.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return unique
+        named[name if counts[name] == 1 else f"{name}#{counts[name]}"] = variable
+    return named

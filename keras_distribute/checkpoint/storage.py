@@ -1,10 +1,10 @@
-"""Checkpoints on disk, by Orbax. Knows arrays and manifests, no variables. Imported
+"""One checkpoint on disk, by Orbax. Knows arrays and manifests, no variables. Imported
 when a checkpoint is first used.
 
     <path>/
         _CHECKPOINT_METADATA     Orbax's
         arrays/                  the arrays by name, an Orbax PyTree: any Orbax reads it
-        manifest/manifest.json   shapes, types, checksums, and the state that is no array
+        manifest/manifest.json   shapes, types, checksums, and state that is no array
 
 Both items are one Orbax checkpoint: written into a folder with another name, which is
 renamed when all is there, and on the disk: a checkpoint that was reported complete
@@ -14,12 +14,10 @@ survives a power cut.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
-import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -28,7 +26,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from keras_distribute import dropped
-from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
@@ -46,204 +43,13 @@ from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would
 # stand there under its name. Renamed first, it is gone at once; the next save empties
 # this, in the background.
-_TRASH = "being_deleted"
-_FALLBACK = "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the last good one."
-# Python and Orbax also take "030" or "３１" for a number: such a folder is nobody's step.
+TRASH = "being_deleted"
+_FALLBACK = (
+    "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the "
+    "last good one."
+)
+# Python and Orbax also take "030" or "３１" for a number: such a folder is no step.
 _STEP = re.compile("0|[1-9][0-9]*")
-
-
-@dataclasses.dataclass
-class _PreserveSome(ocp.checkpoint_managers.PreservationPolicy):
-    """Orbax's question which steps to keep, asked of a function of their numbers."""
-
-    kept: Callable[[list[int]], set[int]]
-    saved: int | None = None  # Stays, also below later steps: `save` has returned it.
-    going: frozenset[int] = frozenset()
-
-    def should_preserve(
-        self,
-        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
-        *,
-        context: ocp.checkpoint_managers.PreservationContext,
-    ) -> Sequence[bool]:
-        steps = [info.step for info in checkpoints]
-        kept = self.kept(steps) | {step for step in steps if step == self.saved}
-        self.going = frozenset(steps) - kept
-        return [step in kept for step in steps]
-
-
-class _StepFolders(ocp.path.step.NameFormat[ocp.path.step.Metadata]):
-    """Orbax's question which folders are the checkpoints of steps."""
-
-    def build_name(self, step: int) -> str:
-        return str(step)
-
-    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
-        for path in ocp.utils.checkpoint_steps_paths(base_path):
-            if _STEP.fullmatch(path.name):
-                yield ocp.path.step.Metadata(int(path.name), path)
-
-    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
-        for found in self.find_all(base_path):
-            if found.step == step:
-                return found
-        raise ValueError(f"There is no step {step} in {base_path}.")
-
-
-class Writer:
-    """Writes the checkpoints of a folder, one subfolder a step, and deletes old ones
-    once a new one is complete.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        kept: Callable[[list[int]], set[int]],
-        *,
-        asynchronous: bool,
-    ) -> None:
-        self._directory = directory
-        self._policy = _PreserveSome(kept)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._policy,
-            step_name_format=_StepFolders(),
-            enable_async_checkpointing=asynchronous,
-            # In the background, a folder that cannot be made leaves threads that wait
-            # for it for five minutes.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-            cleanup_tmp_directories=True,
-            todelete_subdir=_TRASH,
-            save_root_metadata=False,
-            lightweight_initialize=True,
-            **_alone(
-                create=False
-            ),  # Orbax makes no folder for one of several processes.
-        )
-        self._saving = directory
-        self._unfinished = False
-        self._failure: Exception | None = None
-        self._lock = threading.RLock()  # Another thread may read what is being written.
-        handlers: Any = {
-            ARRAYS: _array_handler(),
-            MANIFEST: ManifestHandler(self._empty_trash),
-        }
-        with _writing(directory):
-            if jax.process_count() > 1:
-                epath.Path(directory).mkdir(parents=True, exist_ok=True)
-            self._empty_trash()
-            self._manager = ocp.CheckpointManager(
-                directory, options=options, item_handlers=handlers
-            )
-        _open_writers.add(self)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way in the background."""
-        return self._unfinished and self._manager.is_saving_in_progress()
-
-    def save(self, step: int, manifest: Manifest, arrays: Arrays) -> frozenset[int]:
-        """Starts to write; the arrays must stay as they are until it has finished.
-
-        Returns:
-            The steps that will be deleted then.
-        """
-        with self._lock:
-            self.wait()
-            self._saving = step_path(self._directory, step)
-            _check_free(self._saving)
-            if step in self._manager.all_steps():
-                self._recount()  # Another manager has deleted it.
-            self._policy.saved = step
-            self._unfinished = True  # Also if Ctrl-C comes in the middle.
-            try:
-                with _writing(self._saving):
-                    args = _save_args(manifest, arrays)
-                    self._manager.save(step, args=args, force=True)
-            except Exception:
-                self._unfinished = False
-                self._recount()
-                raise
-            return self._policy.going
-
-    def finish(self) -> Exception | None:
-        """Returns when the last save has finished: with its error, until `wait` has
-        raised it.
-        """
-        with self._lock:
-            if self._unfinished:
-                try:
-                    with _writing(self._saving):
-                        self._manager.wait_until_finished()
-                        _sync_names(self._saving)
-                except Exception as error:
-                    self._failure = error
-                    self._recount()
-                self._unfinished = False
-            return self._failure
-
-    def wait(self) -> None:
-        """Returns when the save is complete; raises `CheckpointError` if it failed,
-        once.
-        """
-        with self._lock:
-            failure, self._failure = self.finish(), None
-            self._forget_errors()
-        if failure is not None:
-            raise failure
-
-    def delete(self, step: int) -> None:
-        """Deletes a step."""
-        with _writing(step_path(self._directory, step)):
-            if step not in self._manager.all_steps():
-                self._recount()  # Another manager has written it.
-            self._manager.delete(step)
-            self._empty_trash()
-
-    def close(self) -> None:
-        """Waits, and gives threads back; also called when the program ends."""
-        if self not in _open_writers:
-            return
-        _open_writers.discard(self)
-        with _writing(self._saving):
-            try:
-                self.wait()
-            finally:
-                self._manager.close()
-            self._empty_trash()
-
-    def _recount(self) -> None:
-        """Looks which steps there are: Orbax counts, also a failed step in, and what it
-        was to delete out.
-        """
-        with contextlib.suppress(
-            Exception
-        ):  # It also reads files, which may be damaged.
-            self._manager.reload()
-
-    def _forget_errors(self) -> None:
-        """Lets Orbax raise here what it has raised in another thread, and would again."""
-        with contextlib.suppress(Exception):
-            self._manager.wait_until_finished()
-
-    def _empty_trash(self) -> None:
-        trash = epath.Path(self._directory) / _TRASH
-        if trash.exists():
-            trash.rmtree(missing_ok=True)
-
-
-_open_writers: set[Writer] = set()
-
-
-def _close_all() -> None:
-    dropped.settle()
-    with (
-        contextlib.ExitStack() as all_of_them
-    ):  # An error in one keeps none from closing.
-        for writer in list(_open_writers):
-            all_of_them.callback(writer.close)
-
-
-compat.before_exit(_close_all)
 
 
 def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
@@ -253,30 +59,23 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     Raises:
         CheckpointError: If it cannot be written; nothing is left at `path` then.
     """
-    with _writing(path):
+    with writing(path):
         if epath.Path(path).exists():
             raise CheckpointError(
                 f"There is something at {path!r} already.",
                 fix="checkpoint.save(prefix), which numbers its checkpoints, or a "
-                "CheckpointManager, which also "
-                "deletes old ones.",
+                "CheckpointManager, which also deletes old ones.",
             )
-        composite: dict[str, Any] = {
-            "arrays": _array_handler(),
-            "manifest": ManifestHandler(),
-        }
-        if jax.process_count() > 1:
-            composite["composite_options"] = ocp.CompositeOptions(**_alone())
-        handler = ocp.CompositeCheckpointHandler(**composite)
+        options = ocp.CompositeOptions(**act_alone())
+        items: Any = {"arrays": array_handler(), "manifest": ManifestHandler()}
+        handler = ocp.CompositeCheckpointHandler(composite_options=options, **items)
         with contextlib.closing(_checkpointer(handler)) as checkpointer:
-            checkpointer.save(path, args=_save_args(manifest, arrays))
-        _sync_names(path)
+            checkpointer.save(path, args=save_args(manifest, arrays))
+        sync_names(path)
 
 
-def _sync_names(path: str) -> None:
-    """The names of a checkpoint's parts, its own, and that of the folder with all
-    checkpoints, which may be new.
-    """
+def sync_names(path: str) -> None:
+    """Puts on the disk the names in a checkpoint's folder and in the two above it."""
     folder = epath.Path(path)
     for each in (folder, folder.parent, folder.parent.parent):
         sync(each)
@@ -297,26 +96,15 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
     with _reading(path):
         file = folder / MANIFEST / FILE
         if not folder.exists():
-            beside = (
-                sorted(other.name for other in folder.parent.iterdir())
-                if folder.parent.is_dir()
-                else []
-            )
-            raise CheckpointError(
-                f"There is no checkpoint at {path!r}.",
-                received=f"{str(folder.parent)!r} holds {', '.join(beside)}."
-                if beside
-                else None,
-                fix="manager.wait() in every process first: process 0 is writing it."
-                if under_way.is_elsewhere(path)
-                else "the path that checkpoint.save or manager.save returned; manager.all_steps() lists the steps.",
-            )
+            raise _no_checkpoint(folder, path)
         if not file.exists():
+            received = "a file."
+            if folder.is_dir():
+                names = sorted(other.name for other in folder.iterdir())
+                received = f"a folder with {', '.join(names) or 'nothing in it'}."
             raise DamagedCheckpointError(
                 f"{path!r} is no complete checkpoint: it has no {MANIFEST}/{FILE}.",
-                received=f"a folder with {', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing in it'}."
-                if folder.is_dir()
-                else "a file.",
+                received=received,
                 fix=_FALLBACK,
             )
         manifest, arrays, files = manifests.from_bytes(file.read_bytes(), str(file))
@@ -325,8 +113,24 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
         return manifest, arrays
 
 
-def _check_free(path: str) -> None:
-    """Refuses the name of a file, or of a link to nothing, which Orbax would replace."""
+def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
+    parent, fix = (
+        folder.parent,
+        "the path that checkpoint.save or manager.save returned; ",
+    )
+    names = sorted(other.name for other in parent.iterdir()) if parent.is_dir() else []
+    fix += "manager.all_steps() lists the steps."
+    if under_way.is_elsewhere(path):
+        fix = "manager.wait() in every process first: process 0 is writing it."
+    return CheckpointError(
+        f"There is no checkpoint at {path!r}.",
+        received=f"{str(parent)!r} holds {', '.join(names)}." if names else None,
+        fix=fix,
+    )
+
+
+def check_free(path: str) -> None:
+    """Refuses a file or a broken link, which Orbax would replace."""
     if os.path.lexists(path) and not epath.Path(path).is_dir():
         raise CheckpointError(
             f"There is something at {path!r} already, and it is no checkpoint.",
@@ -353,14 +157,11 @@ def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
         path = folder / name
         if not path.exists():
             damaged.append(f"{path} (missing)")
-        elif path.stat().length != record.size:
-            damaged.append(
-                f"{path} ({path.stat().length} bytes instead of {record.size})"
-            )
-        elif (
-            record.checksum is not None
-            and zlib.crc32(path.read_bytes()) != record.checksum
-        ):
+            continue
+        size, checksum = path.stat().length, record.checksum
+        if size != record.size:
+            damaged.append(f"{path} ({size} bytes instead of {record.size})")
+        elif checksum is not None and zlib.crc32(path.read_bytes()) != checksum:
             damaged.append(f"{path} (wrong checksum)")
     if damaged:
         raise DamagedCheckpointError(
@@ -390,33 +191,28 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
     folder = epath.Path(path) / ARRAYS
     stored: dict[str, Any] = {}
     if names:
+        wanted = ocp.RestoreArgs(restore_type=np.ndarray)
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, wanted)
+        )
         with (
             _reading(str(folder)),
-            contextlib.closing(_checkpointer(_array_handler())) as checkpointer,
+            contextlib.closing(_checkpointer(array_handler())) as checkpointer,
         ):
-            wanted = ocp.RestoreArgs(restore_type=np.ndarray)
-            stored = checkpointer.restore(
-                folder,
-                args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(names, 0),
-                    restore_args=dict.fromkeys(names, wanted),
-                ),
-            )
+            stored = checkpointer.restore(folder, args=args)
     damaged = []
     for name in names:
         try:
-            arrays[name] = manifests.as_recorded(
-                np.asarray(stored[name]), records[name]
-            )
-            intact = ArrayRecord.of(arrays[name]) == records[name]
+            array = manifests.as_recorded(np.asarray(stored[name]), records[name])
+            intact = ArrayRecord.of(array) == records[name]
+            arrays[name] = array
         except (KeyError, ValueError, TypeError):
             intact = False
         damaged += [] if intact else [name]
     if damaged:
         raise DamagedCheckpointError(
             f"The files in {str(folder)!r} are damaged: {len(damaged)} array(s) are "
-            "not what was saved: "
-            f"{', '.join(damaged)}.",
+            f"not what was saved: {', '.join(damaged)}.",
             fix=_FALLBACK,
         )
     return arrays
@@ -428,17 +224,22 @@ def steps_in(directory: str) -> list[int]:
     """
     dropped.settle()
     with _reading(directory):
-        found = (
-            _StepFolders().find_all(directory) if epath.Path(directory).is_dir() else ()
-        )
-        return sorted(step.step for step in found)
+        return sorted(int(path.name) for path in step_folders(directory))
+
+
+def step_folders(directory: Any) -> list[epath.Path]:
+    """The folders of complete checkpoints of steps."""
+    if not epath.Path(directory).is_dir():
+        return []
+    paths = ocp.utils.checkpoint_steps_paths(directory)
+    return [path for path in paths if _STEP.fullmatch(path.name)]
 
 
 def remove(directory: str) -> None:
     """Deletes the folder of all steps: renamed first, so that it is gone at once."""
     folder = epath.Path(directory)
-    trash = folder.with_name(f"{folder.name}.{_TRASH}")
-    with _writing(directory):
+    trash = folder.with_name(f"{folder.name}.{TRASH}")
+    with writing(directory):
         if trash.exists():
             trash.rmtree()
         if folder.exists():
@@ -456,42 +257,38 @@ def absolute(path: Any) -> str:
     return str(epath.Path(path).expanduser().absolute())
 
 
-def _save_args(manifest: Manifest, arrays: Arrays) -> Any:
-    # The store takes no array without elements: the manifest alone says that it is
-    # there.
+def save_args(manifest: Manifest, arrays: Arrays) -> Any:
+    # Orbax's store takes no array without elements: the manifest alone names it.
     stored = {
         name: manifests.storable(array) for name, array in arrays.items() if array.size
     }
-    return ocp.args.Composite(
-        **{
-            ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}),
-            MANIFEST: ManifestSave(manifest, arrays),
-        }
-    )
+    items = {
+        ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}),
+        MANIFEST: ManifestSave(manifest, arrays),
+    }
+    return ocp.args.Composite(**items)
 
 
-def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Arrays as they are: weights hardly compress (by 7 %), and take four times as long
-    to write when they do.
-    """
+def array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Uncompressed: weights shrink by 7 %, and take four times as long to write."""
     types = ocp.type_handlers
-    # The arrays are copies already.
-    own = types.create_type_handler_registry(
+    registry = types.create_type_handler_registry(
+        # The arrays are copies already.
         (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, types.ArrayHandler()),
     )
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False, type_handler_registry=own, **_alone()
+        use_compression=False, type_handler_registry=registry, **act_alone()
     )
 
 
 def _checkpointer(handler: Any) -> ocp.Checkpointer:
-    return ocp.Checkpointer(handler, **_alone())
+    return ocp.Checkpointer(handler, **act_alone())
 
 
-def _alone(**more: Any) -> dict[str, Any]:
-    """Orbax's options for one of several processes, which acts by itself: which of them
-    writes is decided before.
+def act_alone(**more: Any) -> dict[str, Any]:
+    """Orbax's options for one of several processes that acts without the others: which
+    of them writes is decided here, not by Orbax.
     """
     if jax.process_count() == 1:
         return {}
@@ -505,7 +302,7 @@ def _alone(**more: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(path: str) -> Generator[None]:
+def writing(path: str) -> Generator[None]:
     """Makes one kind of error of all that can go wrong, and leaves no unfinished files
     behind.
     """
@@ -516,17 +313,15 @@ def _writing(path: str) -> Generator[None]:
     except Exception as error:
         with contextlib.suppress(Exception):
             target = epath.Path(path)
-            for unfinished in target.parent.glob(
-                f"{target.name}.orbax-checkpoint-tmp*"
-            ):
+            pattern = f"{target.name}.orbax-checkpoint-tmp*"
+            for unfinished in target.parent.glob(pattern):
                 unfinished.rmtree()
         raise CheckpointError(
             f"The checkpoint {path!r} could not be written; earlier ones are as they "
             "were.",
             received=_first_line(error),
             fix="make room (CheckpointManager(max_to_keep=...) deletes old "
-            "checkpoints), or choose a folder that can "
-            "be written to, and save again.",
+            "checkpoints), or choose a folder that can be written to, and save again.",
         ) from error
 
 
@@ -543,8 +338,8 @@ def _reading(path: str) -> Generator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    # The array store tells where it was from the outside in, then the cause, then its
-    # own settings.
+    # Orbax's store says where it was from the outside in, then the cause, then its own
+    # settings.
     text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
     if len(text) > 800:
         text = f"{text[:300]} ... {text[-500:]}"

@@ -60,10 +60,9 @@ def check_trackable(name: str, value: Any) -> None:
         f"Checkpoint cannot keep {name!r}.",
         received=f"{name}={checks.shown(value)}, a {type(value).__name__}.",
         fix=f"{name}_state = {{'value': ...}}; Checkpoint({name}={name}_state): a "
-        "dictionary is restored in place. "
-        "Models, layers, optimizers, metrics, seed generators, variables, and objects "
-        "with get_state() and "
-        "set_state(state) can be passed as they are.",
+        "dictionary is restored in place. Models, layers, optimizers, metrics, seed "
+        "generators, variables, and objects with get_state() and set_state(state) can "
+        "be passed as they are.",
     )
 
 
@@ -114,12 +113,8 @@ def track(objects: dict[str, Any]) -> Tracked:
             add(name, {"": value})
         elif not isinstance(value, keras.layers.Layer):
             tracked.stateful[name] = value
-    for (
-        name,
-        value,
-    ) in (
-        objects.items()
-    ):  # After optimizers and metrics that are passed by themselves, too.
+    # After optimizers and metrics that are passed by themselves, too.
+    for name, value in objects.items():
         if isinstance(value, keras.layers.Layer):
             add(f"{name}/metrics", metric_names(value.metrics))
             optimizer = getattr(value, "optimizer", None)
@@ -132,24 +127,20 @@ def track(objects: dict[str, Any]) -> Tracked:
 
 
 def synchronize(objects: dict[str, Any]) -> None:
-    """Puts the values of a `fit` that is running back into the variables of its model."""
+    """Puts the state of a `fit` that is running back into its model's variables."""
     for value in objects.values():
         if isinstance(value, keras.Model):
             value.jax_state_sync()
 
 
 def build_optimizer(optimizer: Any, model: Any) -> None:
-    """Creates an optimizer's variables as the first step of `fit` would, where the
-    model lives.
+    """Creates an optimizer's variables as the first step of `fit` would, under the
+    strategy of the model.
     """
     variables = model.trainable_variables
-    first = variables[0] if variables else None
-    scope = (
-        first.distribute_strategy.scope()
-        if isinstance(first, DistributedVariable)
-        else contextlib.nullcontext()
-    )
-    with scope:
+    with contextlib.ExitStack() as stack:
+        if variables and isinstance(variables[0], DistributedVariable):
+            stack.enter_context(variables[0].distribute_strategy.scope())
         compat_optimizer.build(optimizer, variables)
 
 

@@ -1,10 +1,9 @@
 """Which checkpoints are being written in the background. Knows no Orbax, and reads no
 files.
 
-One process writes, and all that save together know of it: what a folder holds is the
-same to all of them, from the moment when `save` returns. Whether a write has failed
-they learn together, too: when they read that checkpoint, or when its manager waits for
-it.
+One process writes, but all have the same list of steps from the moment when `save`
+returns, and learn together whether the write has failed: when they read the checkpoint,
+or when its manager waits for it.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ class Save:
 
     Args:
         path: Where it will be.
-        step: Of a `CheckpointManager`.
-        metrics: The numbers that it will hold.
-        going: The steps that will be deleted when it is complete.
+        step: The step of the `CheckpointManager`.
+        metrics: The metrics that it will hold.
+        replaces: The steps that will be deleted when it is complete.
         writer: What writes it; `None` in a process that does not.
+        seen: Whether it was in the folder. Gone since, it was deleted.
     """
 
     path: str
     step: int
     metrics: dict[str, float] | None
-    going: frozenset[int]
+    replaces: frozenset[int]
     writer: Writing | None
     seen: bool = False
 
 
-_saves: dict[
-    str, Save
-] = {}  # By folder: before a manager writes, it waits for any other.
+# By folder: before a manager writes, it waits for any other.
+_saves: dict[str, Save] = {}
 
 
 def begin(save: Save) -> None:
@@ -61,13 +60,13 @@ def begin(save: Save) -> None:
 
 
 def forget(save: Save | None) -> None:
-    """What the folder holds is the truth again: it is complete, or its error was told."""
+    """From now on the folder alone counts: complete, or its error was raised."""
     if save is not None and _saves.get(_folder_of(save.path)) is save:
         del _saves[_folder_of(save.path)]
 
 
 def in_folder(directory: str) -> Save | None:
-    """The save that is under way in a folder, or whose error nobody was told yet."""
+    """The save that is under way in a folder, or whose error is still to be raised."""
     return _saves.get(_key(directory))
 
 
@@ -76,7 +75,7 @@ def steps(directory: str, complete: Callable[[], list[int]]) -> list[int]:
 
     Args:
         directory: The folder.
-        complete: The steps that are complete, as the folder has them now.
+        complete: Lists the steps that are complete now.
     """
     save = in_folder(directory)
     writer = None if save is None else save.writer
@@ -86,20 +85,15 @@ def steps(directory: str, complete: Callable[[], list[int]]) -> list[int]:
     found = set(complete())
     if save is None:
         return sorted(found)
-    # Where it was seen, and is no more, somebody has deleted it.
     save.seen = save.seen or save.step in found
-    return sorted((found if save.seen else found | {save.step}) - save.going)
+    return sorted((found if save.seen else found | {save.step}) - save.replaces)
 
 
 def finish(directory: str, num_processes: int) -> tuple[Save | None, Exception | None]:
-    """Returns when nothing is being written to a folder any more.
-
-    Args:
-        directory: The folder.
-        num_processes: How many processes call this together.
+    """Waits until nothing is being written to a folder.
 
     Returns:
-        The save that was under way, and its error.
+        The save that was under way, and its error, in all of the processes.
     """
 
     def finished() -> Exception | None:
@@ -114,16 +108,9 @@ def finish(directory: str, num_processes: int) -> tuple[Save | None, Exception |
 
 
 def before_reading(path: str, num_processes: int) -> None:
-    """Returns when `path` is complete, if it is being written.
+    """Waits until `path` is complete, if it is being written; raises its error.
 
     A save that is under way beside it also ends first, since it may delete it.
-
-    Args:
-        path: A checkpoint.
-        num_processes: How many processes read it together.
-
-    Raises:
-        CheckpointError: If it could not be written.
     """
     save, error = finish(_folder_of(path), num_processes)
     if error is not None and save is not None and _key(save.path) == _key(path):

@@ -27,9 +27,6 @@ from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]:
     """Copies of the variables' values in host memory, which no later step can change.
 
-    Args:
-        variables: By name.
-
     Returns:
         Arrays of the variables' shapes, `(num_replicas, *shape)` for sync-on-read ones,
         and how to read them.
@@ -45,7 +42,7 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
     for name, variable in variables.items():
         array = compat.stored_array(variable)
         if isinstance(variable, SyncOnReadVariable):
-            arrays[name] = _components(name, array)
+            arrays[name] = _components(array)
             records[name] = VariableRecord(
                 variable.path, len(arrays[name]), variable.aggregation
             )
@@ -56,28 +53,13 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
 
 
 def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -> None:
-    """Gives a variable its value again.
-
-    Args:
-        variable: Any Keras variable, of our kinds or Keras's own.
-        array: As `fetch` returned it, of the variable's shape and type.
-        record: Likewise.
-    """
-    if _same_replicas(variable, record):
-        variable.assign(
-            PerReplica(
-                stacked=variable.replica_mesh.put_split(
-                    _own_components(variable, array)
-                )
-            )
-        )
-    else:
+    """Gives a variable, ours or Keras's own, the value that `fetch` returned."""
+    if not _same_replicas(variable, record):
         variable.assign(_value(array, record))
-
-
-def _own_components(variable: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    own = variable.replica_mesh.local_replicas
-    return array[own.start : own.stop]
+        return
+    mesh = variable.replica_mesh
+    own = array[mesh.local_replicas.start : mesh.local_replicas.stop]
+    variable.assign(PerReplica(stacked=mesh.put_split(own)))
 
 
 def check_assignable(
@@ -90,9 +72,9 @@ def check_assignable(
         CheckpointError: For components that have no aggregation, on another number of
             replicas.
     """
+    here = context.get_strategy() if context.has_strategy() else None
     for name, variable in variables.items():
         record = records[name]
-        here = context.get_strategy() if context.has_strategy() else None
         if isinstance(variable, DistributedVariable) and here not in (
             None,
             variable.distribute_strategy,
@@ -136,14 +118,12 @@ def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
         return array[0]
     stacked = jnp.asarray(array)
     total = jnp.sum(stacked, 0, dtype=stacked.dtype)
-    return (
-        total
-        if record.aggregation == "sum"
-        else (total / record.replicas).astype(stacked.dtype)
-    )
+    if record.aggregation == "sum":
+        return total
+    return (total / record.replicas).astype(stacked.dtype)
 
 
-def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
+def _components(array: jax.Array) -> np.ndarray[Any, Any]:
     if not array.is_fully_addressable:  # Every process takes part, and gets all.
         return np.asarray(on_every_replica(array).addressable_data(0))
     components = np.empty(array.shape, array.dtype)
@@ -153,8 +133,8 @@ def _components(name: str, array: jax.Array) -> np.ndarray[Any, Any]:
 
 
 def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
-    # On a CPU this is the variable's own memory, which the next step is given to write
-    # into.
+    # On a CPU this is the variable's own memory, which XLA gives the next step to write
+    # into: its buffers are donated.
     shared = next(iter(array.devices())).platform == "cpu"
     return np.array(on_host(array)) if shared else on_host(array)
 

@@ -1,6 +1,4 @@
-"""Which resolver is meant where the user names none: what the environment says, or what
-runs already.
-"""
+"""The resolver for a user who names none, by the environment or what runs already."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ def automatic_resolver() -> ClusterResolver:
     if "OMPI_COMM_WORLD_SIZE" in variables:
         return OpenMPIClusterResolver()
     tasks = "SLURM_STEP_NUM_TASKS"
-    in_step = "SLURM_PROCID" in variables and tasks in variables
-    if in_step and environment.number(tasks) > 1:
+    if {"SLURM_PROCID", tasks} <= variables.keys() and environment.number(tasks) > 1:
         return SlurmClusterResolver()
     if variables.get("SM_HOSTS"):
         return SageMakerClusterResolver()

@@ -1,4 +1,4 @@
-"""Numbers and JSON in environment variables. Knows nothing of what they mean."""
+"""Numbers and JSON in environment variables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def number(name: str, given: str | None = None) -> int:
-    """The number from 0 on in an environment variable, which is set.
-
-    Args:
-        name: Of the variable.
-        given: What stands in the place of its text.
-
-    Raises:
-        ClusterError: For what is none.
-    """
+    """The number in an environment variable, or in `given`: digits alone."""
     text = (os.environ[name] if given is None else given).strip()
     if not _NUMBER.fullmatch(text):
         raise ClusterError(
@@ -32,11 +24,7 @@ def number(name: str, given: str | None = None) -> int:
 
 
 def json_value(name: str, kind: type = dict) -> Any:
-    """The JSON in an environment variable; nothing where it is not set or empty.
-
-    Raises:
-        ClusterError: For what is no JSON, or JSON of another kind.
-    """
+    """The JSON in an environment variable; an empty `kind` where it is not set."""
     text = os.environ.get(name, "")
     received, fix = f"{checks.shown(text)}.", f"check {name}."
     try:

@@ -1,6 +1,4 @@
-"""Clusters in Google's cloud: instance groups of virtual machines, and TPUs. Google's
-own client asks for them.
-"""
+"""Clusters in Google's cloud: instance groups of virtual machines, and TPU slices."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import http.client
 import importlib
 import os
 import urllib.request
-from collections import Counter
 from typing import Any
 
 import jax
@@ -27,18 +24,14 @@ from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import BackendError, ClusterError
 
 _LOCAL, _CPU = "local", "cpu"
-_CHIPS = (
-    "/dev/accel*",
-    "/dev/vfio/[0-9]*",
-)  # Where Linux shows the chips of a TPU virtual machine.
+_CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # The chips of a TPU virtual machine.
 _TPU_PORT = "8470"
 _COORDINATOR_PORT = "8476"  # JAX's own choice on TPUs.
 _METADATA_SECONDS = 10.0
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks Google Compute Engine for the addresses of the instances of a group, in
-    ascending order.
+    """Asks Google Compute Engine for the sorted addresses of an instance group.
 
     It cannot say which of them this process is: pass `task_id`. Needs `pip install
     google-api-python-client`. Source:
@@ -48,9 +41,9 @@ class GCEClusterResolver(ClusterResolver):
 
     Args:
         project: The name of the project.
-        zone: Where the group is.
-        instance_group: Its name.
-        port: Of each process.
+        zone: The zone of the group.
+        instance_group: The name of the group.
+        port: The port of each process.
         task_type: The job that the instances belong to.
         task_id: The number of this process, in the order of the addresses.
         rpc_layer: The protocol that `master` puts in front.
@@ -79,10 +72,9 @@ class GCEClusterResolver(ClusterResolver):
             checks.text(name, value)
         check_port("port", port)
         checks.text("task_type", task_type)
-        check_task(task_type, task_id, rpc_layer)
-        self._place = {"project": project, "zone": zone}
+        self._set_task(task_type, task_id, rpc_layer)
+        self._zone = {"project": project, "zone": zone}
         self._group, self._port = instance_group, port
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
         self._service = _service("compute", credentials) if service is None else service
 
     @property
@@ -101,7 +93,7 @@ class GCEClusterResolver(ClusterResolver):
         """The running instances, asked for now."""
         groups, instances = self._service.instanceGroups(), self._service.instances()
         request = groups.listInstances(
-            **self._place,
+            **self._zone,
             instanceGroup=self._group,
             body={"instanceState": "RUNNING"},
             orderBy="name",
@@ -111,10 +103,9 @@ class GCEClusterResolver(ClusterResolver):
             response = request.execute()
             for item in response.get("items", []):
                 name = item["instance"].split("/")[-1]
-                details = instances.get(**self._place, instance=name).execute()
-                addresses.append(
-                    f"{details['networkInterfaces'][0]['networkIP']}:{self._port}"
-                )
+                details = instances.get(**self._zone, instance=name).execute()
+                host = details["networkInterfaces"][0]["networkIP"]
+                addresses.append(f"{host}:{self._port}")
             request = groups.listInstances_next(
                 previous_request=request, previous_response=response
             )
@@ -124,25 +115,23 @@ class GCEClusterResolver(ClusterResolver):
 class TPUClusterResolver(ClusterResolver):
     """The hosts of a TPU slice.
 
-    JAX runs one process on each host of a slice, and all of them run the same program;
-    nothing connects to a TPU from outside. So this resolver only says which hosts there
-    are, and which of them this is. Source:
-    `tf.distribute.cluster_resolver.TPUClusterResolver`. Differs from TF: nothing is
-    started or initialized; there is no `set_tpu_topology` and no
-    `tpu_hardware_feature`; without a name, the hosts of the TPU virtual machine are
-    taken where its environment names them; `"cpu"` stands for CPU devices in the place
-    of TPUs.
+    JAX runs one process on each host of a slice, with the same program; nothing
+    connects to a TPU from outside. So this resolver only says which hosts there are,
+    and which one this is. Source: `tf.distribute.cluster_resolver.TPUClusterResolver`.
+    Differs from TF: nothing is started or initialized; there is no `set_tpu_topology`
+    and no `tpu_hardware_feature`; without a name, the hosts are those that the
+    environment of the TPU virtual machine names; `"cpu"` means CPU devices.
 
     Args:
         tpu: `"local"`, the chips of this machine; `""`, what the environment names,
-            else the slice that this machine belongs to; addresses,
-            `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for which
-            the Cloud TPU API is asked (`pip install google-api-python-client`); or
-            `"cpu"`, to run a program for TPUs on CPU devices. By default what
+            else the slice of this machine; addresses,
+            `grpc://10.0.0.1:8470,grpc://10.0.0.2:8470`; the name of a TPU, for the
+            Cloud TPU API (`pip install google-api-python-client`); or `"cpu"`, to run a
+            program for TPUs on CPU devices. By default what
             `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
-            `TPU_WORKER_HOSTNAMES` says.
-        zone: Where it is; by default where this machine is.
-        project: Whose it is; by default that of this machine.
+            `TPU_WORKER_HOSTNAMES` names.
+        zone: The zone of the TPU; by default that of this machine.
+        project: The project of the TPU; by default that of this machine.
         job_name: The job of the hosts.
         coordinator_name: A further job.
         coordinator_address: The address of its only task.
@@ -157,7 +146,8 @@ class TPUClusterResolver(ClusterResolver):
 
     Example:
         >>> import keras_distribute as kd
-        >>> resolver = kd.cluster_resolver.TPUClusterResolver("grpc://10.0.0.1:8470,10.0.0.2")
+        >>> hosts = "grpc://10.0.0.1:8470,10.0.0.2"
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver(hosts)
         >>> resolver.cluster_spec()
         ClusterSpec({'worker': ['10.0.0.1:8470', '10.0.0.2:8470']})
         >>> resolver.master()
@@ -187,11 +177,6 @@ class TPUClusterResolver(ClusterResolver):
         for name, value in names.items():
             checks.instance(name, value, str | None, f"{name} is a string.", fix)
         checks.text("job_name", job_name)
-        config = json_value("TPU_CONFIG")
-        for name in ("tpu_node_name", "project", "zone"):
-            what = f"{name!r} in TPU_CONFIG is a string."
-            value, kinds = config.get(name), str | None
-            checks.instance(name, value, kinds, what, "check TPU_CONFIG.", ClusterError)
         if isinstance(tpu, list):
             if len(tpu) != 1:
                 raise ClusterError(
@@ -199,17 +184,8 @@ class TPUClusterResolver(ClusterResolver):
                 )
             tpu = tpu[0]
         checks.instance("tpu", tpu, str | None, "A TPU is named by a string.", fix)
-        environment = (
-            os.environ.get(name)
-            for name in ("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_NAME")
-        )
-        hosts = hosts_of_environment()
-        found = (
-            tpu
-            or next((name for name in environment if name), None)
-            or config.get("tpu_node_name")
-        )
-        self._tpu: str = found or ("grpc://" + hosts if hosts else "")
+        config = _tpu_config()
+        self._tpu = tpu or _tpu_of_environment(config)
         self._asks_machine = not self._tpu and tpu == ""
         if self._asks_machine:
             self._tpu = _LOCAL
@@ -219,24 +195,18 @@ class TPUClusterResolver(ClusterResolver):
                 received="no tpu, and no TPU_NAME or TPU_WORKER_HOSTNAMES in the "
                 "environment.",
                 fix='TPUClusterResolver("local") for the chips of this machine, or '
-                'TPUClusterResolver("cpu") for CPU '
-                "devices in their place.",
+                'TPUClusterResolver("cpu") for CPU devices in their place.',
             )
-        self._task_type, self._task_id, self._rpc_layer = job_name, 0, "grpc"
+        self._set_task(job_name, 0, "grpc")
         self._coordinator = (coordinator_name, coordinator_address)
-        self._node = ""
-        self._service: Any = None
-        if self._tpu not in (_LOCAL, _CPU) and not self._tpu.startswith("grpc://"):
-            project = (
-                project or config.get("project") or _metadata("project/project-id")
-            )
-            zone = (
-                zone or config.get("zone") or _metadata("instance/zone").split("/")[-1]
-            )
+        self._node, self._service = "", service
+        if self._has_hosts and not self._tpu.startswith("grpc://"):
+            project = project or config["project"] or _metadata("project/project-id")
+            zone = zone or config["zone"] or _metadata("instance/zone").split("/")[-1]
             self._node = f"projects/{project}/locations/{zone}/nodes/{self._tpu}"
-            url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
-            own = _service("tpu", credentials, url) if service is None else service
-            self._service = own
+            if service is None:
+                url = os.environ.get("TPU_API_DISCOVERY_URL") or discovery_url
+                self._service = _service("tpu", credentials, url)
 
     @staticmethod
     def connect(
@@ -250,11 +220,15 @@ class TPUClusterResolver(ClusterResolver):
         """Whether CPU devices stand in for TPUs."""
         return self._tpu == _CPU
 
+    @property
+    def _has_hosts(self) -> bool:
+        return self._tpu not in (_LOCAL, _CPU)
+
     def __enter__(self) -> TPUClusterResolver:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing is to be ended."""
+        """Does nothing: the resolver has no connection to close."""
 
     def cluster_spec(self) -> ClusterSpec:
         """The hosts; none for `"local"` and `"cpu"`.
@@ -262,7 +236,7 @@ class TPUClusterResolver(ClusterResolver):
         Raises:
             ClusterError: For a TPU that is not ready.
         """
-        if self._tpu in (_LOCAL, _CPU):
+        if not self._has_hosts:
             return ClusterSpec({})
         cluster: dict[str, list[str]] = {self.get_job_name(): self._endpoints()}
         name, address = self._coordinator
@@ -272,21 +246,17 @@ class TPUClusterResolver(ClusterResolver):
 
     def _endpoints(self) -> list[str]:
         if not self._node:
-            parts = (
-                endpoint.removeprefix("grpc://").split(":")
-                for endpoint in self._tpu.split(",")
-            )
+            endpoints = self._tpu.split(",")
+            parts = (each.removeprefix("grpc://").split(":") for each in endpoints)
             return [f"{host}:{(port or [_TPU_PORT])[0]}" for host, *port in parts]
-        node = (
-            self._service.projects().locations().nodes().get(name=self._node).execute()
-        )
+        nodes = self._service.projects().locations().nodes()
+        node = nodes.get(name=self._node).execute()
         if node.get("state") != "READY":
             raise ClusterError(
                 f"The TPU {self._tpu!r} is not ready; its state is "
                 f"{node.get('state')!r}.",
                 received=f"{self._node}.",
-                fix="wait until it is; a TPU in the state PREEMPTED or TERMINATED has "
-                "to be made anew.",
+                fix="wait; after PREEMPTED or TERMINATED create the TPU again.",
             )
         endpoints = node.get("networkEndpoints") or [node]
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
@@ -298,34 +268,27 @@ class TPUClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> str:
         check_task(task_type, task_id, rpc_layer)
-        if self._tpu in (_LOCAL, _CPU):
+        if not self._has_hosts:
             return ""
-        task = (
-            (task_type, task_id)
-            if None not in (task_type, task_id)
-            else (self.get_job_name(), self._task_id or 0)
-        )
-        return master_url(self.cluster_spec().task_address(*task), "grpc")  # type: ignore[arg-type]
+        if task_type is None or task_id is None:
+            task_type, task_id = self.get_job_name(), self._task_id or 0
+        return master_url(self.cluster_spec().task_address(task_type, task_id), "grpc")
 
     def topology(self) -> Topology:
-        """The place of this host, whose number is in `TPU_WORKER_ID`, or known to the
-        metadata server.
-        """
-        if self._tpu in (_LOCAL, _CPU):
-            hosts = _hosts_of_slice() if self._asks_machine and _has_tpu() else []
-        else:
-            hosts = self._endpoints()
-        several = bool(hosts) and "MEGASCALE_NUM_SLICES" in os.environ
-        slices = number("MEGASCALE_NUM_SLICES") if several else 1
+        """The place of this host, by `TPU_WORKER_ID` or the metadata server."""
+        hosts = self._endpoints() if self._has_hosts else []
+        if self._asks_machine and any(glob.glob(pattern) for pattern in _CHIPS):
+            hosts = _hosts_of_slice()
+        sliced = bool(hosts) and "MEGASCALE_NUM_SLICES" in os.environ
+        slices = number("MEGASCALE_NUM_SLICES") if sliced else 1
         if len(hosts) * slices < 2:
             return Topology()
         own = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
         if own is None:
             own = _metadata("instance/attributes/agent-worker-number")
         first, before = hosts[0].rsplit(":", 1)[0], 0
-        if (
-            slices > 1
-        ):  # Google's runtime numbers the slices, and all of them know the first one's address.
+        if slices > 1:
+            # Google's runtime numbers the slices, and names the first one to each.
             needed = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
             missing = [name for name in needed if name not in os.environ]
             if missing:
@@ -336,8 +299,8 @@ class TPUClusterResolver(ClusterResolver):
                 )
             first = os.environ[needed[0]].split(":")[0]
             before = number(needed[1]) * len(hosts)
-        place = before + number("TPU_WORKER_ID", own)
-        return Topology(place, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
+        index = before + number("TPU_WORKER_ID", own)
+        return Topology(index, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
     def num_accelerators(
         self,
@@ -347,9 +310,7 @@ class TPUClusterResolver(ClusterResolver):
     ) -> dict[str, int]:
         """The TPU cores of this host."""
         check_task(task_type, task_id)
-        return {
-            "TPU": Counter(device.platform for device in jax.local_devices())["tpu"]
-        }
+        return {"TPU": sum(each.platform == "tpu" for each in jax.local_devices())}
 
     def get_master(self) -> str:
         """As `master()`."""
@@ -369,40 +330,50 @@ def _service(api: str, credentials: Any, url: str | None = None) -> Any:
         discovery = importlib.import_module("googleapiclient.discovery")
     except ImportError as error:
         raise BackendError(
-            "Google's cloud is asked by Google's own client.",
+            "Google's cloud is asked through Google's own client.",
             received=f"{error}.",
             fix="pip install google-api-python-client",
         ) from error
-    own = (
-        None if credentials == "default" else credentials
-    )  # `None`: those of the environment.
     options = {"discoveryServiceUrl": url} if url else {}
-    return discovery.build(api, "v1", credentials=own, cache_discovery=False, **options)
+    if credentials != "default":  # Without any, the client takes the environment's.
+        options["credentials"] = credentials
+    return discovery.build(api, "v1", cache_discovery=False, **options)
+
+
+def _tpu_config() -> dict[str, str | None]:
+    """The names in `TPU_CONFIG`; `None` for each that is not there."""
+    config = json_value("TPU_CONFIG")
+    names = {name: config.get(name) for name in ("tpu_node_name", "project", "zone")}
+    for name, value in names.items():
+        what, fix = f"{name!r} in TPU_CONFIG is a string.", "check TPU_CONFIG."
+        checks.instance(name, value, str | None, what, fix, ClusterError)
+    return names
+
+
+def _tpu_of_environment(config: dict[str, str | None]) -> str:
+    """What the environment names: endpoints, a TPU, or hosts; `""` for nothing."""
+    hosts = hosts_of_environment()
+    return (
+        os.environ.get("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
+        or os.environ.get("TPU_NAME")
+        or config["tpu_node_name"]
+        or (f"grpc://{hosts}" if hosts else "")
+    )
 
 
 def hosts_of_environment() -> str:
-    """The hosts that `TPU_WORKER_HOSTNAMES` names, separated by commas; `""` for none.
-
-    libtpu puts a warning there on a machine without a TPU, which the programs that are
-    started from there inherit.
-    """
+    """The hosts in `TPU_WORKER_HOSTNAMES`, separated by commas; `""` for none."""
+    # Without a TPU libtpu puts a warning there, which child processes inherit.
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return "" if " " in hosts else hosts
 
 
-def _has_tpu() -> bool:
-    return any(glob.glob(pattern) for pattern in _CHIPS)
-
-
 def _hosts_of_slice() -> list[str]:
-    """The hosts of the slice that this TPU virtual machine belongs to; none where no
-    metadata server knows any.
-
-    The server's list has an address or `name:id:address` for each.
+    """The hosts of the slice that this machine belongs to, by the metadata server; none
+    where that knows none. Its list has `address` or `name:id:address` for each.
     """
-    if os.environ.get(
-        "TPU_SKIP_MDS_QUERY"
-    ):  # Set where there is no such server, as in some notebooks.
+    # Set where there is no metadata server, as in some notebooks.
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return []
     try:
         entries = _metadata("instance/attributes/worker-network-endpoints").split(",")
@@ -413,9 +384,8 @@ def _hosts_of_slice() -> list[str]:
 
 def _metadata(path: str) -> str:
     """What the metadata server of a virtual machine in Google's cloud says about it."""
-    server = os.environ.get("GCE_METADATA_IP") or os.environ.get(
-        "GCE_METADATA_HOST", "metadata.google.internal"
-    )
+    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    server = os.environ.get("GCE_METADATA_IP") or host
     url = f"http://{server}/computeMetadata/v1/{path}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:

@@ -1,6 +1,4 @@
-"""The processes of a job on this host: started, heard, signalled and ended. Knows
-nothing of JAX or what they run.
-"""
+"""The processes of a job on this host: started, read, signalled and ended."""
 
 from __future__ import annotations
 
@@ -26,13 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One process of a job.
-
-    Args:
-        index: Its number among all processes, of other hosts too.
-        process: The process.
-        lines: The last lines that it wrote.
-    """
+    """One process of a job, with its number on all hosts and its last lines."""
 
     index: int
     process: subprocess.Popen[str]
@@ -40,16 +32,13 @@ class Worker:
 
     @property
     def exit_code(self) -> int | None:
-        """`None` while it runs; 128 and the number of the signal for one that was
-        killed, as shells have it.
-        """
+        """As in shells: 128 and the number of a signal that killed it."""
         code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
 
 class Job:
-    """Processes that run the same command, each with the environment of its place in a
-    cluster.
+    """Processes that run the same command, each with its own environment.
 
     Args:
         command: What each runs.
@@ -57,12 +46,10 @@ class Job:
         first: The number of the first of them.
         num_processes: How many there are on all hosts; as many as here by default.
         coordinator: The address of process 0; a free port of this host by default.
-        environment: Further variables, for each, or a function from the place on this
-            host to them.
+        environment: From the index on this host to further variables.
         on_line: Called with the number of a process and each line that it writes, in a
-            thread of its own.
-        token: Of the job, where other hosts start some of its processes. Where all are
-            started here, they get a new one, that only they know.
+            thread for each process.
+        token: The token of a job of several hosts. A job of one host gets a new one.
     """
 
     def __init__(
@@ -73,22 +60,18 @@ class Job:
         first: int = 0,
         num_processes: int | None = None,
         coordinator: str | None = None,
-        environment: Mapping[str, str]
-        | Callable[[int], Mapping[str, str]]
-        | None = None,
+        environment: Callable[[int], Mapping[str, str]] = lambda index: {},
         on_line: Callable[[int, str], None] | None = None,
         token: str | None = None,
     ) -> None:
         self._command = list(command)
-        self._places = range(first, first + num_local)
+        self._indices = range(first, first + num_local)
         self._num_processes = num_processes or num_local
         if self._num_processes == num_local:
             token = signing.new_token()
         self._token = {} if token is None else {signing.TOKEN: token}
         self._coordinator = coordinator or f"127.0.0.1:{free_port()}"
-        self._environment = (
-            environment if callable(environment) else lambda place: environment or {}
-        )
+        self._environment = environment
         self._ended: list[Worker] = []
         self._on_line = on_line or (lambda index, line: None)
         self._threads: list[threading.Thread] = []
@@ -96,7 +79,7 @@ class Job:
 
     def start(self) -> None:
         """Starts all."""
-        for index in self._places:
+        for index in self._indices:
             process = subprocess.Popen(
                 self._command,
                 env=self._environment_of(index),
@@ -105,67 +88,56 @@ class Job:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # So that their own children are ended with them.
+                start_new_session=True,  # Their children are ended with them.
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
             worker = Worker(index, process, deque(maxlen=_KEPT_LINES))
             self.workers.append(worker)
-            thread = threading.Thread(
-                target=self._hear,
-                args=(worker,),
-                name=f"output of process {index}",
-                daemon=True,
-            )
+            thread = threading.Thread(target=self._read, args=(worker,), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def _environment_of(self, index: int) -> dict[str, str]:
-        place = {
+        local_index = index - self._indices.start
+        return {
+            **os.environ,
             "KERAS_DISTRIBUTION_JOB_ADDRESSES": self._coordinator,
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(self._num_processes),
             "KERAS_DISTRIBUTION_PROCESS_ID": str(index),
-            "KERAS_DISTRIBUTE_LOCAL_PROCESS_ID": str(index - self._places.start),
+            "KERAS_DISTRIBUTE_LOCAL_PROCESS_ID": str(local_index),
             **self._token,
             "PYTHONUNBUFFERED": "1",
+            **self._environment(local_index),
         }
-        return {**os.environ, **place, **self._environment(index - self._places.start)}
 
-    def _hear(self, worker: Worker) -> None:
+    def _read(self, worker: Worker) -> None:
         assert worker.process.stdout is not None
-        failure: Exception | None = None
-        for line in (
-            worker.process.stdout
-        ):  # To the end, whatever happens to it here: the process waits for that.
+        shown = True
+        # To the end, even after an error here: a full pipe would stop the process.
+        for line in worker.process.stdout:
             worker.lines.append(line)
-            if failure is None:
+            if shown:
                 try:
                     self._on_line(worker.index, line)
                 except Exception as error:
-                    failure = error
-                    worker.lines.append(
-                        f"[The output from here on could not be shown: {error!r}]\n"
-                    )
+                    shown = False
+                    text = f"[The output from here on could not be shown: {error!r}]\n"
+                    worker.lines.append(text)
 
     def first_failure(self, following: int | None = None) -> Worker | None:
-        """The process that ended first with an error, of those that have.
-
-        Args:
-            following: The exit code of those that ended because of another one; one of
-                them only if there is no other.
+        """The process that failed first; one with the exit code `following`, which
+        failed because of another one, only where there is no other.
         """
         self.running()
         failed = [worker for worker in self._ended if worker.exit_code]
-        return next(
-            (worker for worker in failed if worker.exit_code != following),
-            failed[0] if failed else None,
-        )
+        own = [worker for worker in failed if worker.exit_code != following]
+        return next(iter(own or failed), None)
 
     def running(self) -> list[Worker]:
-        """Those that have not ended."""
-        self._ended += [
-            w for w in self.workers if w.exit_code is not None and w not in self._ended
-        ]
-        return [worker for worker in self.workers if worker not in self._ended]
+        """The processes that have not ended; notes the order in which they do."""
+        known = [worker for worker in self.workers if worker not in self._ended]
+        self._ended += [worker for worker in known if worker.exit_code is not None]
+        return [worker for worker in known if worker not in self._ended]
 
     def wait(
         self,
@@ -174,23 +146,16 @@ class Job:
         until_failure: bool = True,
         until: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Waits until all have ended, or one has failed.
-
-        Args:
-            timeout: Seconds; `None` for ever.
-            until_failure: Whether a failure ends the waiting.
-            until: Ends it, too, when it says so.
+        """Waits until all have ended, or one has failed, or `until` returns `True`.
 
         Returns:
-            Whether that came before the time was up.
+            Whether that came within `timeout` seconds.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (
-            self.running()
-            and not (until_failure and self.first_failure())
-            and not until()
-        ):
-            if end is not None and time.monotonic() > end:
+        start = time.monotonic()
+        while self.running() and not until():
+            if until_failure and self.first_failure():
+                break
+            if timeout is not None and time.monotonic() > start + timeout:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
@@ -203,9 +168,7 @@ class Job:
                     os.killpg(worker.process.pid, number)
 
     def stop(self, grace: float = 5.0) -> None:
-        """Ends all: asks them to, and kills those that have not ended after `grace`
-        seconds, and their children.
-        """
+        """Asks all and their children to end; kills them after `grace` seconds."""
         if grace and self.running():
             self.send(signal.SIGTERM)
             self.send(signal.SIGCONT)  # A frozen process would not hear it.
@@ -219,14 +182,12 @@ class Job:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, at this moment."""
+    """A port that is free at this moment."""
     with socket.socket() as server:
         server.bind(("", 0))
         return int(server.getsockname()[1])
 
 
 def _die_with_parent() -> None:
-    """In the new process: ends with the one that started it, even if that one is
-    killed.
-    """
+    """Makes a new process end with the one that started it, even if that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

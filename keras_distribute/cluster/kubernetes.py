@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from keras_distribute import checks
-from keras_distribute.cluster.resolver import ClusterResolver, check_port, check_task
+from keras_distribute.cluster.resolver import ClusterResolver, check_port
 from keras_distribute.cluster.spec import ClusterSpec
 from keras_distribute.errors import BackendError, ClusterError
 
@@ -19,9 +19,11 @@ class KubernetesExecutableLocation(enum.Enum):
     OFF_CLUSTER = 1
 
 
+_Location = KubernetesExecutableLocation
+
+
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes for the addresses of the pods with certain labels, in the order
-    of their names.
+    """Asks Kubernetes for the addresses of pods by their labels, in order of names.
 
     It cannot say which of them this process is: set `task_type` and `task_id`, or take
     them from the index of an indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`.
@@ -41,7 +43,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
         BackendError: Without the client.
-        StructureTypeError: For a location that is none.
+        StructureTypeError: For another location.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class KubernetesClusterResolver(ClusterResolver):
         tf_server_port: int = 8470,
         rpc_layer: str | None = "grpc",
         override_client: Any = None,
-        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+        executable_location: KubernetesExecutableLocation = _Location.WITHIN_CLUSTER,
     ) -> None:
         what, fix = "A job has a list of selectors.", '{"worker": ["job-name=keras"]}'
         given, name = job_to_label_mapping, "job_to_label_mapping"
@@ -61,16 +63,15 @@ class KubernetesClusterResolver(ClusterResolver):
             for selector in selectors:
                 checks.instance(name, selector, str, what, fix)
         check_port("tf_server_port", tf_server_port)
-        check_task(rpc_layer=rpc_layer)
-        checks.instance(
-            "executable_location",
-            executable_location,
-            KubernetesExecutableLocation,
-            "The location is one of KubernetesExecutableLocation.",
+        self._set_task(None, None, rpc_layer)
+        what = "The location is one of KubernetesExecutableLocation."
+        fix, location = (
             "KubernetesExecutableLocation.WITHIN_CLUSTER",
+            "executable_location",
         )
+        checks.instance(location, executable_location, _Location, what, fix)
         self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
-        self._port, self._rpc_layer = tf_server_port, rpc_layer
+        self._port = tf_server_port
         client = override_client
         self._client = _logged_in(executable_location) if client is None else client
 
@@ -87,10 +88,8 @@ class KubernetesClusterResolver(ClusterResolver):
     def _addresses(self, selectors: list[str]) -> list[str]:
         addresses: list[str] = []
         for selector in selectors:
-            pods = self._client.list_pod_for_all_namespaces(
-                label_selector=selector
-            ).items
-            for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+            pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
+            for pod in sorted(pods.items, key=lambda pod: pod.metadata.name):
                 if pod.status.phase != "Running":
                     raise ClusterError(
                         f"The pod {pod.metadata.name!r} is not running; its phase is "
@@ -104,10 +103,8 @@ class KubernetesClusterResolver(ClusterResolver):
 
 def _logged_in(location: KubernetesExecutableLocation) -> Any:
     try:
-        config, client = (
-            importlib.import_module(f"kubernetes.{name}")
-            for name in ("config", "client")
-        )
+        config = importlib.import_module("kubernetes.config")
+        client = importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise BackendError(
             "The pods are asked for by Kubernetes' own client.",

@@ -1,6 +1,4 @@
-"""Clusters whose environment gives numbers, not addresses: `KERAS_DISTRIBUTION_*`, our
-own launcher's, and Open MPI.
-"""
+"""Clusters whose environment gives numbers: `KERAS_DISTRIBUTION_*` and Open MPI."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class NumberedResolver(ClusterResolver):
     def __init__(
         self, process_id: int, addresses: list[str], num_processes: int
     ) -> None:
-        self._task_type, self._task_id = "worker", process_id
+        self._set_task("worker", process_id, None)
         self._addresses, self._num_processes = addresses, num_processes
 
     def cluster_spec(self) -> ClusterSpec:
@@ -38,9 +36,7 @@ class NumberedResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task; of one that has none known, as of all by default, that
-        of the first.
-        """
+        """The address of a task; that of the first where the task's is not known."""
         check_task(task_type, task_id, rpc_layer)
         known = task_id is not None and 0 <= task_id < len(self._addresses)
         return super().master(task_type, task_id if known else 0, rpc_layer)
@@ -64,7 +60,8 @@ class KerasClusterResolver(NumberedResolver):
     Example:
         >>> import os, keras_distribute as kd
         >>> os.environ |= {"KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234",
-        ...                "KERAS_DISTRIBUTION_NUM_PROCESSES": "4", "KERAS_DISTRIBUTION_PROCESS_ID": "3"}
+        ...                "KERAS_DISTRIBUTION_NUM_PROCESSES": "4",
+        ...                "KERAS_DISTRIBUTION_PROCESS_ID": "3"}
         >>> kd.cluster_resolver.KerasClusterResolver().topology()
         Topology(process_id=3, num_processes=4, coordinator='10.0.0.1:1234')
         >>> for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
@@ -72,21 +69,15 @@ class KerasClusterResolver(NumberedResolver):
     """
 
     def __init__(self) -> None:
-        addresses = [
-            a.strip()
-            for a in os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",")
-            if a.strip()
-        ]
+        listed = os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",")
+        addresses = [address.strip() for address in listed if address.strip()]
         if not addresses:
             raise _missing(f"{_KERAS}JOB_ADDRESSES")
-        count = os.environ.get(f"{_KERAS}NUM_PROCESSES")
-        num_processes = (
-            len(addresses) if count is None else _number(f"{_KERAS}NUM_PROCESSES")
-        )
+        count = f"{_KERAS}NUM_PROCESSES"
+        num_processes = _number(count) if count in os.environ else len(addresses)
         if len(addresses) not in (1, num_processes):
             raise ClusterError(
-                f"{len(addresses)} addresses are none for each of {num_processes} "
-                "processes.",
+                f"{len(addresses)} addresses do not fit {num_processes} processes.",
                 received=f"{_KERAS}JOB_ADDRESSES={','.join(addresses)}.",
                 fix="the address of every process, or that of the first one alone.",
             )
@@ -119,10 +110,9 @@ class OpenMPIClusterResolver(NumberedResolver):
         what, fix = "The coordinator is an address.", '"10.0.0.1:1234"'
         checks.instance("coordinator", coordinator, str | None, what, fix)
         num_processes = _number(f"{_MPI}SIZE")
-        address = coordinator or (
-            _launcher_address() if num_processes > 1 else "localhost:0"
-        )
-        super().__init__(_number(f"{_MPI}RANK"), [address], num_processes)
+        if not coordinator:
+            coordinator = _launcher_address() if num_processes > 1 else "localhost:0"
+        super().__init__(_number(f"{_MPI}RANK"), [coordinator], num_processes)
 
 
 def _launcher_address() -> str:
@@ -135,7 +125,8 @@ def _launcher_address() -> str:
         port = 65536 - _PORTS + int(job) // _PORTS % _PORTS
         return f"{host}:{port}" if host else f"[{host6}]:{port}"
     local = os.environ.get(f"{_MPI}LOCAL_SIZE") == os.environ.get(f"{_MPI}SIZE")
-    if local:  # Newer versions do not say where they were started; on one host that does not matter.
+    if local:
+        # Newer versions do not say where they were started. On one host it is here.
         job = os.environ.get("PMIX_NAMESPACE", "0")
         return f"localhost:{65536 - _PORTS + sum(map(ord, job)) % _PORTS}"
     raise ClusterError(

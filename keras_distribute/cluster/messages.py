@@ -1,8 +1,8 @@
-"""What processes say to each other, as bytes: JSON, with the arrays in it.
+"""Messages between processes as bytes: JSON, with the arrays in it.
 
-Nothing that is read runs code of whoever wrote it. Classes are known by their names: of
-named tuples, enumerations and exceptions, and those alone. Any other object is a
-pickle, which is written and read only where messages are signed with the token.
+Reading a message runs no code of its writer. Only named tuples, enumerations and
+exceptions are found by the name of their class. Any other object is a pickle, which is
+written and read only where messages are signed with the token.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MOST_SHOWN = 200
 
 
 def to_bytes(said: Any, *, signed: bool) -> bytes:
-    """The message.
+    """The message that says `said`.
 
     Args:
         said: `None`, booleans, numbers, strings, bytes, paths, arrays, enumerations,
             exceptions, and lists, tuples, named tuples, sets and dictionaries of them.
-            Where it is signed, anything that can be pickled.
-        signed: Whether the message will be.
+            In a signed message, anything that can be pickled.
+        signed: Whether the message will be signed.
 
     Raises:
         StructureTypeError: For another object in a message that is not signed.
@@ -52,15 +52,7 @@ def to_bytes(said: Any, *, signed: bool) -> bytes:
 
 
 def from_bytes(message: bytes, *, signed: bool) -> Any:
-    """What was said.
-
-    Args:
-        message: By `to_bytes`.
-        signed: Whether it was signed, and is a message of this job.
-
-    Raises:
-        ClusterError: For what cannot be read.
-    """
+    """What a message of `to_bytes` says; a `ClusterError` where it cannot be read."""
     try:
         form, written = json.loads(message)
         arrays = {name: _array_of(*parts) for name, parts in written.items()}
@@ -75,12 +67,7 @@ def from_bytes(message: bytes, *, signed: bool) -> Any:
 
 
 class _Writer:
-    """The forms of what is no plain data.
-
-    Args:
-        arrays: Takes the arrays.
-        signed: Whether other objects may be pickled.
-    """
+    """Encodes what `encode` does not know; adds its arrays to `arrays`."""
 
     def __init__(self, arrays: Arrays, signed: bool) -> None:
         self._arrays, self._signed = arrays, signed
@@ -99,9 +86,9 @@ class _Writer:
         if isinstance(value, pathlib.Path):
             return {"path": str(value)}
         if isinstance(value, enum.Enum) and _is_known(kind):
-            return {"member": [*_place_of(kind), value.name]}
+            return {"member": [*_name_of(kind), value.name]}
         if isinstance(value, tuple) and hasattr(kind, "_fields") and _is_known(kind):
-            return {"named": [*_place_of(kind), part(list(value))]}
+            return {"named": [*_name_of(kind), part(list(value))]}
         if isinstance(value, BaseException):
             return {"error": self._error(value, part)}
         if isinstance(value, jax.Array) and _is_plain(value.dtype):
@@ -115,8 +102,8 @@ class _Writer:
         return {"object": base64.b64encode(pickle.dumps(value)).decode()}
 
     def _error(self, error: BaseException, part: Callable[[Any], Any]) -> Any:
-        """Its class, arguments and attributes; or its text where these are no data."""
-        shown = [*_place_of(type(error)), str(error)]
+        """Its class, text, and where they are data, its arguments and attributes."""
+        shown = [*_name_of(type(error)), str(error)]
         try:
             maker, args, *_ = error.__reduce__()  # An OSError's file is no argument.
             args = args if maker is type(error) else error.args
@@ -131,7 +118,7 @@ def _readers(arrays: Arrays, signed: bool) -> dict[str, Callable[[Any], Any]]:
 
     def unpickled(content: str) -> Any:
         if not signed:
-            raise ValueError("an object that nobody has signed")
+            raise ValueError("an object in a message without a signature")
         return pickle.loads(base64.b64decode(content))
 
     def error(content: list[Any]) -> BaseException:
@@ -181,22 +168,18 @@ def _readers(arrays: Arrays, signed: bool) -> dict[str, Callable[[Any], Any]]:
     return readers
 
 
-def _place_of(kind: type) -> tuple[str, str]:
+def _name_of(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
 def _is_known(kind: type) -> bool:
-    return _class_at(*_place_of(kind), kind, find=False) is kind
+    return _class_at(*_name_of(kind), kind, find=False) is kind
 
 
 def _class_at(module: str, name: str, base: type, *, find: bool) -> Any:
-    """The class of that name, if it is a subclass of `base`, else `None`.
+    """The class of this name, if it is a subclass of `base`, else `None`.
 
-    Args:
-        module: Of the class.
-        name: In the module.
-        base: What it has to be.
-        find: Whether to import the module, where it has not been yet.
+    Imports the module only with `find`.
     """
     found: Any = sys.modules.get(module)
     if found is None and find:
@@ -227,7 +210,7 @@ def _array_of(name: str, shape: list[int], content: str) -> np.ndarray[Any, Any]
     if dtype.hasobject:
         raise ValueError("an array of objects")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError("a shape that is none")
+        raise ValueError("an invalid shape")
     return np.frombuffer(base64.b64decode(content), dtype).reshape(shape)
 
 

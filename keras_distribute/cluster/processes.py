@@ -1,4 +1,4 @@
-"""Starts JAX's runtime of several processes, once, and says which of them this one is."""
+"""Starts `jax.distributed`, once; which process of how many this one is."""
 
 from __future__ import annotations
 
@@ -25,39 +25,35 @@ from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import seeds as compat
 from keras_distribute.cluster import agreement, liveness, signing
+from keras_distribute.cluster.liveness import Processes
 from keras_distribute.cluster.topology import Topology
 from keras_distribute.errors import ClusterError
 
 SILENCE_SECONDS = 30.0
-_STARTS = (
-    10  # How many times as long a process may take to start: it may still be fetched.
-)
+# How many times as long a process may take to start: its program may still be fetched.
+_STARTS = 10
 _LOOK_SECONDS = 4.0
-_STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # What JAX's runtime puts in front.
+_STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # How the errors of JAX's runtime begin.
 _T = TypeVar("_T")
-_takes_part = False
 
 
 def start(topology: Topology, how: str, timeout_seconds: float | None = None) -> None:
-    """Starts the runtime, unless it runs already, and takes part; returns when all
-    processes have.
+    """Starts the runtime, unless it runs already; returns when all processes have.
 
     Args:
-        topology: Of this process.
+        topology: The number of this process, and of all.
         how: Where that is from, for the line that the chief prints.
-        timeout_seconds: How long another process may give no sign of life; 30 seconds
-            where it is `None`. For one that lives, but does not come to where this one
-            waits for it, half an hour, or longer if this is.
+        timeout_seconds: How long another process may be silent, by default 30 seconds.
+            One that is alive, but does not come to where this one waits for it, has
+            half an hour, or longer if this is.
 
     Raises:
-        ClusterError: Where JAX has started already as something else; for a token of
-            the job that cannot be one, and where the processes have different ones.
+        ClusterError: Where JAX has started already as something else; for an invalid
+            token of the job, and where the processes have different ones.
     """
-    global _takes_part
     if topology.num_processes == 1:
         return
     seal = signing.seal_of_job()
-    agreement.set_wait(timeout_seconds)
     silence = timeout_seconds or SILENCE_SECONDS
     if jax.distributed.is_initialized():
         running = (jax.process_index(), jax.process_count())
@@ -70,9 +66,13 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
             )
     else:
         _initialize(topology, how, silence)
-    if not _takes_part:
-        _take_part(topology, how, silence, seal)
-        _takes_part = True
+    if not liveness.current.has_joined:
+        own, count = topology.process_id, topology.num_processes
+        liveness.current = Processes(own, count, silence, seal)
+    processes = liveness.current
+    processes.wait_seconds = max(timeout_seconds or 0.0, liveness.WAIT_SECONDS)
+    if isinstance(processes, Processes) and not processes.has_joined:
+        _join(processes, topology, how)
 
 
 def _initialize(topology: Topology, how: str, silence: float) -> None:
@@ -95,8 +95,8 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             cluster_detection_method="deactivate",
             coordinator_bind_address=_own_address(topology.coordinator),
             initialization_timeout=round(_STARTS * silence),
-            heartbeat_timeout_seconds=round(2 * silence)
-            + 5,  # Later than `liveness`, which says who has died.
+            # Later than `liveness`, which says who has died.
+            heartbeat_timeout_seconds=round(2 * silence) + 5,
         )
     except (RuntimeError, ValueError) as error:
         raise ClusterError(
@@ -111,9 +111,9 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
 
 
 def _own_address(coordinator: str) -> str | None:
-    """Where process 0 listens: at the IP address that was named alone, if it has that.
+    """Where process 0 listens: only at the IP address that was named, if it has that.
 
-    A name may stand for another address here than elsewhere. Then JAX decides: it
+    For a host name, which may mean another address here than elsewhere, JAX decides: it
     listens everywhere, or at `JAX_COORDINATOR_BIND_ADDRESS`.
     """
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
@@ -122,27 +122,23 @@ def _own_address(coordinator: str) -> str | None:
     try:
         address = ipaddress.ip_address(host.strip("[]"))
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.bind((str(address), 0))
+        with socket.socket(family, socket.SOCK_STREAM) as server:
+            server.bind((str(address), 0))
     except (ValueError, OSError):
         return None
     return f"{host}:{port}"
 
 
-def _take_part(
-    topology: Topology, how: str, silence: float, seal: signing.Seal
-) -> None:
-    count = topology.num_processes
-    liveness.watch(topology.process_id, count, silence, seal)
-    atexit.register(
-        liveness.wait_for_the_end
-    )  # Before JAX's runtime waits for the others, for five minutes.
-    _fail_at_once()
-    agreement.begin(seal, count)
+def _join(processes: Processes, topology: Topology, how: str) -> None:
+    count, seal = topology.num_processes, processes.seal
+    processes.start()
+    # Before JAX's runtime waits for the others, for five minutes.
+    atexit.register(processes.wait_for_the_end)
+    _fail_at_once(processes)
+    nonces = agreement.exchange("the token of the job", signing.new_nonce(), count)
+    processes.sign(seal.of(list(map(str, nonces))))
     _agree_on_seeds()
-    counts = agreement.exchange(
-        "the start", jax.local_device_count(), topology.num_processes
-    )
+    counts = agreement.exchange("the start", jax.local_device_count(), count)
     if len(set(counts)) > 1:
         raise ClusterError(
             "The processes have different numbers of devices.",
@@ -152,16 +148,16 @@ def _take_part(
         )
     if is_chief():
         sys.stderr.write(
-            f"keras_distribute: {topology.num_processes} processes x {counts[0]} "
+            f"keras_distribute: {count} processes x {counts[0]} "
             f"{jax.default_backend()} device(s) = "
             f"{sum(counts)} replicas, by {how}; coordinator {topology.coordinator}"
             f"{'' if seal.signs else ', without a token of the job'}\n"
         )
+    processes.has_joined = True
 
 
 def is_chief() -> bool:
-    """Whether this process writes files and prints: the first of several, or the only
-    one.
+    """Whether this process writes files and prints: process 0, or the only one.
 
     Example:
         >>> import keras_distribute as kd
@@ -172,9 +168,7 @@ def is_chief() -> bool:
 
 
 def process_index() -> int:
-    """The number of this process among those that train together; 0 in a program of
-    one.
-    """
+    """The number of this process among those that train together, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
@@ -193,8 +187,8 @@ def print_on_chief(*values: Any, **options: Any) -> None:
     """`print`, in the chief alone.
 
     Args:
-        *values: As of `print`.
-        **options: Likewise.
+        *values: What to print.
+        **options: The options of `print`, such as `end`.
 
     Example:
         >>> import keras_distribute as kd
@@ -206,8 +200,7 @@ def print_on_chief(*values: Any, **options: Any) -> None:
 
 
 def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """Calls a function in the chief alone, such as one that downloads data; the others
-    wait for it.
+    """Calls a function in the chief alone, such as a download; broadcasts its result.
 
     Every process has to call it. The function must not compute on the strategy's
     devices, nor read its variables, in which the others take part.
@@ -216,16 +209,16 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         function: Its result is data: numbers, strings, bytes, paths, arrays, and lists,
             tuples, sets and dictionaries of them. Under a launcher, or where the job
             has another token (`KERAS_DISTRIBUTE_JOB_TOKEN`), what can be pickled.
-        *args: For the function.
-        **kwargs: Likewise.
+        *args: The function's arguments.
+        **kwargs: The function's keyword arguments.
 
     Returns:
-        What the function returned, in every process; its exception is raised in every
-        process, too.
+        What the function returned, in every process. Its exception, too, is raised in
+        every process.
 
     Raises:
         ClusterError: Where another process does something else, or has died.
-        StructureTypeError: In every process, for what is no data, without a token.
+        StructureTypeError: In every process, for anything but data, without a token.
 
     Example:
         >>> import keras_distribute as kd
@@ -244,7 +237,7 @@ def barrier(name: str) -> None:
     """Waits until every process has come here.
 
     Args:
-        name: Of the place; the processes compare it.
+        name: What this place is called; the processes compare it.
 
     Raises:
         ClusterError: Where another process is somewhere else, or has died.
@@ -257,9 +250,8 @@ def barrier(name: str) -> None:
     agreement.exchange(f"barrier {name!r}", None, process_count())
 
 
-def _fail_at_once() -> None:
-    """Ends this process after an exception that nobody has caught, without waiting for
-    the others.
+def _fail_at_once(processes: Processes) -> None:
+    """Ends this process after an uncaught exception, without waiting for the others.
 
     JAX's runtime would wait for them at the end of the program, while they wait for
     this process in a collective.
@@ -270,23 +262,21 @@ def _fail_at_once() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         before(kind, error, traceback)
-        liveness.claim_the_end()
-        sys.stderr.write(
-            f"keras_distribute: process {process_index()} of {process_count()} ends "
-            "with this error.\n"
+        processes.claim_the_end()
+        liveness.print_error(
+            f"process {process_index()} of {process_count()} ends with this error."
         )
-        sys.stderr.flush()
         may_follow = _may_follow(error)
-        said = f"process {process_index()} has raised {_in_short(error)}, {liveness.here()}"
-        reason = liveness.reason(said, _LOOK_SECONDS if may_follow else 0.0)
-        if may_follow and reason is not None:
-            sys.stderr.write(
-                f"keras_distribute: it may follow from another one: {reason}.\n"
-            )
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        short = f"{kind.__name__}: {first_line}".removesuffix(": ")
+        said = f"process {process_index()} has raised {short}, {processes.where}"
+        reason = processes.reason(said, _LOOK_SECONDS if may_follow else 0.0)
+        follows = may_follow and reason is not None
+        if follows:
+            liveness.print_error(f"it may follow from another one: {reason}.")
         sys.stdout.flush()
-        sys.stderr.flush()
-        liveness.leave()
-        code = liveness.FOLLOWING_CODE if may_follow and reason is not None else 1
+        processes.leave()
+        code = liveness.FOLLOWING_CODE if follows else 1
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     sys.excepthook = report
@@ -294,17 +284,9 @@ def _fail_at_once() -> None:
 
 def _may_follow(error: BaseException) -> bool:
     """Whether it is an error that a collective raises when another process has died."""
-    by_status = (
-        isinstance(error, ValueError | RuntimeError)
-        and _STATUS.match(str(error)) is not None
-    )
-    return by_status or isinstance(error, jax.errors.JaxRuntimeError | ClusterError)
-
-
-def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}".removesuffix(
-        ": "
-    )
+    if isinstance(error, ValueError | RuntimeError) and _STATUS.match(str(error)):
+        return True
+    return isinstance(error, jax.errors.JaxRuntimeError | ClusterError)
 
 
 def _agree_on_seeds() -> None:
@@ -314,20 +296,16 @@ def _agree_on_seeds() -> None:
     all take the chief's.
     """
     own = compat.global_seed()
-    digest = _digest_of_streams()
+    streams = f"{numpy_stream()} {random.getstate()}".encode()
+    digest = hashlib.sha256(streams).hexdigest()
     drawn = own if own is not None else random.SystemRandom().randrange(2**31)
     said = agreement.exchange("seeds", (own, digest, drawn), process_count())
-    if own is not None and len({(seed, streams) for seed, streams, _ in said}) == 1:
-        return
-    compat.set_all(said[0][2])
-
-
-def _digest_of_streams() -> str:
-    return hashlib.sha256(f"{numpy_stream()} {random.getstate()}".encode()).hexdigest()
+    if own is None or len({(seed, digest) for seed, digest, _ in said}) > 1:
+        compat.set_all(said[0][2])
 
 
 def numpy_stream() -> int:
-    """A checksum of the state of NumPy's global stream, to compare."""
+    """A checksum of the state of NumPy's global stream."""
     return zlib.crc32(pickle.dumps(numpy_state()))
 
 

@@ -1,6 +1,4 @@
-"""`ClusterResolver`, the base of all, and the two that read nothing: the simple one and
-the union.
-"""
+"""`ClusterResolver`, and the two that read no environment: simple, and union."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from keras_distribute.errors import (
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
-    """The address with the protocol in front, if there is one: `grpc://host:port`."""
+    """`grpc://host:port`, or `host:port` without a protocol."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -31,7 +29,7 @@ def check_task(
     rpc_layer: Any = None,
     error: type[DistributeError] = StructureTypeError,
 ) -> None:
-    """Raises an error for what names no task, or no protocol."""
+    """Raises an error unless these are strings and an integer, or `None`."""
     fix = 'task_type="worker", task_id=0, rpc_layer="grpc"'
     for name, value in (("task_type", task_type), ("rpc_layer", rpc_layer)):
         checks.instance(name, value, str | None, f"{name} is a string.", fix, error)
@@ -40,13 +38,12 @@ def check_task(
 
 
 def check_port(name: str, port: Any) -> None:
-    """Raises an error for what is no port."""
+    """Raises an error unless it is the number of a port."""
     checks.count(name, port, 1, most=2**16 - 1, fix=f"{name}=8470")
 
 
 class ClusterResolver:
-    """Says which processes train together, and which of them this one is: the base of
-    all resolvers.
+    """Which processes train together, and which one this is: the base of all resolvers.
 
     A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id`
     and `rpc_layer`; one whose environment gives numbers rather than addresses overrides
@@ -56,6 +53,20 @@ class ClusterResolver:
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+
+    def _set_task(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> None:
+        check_task(task_type, rpc_layer=rpc_layer)
+        self._task_type, self._rpc_layer = task_type, rpc_layer
+        self._task_id = self._checked_id(task_id)
+
+    def _default(self, name: str) -> Any:
+        """The `task_type`, `task_id` or `rpc_layer` where none was set."""
+
+    def _checked_id(self, task_id: int | None) -> int | None:
+        check_task(task_id=task_id)
+        return task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """The tasks of the cluster, asked for anew at each call."""
@@ -69,11 +80,11 @@ class ClusterResolver:
     ) -> str:
         """The address of a task, by default this one, with the protocol in front.
 
-        Kept for code of TensorFlow's: nothing here connects to it.
+        For code written for TensorFlow: nothing here connects to it.
 
         Args:
-            task_type: Of another task.
-            task_id: Likewise.
+            task_type: The type of another task.
+            task_id: The number of another task.
             rpc_layer: The protocol; by default the resolver's.
         """
         check_task(task_type, task_id, rpc_layer)
@@ -81,10 +92,8 @@ class ClusterResolver:
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return master_url(
-            self.cluster_spec().task_address(task_type, task_id),
-            rpc_layer or self.rpc_layer,
-        )
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self,
@@ -95,25 +104,18 @@ class ClusterResolver:
         """How many accelerators a process has, by kind: `{"GPU": 8}`.
 
         Args:
-            task_type: Of another task of a cluster that has started; by default this
-                one.
-            task_id: Likewise.
+            task_type: The type of another task, of a cluster that has started.
+            task_id: The number of another task.
             config_proto: Accepted for compatibility.
         """
         check_task(task_type, task_id)
-        if None in (task_type, task_id) or (task_type, task_id) == (
-            self.task_type,
-            self.task_id,
-        ):
-            process = jax.process_index()
-        else:
-            process = topology_of(self.cluster_spec(), task_type, task_id).process_id
-        devices = [
-            d
-            for d in jax.devices()
-            if d.process_index == process and d.platform != "cpu"
-        ]
-        return dict(Counter(device.platform.upper() for device in devices))
+        process = jax.process_index()
+        task, own = (task_type, task_id), (self.task_type, self.task_id)
+        if None not in task and task != own:
+            process = topology_of(self.cluster_spec(), *task).process_id
+        devices = (d for d in jax.devices() if d.process_index == process)
+        platforms = (d.platform.upper() for d in devices if d.platform != "cpu")
+        return dict(Counter(platforms))
 
     def topology(self) -> Topology:
         """The place of this process among those that train together.
@@ -122,22 +124,18 @@ class ClusterResolver:
             ClusterError: Where the cluster makes no sense, or this process has no place
                 in it.
         """
-        cluster = self.cluster_spec()
-        return topology_of(cluster, self.task_type, self.task_id)
+        return topology_of(self.cluster_spec(), self.task_type, self.task_id)
 
     @property
     def environment(self) -> str:
-        """Accepted for compatibility; `""` everywhere but where a caller says
-        otherwise.
-        """
+        """Accepted for compatibility: what the constructor was given, or `""`."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """`"chief"`, `"worker"`, `"evaluator"` or `"ps"`: what this process is; `None`
-        where unknown.
-        """
-        return self._task_type
+        """`"chief"`, `"worker"`, `"evaluator"` or `"ps"`; `None` where unknown."""
+        own = self._task_type
+        return self._default("task_type") if own is None else own
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -147,17 +145,17 @@ class ClusterResolver:
     @property
     def task_id(self) -> int | None:
         """The number of this process among those of its type; `None` where unknown."""
-        return self._task_id
+        own = self._task_id
+        return self._default("task_id") if own is None else own
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        check_task(task_id=task_id)
-        self._task_id = task_id
+        self._task_id = self._checked_id(task_id)
 
     @property
     def rpc_layer(self) -> str | None:
         """The protocol that `master` puts in front of addresses."""
-        return self._rpc_layer
+        return self._rpc_layer or self._default("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -173,21 +171,21 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: The tasks.
         master: What `master` returns where no task is named.
-        task_type: Of this process.
-        task_id: Likewise.
+        task_type: The type of this task.
+        task_id: The number of this task.
         environment: Accepted for compatibility.
         num_accelerators: By kind, `{"GPU": 8}`.
         rpc_layer: The protocol that `master` puts in front.
 
     Raises:
-        StructureTypeError: For a cluster that is no `ClusterSpec`, and a master that is
-            no text.
+        StructureTypeError: For a cluster other than a `ClusterSpec`, and a master other
+            than a string.
 
     Example:
         >>> import keras_distribute as kd
-        >>> cluster = kd.cluster_resolver.ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
-        >>> resolver = kd.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=1)
-        >>> resolver.topology()
+        >>> cr = kd.cluster_resolver
+        >>> cluster = cr.ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
+        >>> cr.SimpleClusterResolver(cluster, task_type="worker", task_id=1).topology()
         Topology(process_id=1, num_processes=2, coordinator='10.0.0.1:2222')
     """
 
@@ -201,31 +199,24 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if (
-            not isinstance(cluster_spec, ClusterSpec)
-            and type(cluster_spec).__name__ != "ClusterSpec"
-        ):
-            raise StructureTypeError(
+        if type(cluster_spec).__name__ != "ClusterSpec":  # TensorFlow's own is taken.
+            what, fix = (
                 "The cluster is a ClusterSpec.",
-                received=f"{checks.shown(cluster_spec)}.",
-                fix='kd.cluster_resolver.ClusterSpec({"worker": ["host0:2222", '
-                '"host1:2222"]})',
+                'ClusterSpec({"worker": ["a:1"]})',
             )
+            checks.instance("cluster_spec", cluster_spec, ClusterSpec, what, fix)
         what, fix = "The master is an address.", 'master=""'
         checks.instance("master", master, str, what, fix)
-        check_task(task_type, task_id, rpc_layer)
-        checks.instance("environment", environment, str | None, "Text.", '""')
+        self._set_task(task_type, task_id, rpc_layer)
+        what = "environment is a string."
+        checks.instance("environment", environment, str | None, what, '""')
         what, fix = "Accelerators are numbers by kind.", 'num_accelerators={"GPU": 8}'
         checks.instance("num_accelerators", num_accelerators, dict | None, what, fix)
         for kind, number in (num_accelerators or {}).items():
             checks.instance("num_accelerators", kind, str, what, fix)
             checks.count("num_accelerators", number, what=what, fix=fix)
-        self._cluster_spec, self._master, self._environment = (
-            ClusterSpec(cluster_spec),
-            master,
-            environment,
-        )
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._cluster_spec = ClusterSpec(cluster_spec)
+        self._master, self._environment = master, environment
         self._num_accelerators = num_accelerators
 
     def cluster_spec(self) -> ClusterSpec:
@@ -267,19 +258,20 @@ class UnionResolver(ClusterResolver):
 
     Args:
         *args: The resolvers.
-        rpc_layer: Overrides that of the first.
-        task_type: Likewise.
-        task_id: Likewise.
+        rpc_layer: Overrides that of the first resolver.
+        task_type: Overrides that of the first resolver.
+        task_id: Overrides that of the first resolver.
 
     Raises:
-        StructureTypeError: For something else than a resolver.
+        StructureTypeError: For anything but a resolver.
         ClusterError: Without any.
 
     Example:
         >>> import keras_distribute as kd
         >>> cr = kd.cluster_resolver
-        >>> one = cr.SimpleClusterResolver(cr.ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=0)
-        >>> two = cr.SimpleClusterResolver(cr.ClusterSpec({"worker": ["b:1"], "ps": ["c:1"]}))
+        >>> parts = {"worker": ["a:1"]}, {"worker": ["b:1"], "ps": ["c:1"]}
+        >>> specs = map(cr.ClusterSpec, parts)
+        >>> one, two = map(cr.SimpleClusterResolver, specs)
         >>> cr.UnionResolver(one, two).cluster_spec()
         ClusterSpec({'ps': ['c:1'], 'worker': ['a:1', 'b:1']})
     """
@@ -291,18 +283,16 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        if not args:
-            raise ClusterError(
-                "A union is one of resolvers.",
-                received="UnionResolver().",
-                fix="UnionResolver(a, b)",
-            )
         what, fix = "A union is one of resolvers.", "UnionResolver(a, b)"
+        if not args:
+            raise ClusterError(what, received="UnionResolver().", fix=fix)
         for resolver in args:
             checks.instance("args", resolver, ClusterResolver, what, fix)
-        check_task(task_type, task_id, rpc_layer)
         self._resolvers = args
-        self._rpc_layer, self._task_type, self._task_id = rpc_layer, task_type, task_id
+        self._set_task(task_type, task_id, rpc_layer)
+
+    def _default(self, name: str) -> Any:
+        return getattr(self._resolvers[0], name)
 
     def cluster_spec(self) -> ClusterSpec:
         """The tasks of all.
@@ -340,10 +330,8 @@ class UnionResolver(ClusterResolver):
     ) -> str:
         check_task(task_type, task_id, rpc_layer)
         if task_type is not None and task_id is not None:
-            return master_url(
-                self.cluster_spec().task_address(task_type, task_id),
-                rpc_layer or self._rpc_layer,
-            )
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return master_url(address, rpc_layer or self._rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
@@ -357,32 +345,3 @@ class UnionResolver(ClusterResolver):
     @property
     def environment(self) -> str:
         return self._resolvers[0].environment
-
-    @property
-    def task_type(self) -> str | None:
-        return (
-            self._resolvers[0].task_type if self._task_type is None else self._task_type
-        )
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        check_task(task_type)
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        check_task(task_id=task_id)
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        return self._rpc_layer or self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        check_task(rpc_layer=rpc_layer)
-        self._rpc_layer = rpc_layer

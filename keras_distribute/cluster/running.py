@@ -1,6 +1,4 @@
-"""The cluster of a program that has started JAX's runtime of several processes by
-itself.
-"""
+"""The cluster of a program that has started `jax.distributed` by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from keras_distribute.errors import ClusterError
 
 class JaxClusterResolver(NumberedResolver):
     """The processes that `jax.distributed.initialize` or
-    `keras.distribution.initialize` has brought together.
+    `keras.distribution.initialize` has connected.
 
     Raises:
         ClusterError: Where neither has been called.

@@ -1,8 +1,8 @@
-"""The token of a job, which only its processes know, and what is signed with it.
+"""The token of a job, which only its processes know, and signatures with it.
 
-The launcher of one host makes a token for each start of a job and hands it down in the
+The launcher of one host makes a token for each start of a job and passes it in the
 environment. For several hosts the user gives one to all of them. It is never an
-argument of a command, nor part of a text that is written. Knows nothing of JAX.
+argument of a command, nor part of a text that is written.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from keras_distribute.errors import ClusterError
 
 TOKEN = "KERAS_DISTRIBUTE_JOB_TOKEN"
 TOKEN_FILE = "KERAS_DISTRIBUTE_JOB_TOKEN_FILE"
-HOW_TO_MAKE = '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" > job.token)'
+HOW_TO_MAKE = (
+    '(umask 077 && python -c "import secrets; print(secrets.token_hex(32))" '
+    "> job.token)"
+)
 HOW_TO_GIVE = f"export {TOKEN}=$(cat job.token)"
 _LEAST, _MOST = 32, 4096
 _DIGITS = 2 * hashlib.sha256().digest_size
 
 
 class Seal:
-    """Signs messages, and tells those of the job from others.
+    """Signs messages, and refuses those that are not of this job.
 
     Args:
-        key: What only the job knows; `None` where it has no token: then nothing is
-            signed, and every message is taken.
+        key: The token; with `None` nothing is signed, and every message is accepted.
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -46,19 +48,13 @@ class Seal:
         return self._key is not None
 
     def sealed(self, purpose: str, message: bytes) -> bytes:
-        """The message with its signature in front.
-
-        Args:
-            purpose: What it says, of whom and when. Under another purpose the message
-                counts for nothing.
-            message: Any bytes.
-        """
+        """The message with its signature in front, valid for this purpose alone."""
         if self._key is None:
             return message
         return self._signature(purpose, message) + b" " + message
 
     def opened(self, purpose: str, sealed: bytes) -> bytes | None:
-        """The message, or `None` where it is not one of this job for this purpose."""
+        """The message; `None` for one of another job or purpose."""
         if self._key is None:
             return sealed
         signature, message = sealed[:_DIGITS], sealed[_DIGITS + 1 :]
@@ -67,7 +63,7 @@ class Seal:
         return message
 
     def of(self, nonces: Sequence[str]) -> Seal:
-        """A seal for one conversation: what was signed in another one is not taken."""
+        """A seal for one conversation: it refuses the messages of any other."""
         if self._key is None:
             return self
         return Seal(self._signature("nonces", "|".join(nonces).encode()))
@@ -80,7 +76,7 @@ class Seal:
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A random token."""
     return secrets.token_hex(32)
 
 
@@ -91,50 +87,38 @@ def new_nonce() -> str:
 
 def why_refused(sealed: bytes) -> str:
     """What is wrong with a message that a seal with a token does not open."""
-    if is_signed(sealed):
-        return "it is not signed with the token of this job"
-    return "it is not signed"
+    own = " with the token of this job" if is_signed(sealed) else ""
+    return f"it is not signed{own}"
 
 
 def is_signed(message: bytes) -> bool:
-    """Whether there is a signature in front, of whatever token."""
+    """Whether there is a signature in front, with any token."""
     return re.match(b"[0-9a-f]{%d} " % _DIGITS, message) is not None
 
 
 def token_of_job(file: str | os.PathLike[str] | None = None) -> str | None:
-    """The token: that of the file, if one is named, else that of the environment.
-
-    Args:
-        file: Named by the user. `KERAS_DISTRIBUTE_JOB_TOKEN_FILE` names one, too.
-
-    Returns:
-        `None` where there is none.
+    """The token in `file`, in the environment, or in the file that this names.
 
     Raises:
-        ClusterError: For a file that cannot be read, or that everybody can read; for a
+        ClusterError: For a file that cannot be read, or that all users can read; for a
             token that is too short.
     """
     if file is None:
-        token = os.environ.get(TOKEN, "")
-        if token:
+        if token := os.environ.get(TOKEN):
             return _checked(token, TOKEN)
         file = os.environ.get(TOKEN_FILE) or None
     return None if file is None else _checked(_read(Path(file)), f"The file {file}")
 
 
 def seal_of_job(file: str | os.PathLike[str] | None = None) -> Seal:
-    """The seal with the token of the job; without one it signs nothing.
-
-    Args:
-        file: As of `token_of_job`.
-    """
+    """The seal with the token of the job, which `token_of_job` finds."""
     token = token_of_job(file)
     return Seal(None if token is None else token.encode())
 
 
 def _read(path: Path) -> str:
     try:
-        # A pipe would keep us waiting for a writer.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)

@@ -17,29 +17,21 @@ from keras_distribute.errors import ClusterError, ValueStructureError
 _HOSTS = re.compile(r"([^,\[\]]*)(?:\[([^\[\]]+)\])?(?:,|$)")
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,9})\))?$")
 _DIGITS = re.compile(r"[0-9]{1,18}")
-_MOST = 2**20  # Of hosts and tasks; nobody has more.
+_MOST = 2**20  # Hosts or tasks: a larger number is a typing error.
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order: `n[1-2],m[08-10]` is n1, n2, m08,
-    m09, m10.
-
-    Raises:
-        ClusterError: For a list that is none.
-    """
+    """The hosts of a Slurm node list: `n[1-2],m[08-10]` is n1, n2, m08, m09, m10."""
     hosts: list[str] = []
-    place = 0
-    while place < len(hostlist):
-        match = _HOSTS.match(hostlist, place)
+    start = 0
+    while start < len(hostlist):
+        match = _HOSTS.match(hostlist, start)
         if match is None or not match.group().strip(","):
             raise _malformed("node list", hostlist)
-        prefix, numbers = match.groups()
-        hosts += (
-            [prefix]
-            if numbers is None
-            else [prefix + number for number in _numbers(numbers, hostlist)]
-        )
-        place = match.end()
+        prefix, ranges = match.groups()
+        numbers = [""] if ranges is None else _numbers(ranges, hostlist)
+        hosts += [prefix + number for number in numbers]
+        start = match.end()
     return hosts
 
 
@@ -57,11 +49,7 @@ def _numbers(ranges: str, hostlist: str) -> Iterator[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """The number of tasks of each node: `3(x2),2` is 3, 3, 2.
-
-    Raises:
-        ClusterError: For a list that is none.
-    """
+    """The number of tasks of each node: `3(x2),2` is 3, 3, 2."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = _TASKS.match(part)
@@ -99,7 +87,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     Example:
         >>> import os, keras_distribute as kd
-        >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[08-09]",
+        >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3",
+        ...         "SLURM_STEP_NODELIST": "n[08-09]",
         ...         "SLURM_STEP_TASKS_PER_NODE": "2,1"}
         >>> os.environ |= step
         >>> resolver = kd.cluster_resolver.SlurmClusterResolver(gpus_per_node=0)
@@ -121,48 +110,22 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         check_port("port_base", port_base)
         checks.flag("auto_set_gpu", auto_set_gpu)
-        check_task(rpc_layer=rpc_layer)
+        self._set_task(None, None, rpc_layer)
         _check_tasks("jobs", jobs)
-        for name, number in (("node", gpus_per_node), ("task", gpus_per_task)):
-            if number is not None:
-                checks.count(f"gpus_per_{name}", number, most=_MOST)
+        for name, count in (("node", gpus_per_node), ("task", gpus_per_task)):
+            if count is not None:
+                checks.count(f"gpus_per_{name}", count, most=_MOST)
         self._rank = _number("PROCID")
-        own = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else dict(jobs)
-        self._jobs = own
-        self._port_base, self._auto_set_gpu, self._rpc_layer = (
-            port_base,
-            auto_set_gpu,
-            rpc_layer,
-        )
+        self._jobs = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else jobs
+        self._jobs = dict(sorted(self._jobs.items()))
+        self._port_base, self._auto_set_gpu = port_base, auto_set_gpu
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
         most = max(self._tasks_of_host.values())
-        visible = (
-            gpus()
-            if gpus_per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ
-            else []
-        )
-        gpus_per_node = len(visible) if gpus_per_node is None else gpus_per_node
-        self._gpus = (
-            visible
-            if len(visible) >= gpus_per_node
-            else [str(i) for i in range(gpus_per_node)]
-        )
-        self._gpus_per_task = (
-            gpus_per_node // most if gpus_per_task is None else gpus_per_task
-        )
-        if most * self._gpus_per_task > gpus_per_node:
+        self._share_gpus(gpus_per_node, gpus_per_task, most)
+        tasks, of_jobs = sum(self._tasks_of_host.values()), sum(self._jobs.values())
+        if of_jobs != tasks:
             raise ClusterError(
-                "A node has fewer GPUs than its tasks ask for.",
-                received=f"{most} tasks of {self._gpus_per_task} GPUs on nodes of "
-                f"{gpus_per_node}.",
-                fix="fewer gpus_per_task, or fewer tasks on a node: srun "
-                "--ntasks-per-node.",
-            )
-        tasks = sum(self._tasks_of_host.values())
-        if sum(self._jobs.values()) != tasks:
-            raise ClusterError(
-                f"The jobs have {sum(self._jobs.values())} tasks, and the job step has "
-                f"{tasks}.",
+                f"The jobs have {of_jobs} tasks, and the job step has {tasks}.",
                 received=f"jobs={self._jobs} on {self._tasks_of_host}.",
                 fix=f"jobs whose tasks add up to {tasks}, or None.",
             )
@@ -178,30 +141,43 @@ class SlurmClusterResolver(ClusterResolver):
                 received=f"port_base={port_base}.",
                 fix="port_base=8888",
             )
-        self._find_own_task()
-
-    def _find_own_task(self) -> None:
         first = 0
-        for job, tasks in sorted(self._jobs.items()):
-            if first <= self._rank < first + tasks:
+        for job, count in self._jobs.items():
+            if first <= self._rank < first + count:
                 self._task_type, self._task_id = job, self._rank - first
-            first += tasks
+            first += count
+
+    def _share_gpus(
+        self, per_node: int | None, per_task: int | None, most: int
+    ) -> None:
+        """Notes the GPUs of this node and of each task; `most` tasks share a node."""
+        visible: list[str] = []
+        if per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ:
+            visible = gpus()
+        per_node = len(visible) if per_node is None else per_node
+        enough = len(visible) >= per_node
+        self._gpus = visible if enough else [str(i) for i in range(per_node)]
+        self._gpus_per_task = per_node // most if per_task is None else per_task
+        if most * self._gpus_per_task > per_node:
+            raise ClusterError(
+                "A node has fewer GPUs than its tasks ask for.",
+                received=f"{most} tasks of {self._gpus_per_task} GPUs on nodes of "
+                f"{per_node}.",
+                fix="fewer gpus_per_task, or fewer tasks: srun --ntasks-per-node.",
+            )
 
     def cluster_spec(self) -> ClusterSpec:
-        places = [
-            (host, place)
-            for host, tasks in self._tasks_of_host.items()
-            for place in range(tasks)
+        tasks = [
+            (h, i) for h, count in self._tasks_of_host.items() for i in range(count)
         ]
-        addresses = [f"{host}:{self._port_base + place}" for host, place in places]
+        addresses = [f"{host}:{self._port_base + index}" for host, index in tasks]
         if self._auto_set_gpu and self._gpus_per_task:
-            first = places[self._rank][1] * self._gpus_per_task
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-                self._gpus[first : first + self._gpus_per_task]
-            )
+            first = tasks[self._rank][1] * self._gpus_per_task
+            own = self._gpus[first : first + self._gpus_per_task]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         cluster: dict[str, list[str]] = {}
-        for job, tasks in sorted(self._jobs.items()):
-            cluster[job], addresses = addresses[:tasks], addresses[tasks:]
+        for job, count in self._jobs.items():
+            cluster[job], addresses = addresses[:count], addresses[count:]
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -222,14 +198,14 @@ def _tasks_of_hosts(tasks_per_node: int | dict[str, int] | None) -> dict[str, in
     if isinstance(tasks_per_node, dict):
         _check_tasks("tasks_per_node", tasks_per_node)
         return dict(tasks_per_node)
-    each = tasks_per_node
-    if each is not None:
-        each = checks.count("tasks_per_node", each, 1, most=_MOST)
+    if tasks_per_node is not None:
+        checks.count("tasks_per_node", tasks_per_node, 1, most=_MOST)
     hosts = expand_hostlist(_variable("STEP_NODELIST"))
     listed = "STEP_TASKS_PER_NODE"
-    counts = expand_tasks_per_node(_variable(listed)) if each is None else [each]
-    if each is not None:
-        counts *= len(hosts)
+    if tasks_per_node is None:
+        counts = expand_tasks_per_node(_variable(listed))
+    else:
+        counts = [int(tasks_per_node)] * len(hosts)
     if not hosts or len(counts) != len(hosts):
         raise ClusterError(
             "The list of nodes and that of their tasks do not fit.",
@@ -259,64 +235,46 @@ def _variable(name: str) -> str:
         raise ClusterError(
             f"SLURM_{name} is not in the environment.",
             received="no job step of Slurm.",
-            fix="start the program with srun, also inside an allocation of salloc or "
-            "sbatch.",
+            fix="start the program with srun, also after salloc or sbatch.",
         )
     return value
 
 
 def gpus() -> list[str]:
-    """The NVIDIA GPUs of this node, by the variable that hides some of them, or by the
-    driver.
-
-    Raises:
-        ClusterError: Where the driver fails.
-    """
+    """The NVIDIA GPUs of this node, by `CUDA_VISIBLE_DEVICES` or by the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device for device in visible.split(",") if device]
+    command: Any = ["nvidia-smi", "--list-gpus"]
+    options: Any = {"capture_output": True, "text": True, "check": True, "timeout": 60}
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
+        listed = subprocess.run(command, **options).stdout
     except FileNotFoundError:
         return []
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise ClusterError(
-            f"The number of GPUs could not be had from nvidia-smi: {error}.",
+            f"The number of GPUs could not be read from nvidia-smi: {error}.",
             received="gpus_per_node=None.",
             fix="SlurmClusterResolver(gpus_per_node=8)",
         ) from error
-    return [
-        str(i)
-        for i in range(
-            sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-        )
-    ]
+    count = sum(line.startswith("GPU ") for line in listed.splitlines())
+    return [str(i) for i in range(count)]
 
 
-def share_of_gpus(own: Sequence[str], place: int, num_places: int) -> dict[str, str]:
-    """The variables that give a process its share of the GPUs of this host; none where
-    there is nothing to share.
-
-    Args:
-        own: The GPUs.
-        place: Of the process, from 0.
-        num_places: How many processes share them.
-    """
-    each = len(own) // num_places
-    if num_places == 1 or not each:
+def share_of_gpus(
+    gpus: Sequence[str], local_index: int, num_local: int
+) -> dict[str, str]:
+    """The variables that give a process its share of the GPUs of this host."""
+    each = len(gpus) // num_local
+    if num_local == 1 or not each:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own[place * each : (place + 1) * each])}
+    first = local_index * each
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + each])}
 
 
 def _malformed(what: str, text: str) -> ClusterError:
     return ClusterError(
         f"This is no {what} of Slurm.",
         received=f"{text!r}.",
-        fix="n[1-2],m5,o[3-4,6,7-9] and 3(x2),2,1 are such.",
+        fix="n[1-2],m5,o[3-4,6,7-9] for nodes, 3(x2),2,1 for their tasks.",
     )

@@ -1,6 +1,4 @@
-"""`ClusterSpec`: the addresses of the tasks of a cluster. Knows nothing of JAX, Keras
-or the environment.
-"""
+"""`ClusterSpec`: the addresses of the tasks of a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ class ClusterSpec:
 
     Example:
         >>> import keras_distribute as kd
-        >>> cluster = kd.cluster_resolver.ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "c:1"}})
+        >>> jobs = {"worker": ["a:1", "b:1"], "ps": {3: "c:1"}}
+        >>> cluster = kd.cluster_resolver.ClusterSpec(jobs)
         >>> cluster
         ClusterSpec({'ps': {3: 'c:1'}, 'worker': ['a:1', 'b:1']})
         >>> cluster.task_address("worker", 1)
@@ -74,11 +73,7 @@ class ClusterSpec:
 
     def __repr__(self) -> str:
         jobs = self.as_dict()
-        return (
-            "ClusterSpec({"
-            + ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs))
-            + "})"
-        )
+        return f"ClusterSpec({dict(sorted(jobs.items()))!r})"
 
     @property
     def jobs(self) -> list[str]:

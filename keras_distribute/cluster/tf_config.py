@@ -26,19 +26,34 @@ class _ConfigResolver(ClusterResolver):
 
     def __init__(
         self,
-        task_type: str | None,
-        task_id: int | None,
-        rpc_layer: str | None,
-        environment: str | None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
     ) -> None:
-        check_task(task_type, None if task_id is None else _index(task_id), rpc_layer)
         what = "environment is a string."
         checks.instance("environment", environment, str | None, what, "None")
-        self._task_type, self._task_id = task_type, task_id
-        self._rpc_layer, self._environment = rpc_layer, environment
+        self._set_task(task_type, task_id, rpc_layer)
+        self._environment = environment
 
     def _config(self) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _default(self, name: str) -> Any:
+        if name == "rpc_layer":
+            return self._part("rpc_layer", str, None)
+        task = self._part("task", dict, {})
+        if name == "task_id":
+            return self._checked_id(task.get("index"))
+        check_task(task.get("type"), error=ClusterError)
+        return task.get("type")
+
+    def _checked_id(self, task_id: Any) -> int | None:
+        """A number, which `TF_CONFIG` may have as text."""
+        if isinstance(task_id, str):
+            return number("the index of a task", task_id)
+        known = task_id is not None
+        return checks.count("task_id", task_id, error=ClusterError) if known else None
 
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec(self._part("cluster", dict, {}))
@@ -64,9 +79,8 @@ class _ConfigResolver(ClusterResolver):
         if session_master is not None:
             return session_master
         cluster = self.cluster_spec()
-        if not cluster or (
-            len(cluster.jobs) == 1 and len(cluster.job_tasks(cluster.jobs[0])) == 1
-        ):
+        jobs = cluster.jobs
+        if not jobs or (len(jobs) == 1 and len(cluster.job_tasks(jobs[0])) == 1):
             return ""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -74,40 +88,8 @@ class _ConfigResolver(ClusterResolver):
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @property
-    def task_type(self) -> str | None:
-        if self._task_type is not None:
-            return self._task_type
-        value = self._part("task", dict, {}).get("type")
-        check_task(value, error=ClusterError)
-        return value
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        check_task(task_type)
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        own = self._task_id
-        value = self._part("task", dict, {}).get("index") if own is None else own
-        return None if value is None else _index(value)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = None if task_id is None else _index(task_id)
-
-    @property
-    def rpc_layer(self) -> str | None:
-        return self._rpc_layer or self._part("rpc_layer", str, None)
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        check_task(rpc_layer=rpc_layer)
-        self._rpc_layer = rpc_layer
-
-    @property
     def environment(self) -> Any:
-        """What the caller said, or `None`."""
+        """What the constructor was given, or `None`."""
         return self._environment
 
 
@@ -118,27 +100,19 @@ class TFConfigClusterResolver(_ConfigResolver):
 
     Args:
         task_type: Overrides the one in `TF_CONFIG`.
-        task_id: Likewise.
-        rpc_layer: Likewise.
+        task_id: Overrides the one in `TF_CONFIG`.
+        rpc_layer: Overrides the one in `TF_CONFIG`.
         environment: Accepted for compatibility.
 
     Example:
         >>> import json, os, keras_distribute as kd
+        >>> task = {"type": "worker", "index": "1"}
         >>> os.environ["TF_CONFIG"] = json.dumps(
-        ...     {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "1"}})
+        ...     {"cluster": {"worker": ["a:1", "b:1"]}, "task": task})
         >>> kd.cluster_resolver.TFConfigClusterResolver().topology()
         Topology(process_id=1, num_processes=2, coordinator='a:1')
         >>> del os.environ["TF_CONFIG"]
     """
-
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-    ) -> None:
-        super().__init__(task_type, task_id, rpc_layer, environment)
 
     def _config(self) -> dict[str, Any]:
         return json_value("TF_CONFIG")
@@ -154,7 +128,7 @@ class SageMakerClusterResolver(_ConfigResolver):
     Args:
         port: Of each worker.
         task_type: Overrides `"worker"`.
-        task_id: Overrides the place of the host among all.
+        task_id: Overrides the index of the host among all.
         rpc_layer: The protocol that `master` puts in front.
         environment: Accepted for compatibility.
 
@@ -163,7 +137,8 @@ class SageMakerClusterResolver(_ConfigResolver):
 
     Example:
         >>> import os, keras_distribute as kd
-        >>> os.environ |= {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+        >>> os.environ["SM_HOSTS"] = '["algo-2", "algo-1"]'
+        >>> os.environ["SM_CURRENT_HOST"] = "algo-2"
         >>> kd.cluster_resolver.SageMakerClusterResolver().topology()
         Topology(process_id=1, num_processes=2, coordinator='algo-1:2223')
         >>> del os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"]
@@ -182,9 +157,8 @@ class SageMakerClusterResolver(_ConfigResolver):
         self._port = port
 
     def _config(self) -> dict[str, Any]:
-        missing = [
-            name for name in ("SM_HOSTS", "SM_CURRENT_HOST") if name not in os.environ
-        ]
+        needed = ("SM_HOSTS", "SM_CURRENT_HOST")
+        missing = [name for name in needed if name not in os.environ]
         if missing:
             raise ClusterError(
                 "This is no SageMaker environment.",
@@ -204,10 +178,3 @@ class SageMakerClusterResolver(_ConfigResolver):
             "cluster": {"worker": workers},
             "task": {"type": "worker", "index": hosts.index(current)},
         }
-
-
-def _index(value: Any) -> int:
-    """The number of a task, which `TF_CONFIG` may have as text."""
-    if isinstance(value, str):
-        return number("the index of a task", value)
-    return checks.count("task_id", value, error=ClusterError)

@@ -1,6 +1,4 @@
-"""Which process of how many this one is: TensorFlow's rules for task types. Knows
-nothing of JAX or the environment.
-"""
+"""Which process of how many this one is, by TensorFlow's rules for task types."""
 
 from __future__ import annotations
 
@@ -32,27 +30,27 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("process_id", "num_processes"):
-            what = f"{name} is an integer."
-            given, fix = getattr(self, name), f"{name}=1"
-            checks.count(name, given, what=what, fix=fix, error=ClusterError)
+            checks.count(name, getattr(self, name), error=ClusterError)
         fix = 'coordinator="10.0.0.1:1234", or None.'
         what, given = "The coordinator is an address.", self.coordinator
         checks.instance("coordinator", given, str | None, what, fix, ClusterError)
+        own = f"process {self.process_id} of {self.num_processes}"
         if not 0 <= self.process_id < self.num_processes:
             raise ClusterError(
                 f"The number of a process is from 0 to {self.num_processes - 1}.",
-                received=f"process {self.process_id} of {self.num_processes}.",
+                received=f"{own}.",
                 fix="check the environment variables of this process.",
             )
-        if self.num_processes > 1 and not self.coordinator:
+        if self.num_processes == 1:
+            return
+        if not self.coordinator:
             raise ClusterError(
                 "Several processes need the address of the first one to find each "
                 "other.",
-                received=f"process {self.process_id} of {self.num_processes}, without "
-                "an address.",
+                received=f"{own}, without an address.",
                 fix="name the address of process 0, host:port.",
             )
-        if self.num_processes > 1 and not is_address(self.coordinator or ""):
+        if not is_address(self.coordinator):
             raise ClusterError(
                 "The address of the first process is that of a host and a port.",
                 received=f"coordinator={checks.shown(self.coordinator)}.",
@@ -69,17 +67,9 @@ def is_address(text: str) -> bool:
 def topology_of(
     cluster: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> Topology:
-    """The place of a task: the chief first, then the workers. An evaluator is on its
-    own, as in TensorFlow.
+    """The number of a task among the chief and the workers, in this order.
 
-    Args:
-        cluster: All tasks.
-        task_type: Of this one.
-        task_id: Likewise.
-
-    Raises:
-        ClusterError: For a cluster or a task that TensorFlow's strategy would refuse,
-            and for missing addresses.
+    An evaluator is on its own, as in TensorFlow.
     """
     check_cluster(cluster, task_type, task_id)
     if task_type == "evaluator" or not cluster:
@@ -110,20 +100,15 @@ def topology_of(
             fix='"task": {"type": "worker", "index": 0} in TF_CONFIG, or '
             "resolver.task_type and resolver.task_id.",
         )
-    before = (
-        cluster.num_tasks("chief")
-        if task_type == "worker" and "chief" in cluster.jobs
-        else 0
-    )
+    with_chief = task_type == "worker" and "chief" in cluster.jobs
+    before = cluster.num_tasks("chief") if with_chief else 0
     return Topology(before + task_id, len(addresses), addresses[0])
 
 
 def check_cluster(
     cluster: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> None:
-    """Raises `ClusterError` for a cluster that TensorFlow's strategies refuse, and a
-    task that it has not.
-    """
+    """Raises `ClusterError` for a cluster or a task that TensorFlow would refuse."""
     unknown = [job for job in cluster.jobs if job not in TASK_TYPES]
     if unknown or task_type not in (*TASK_TYPES, None):
         raise ClusterError(
@@ -138,13 +123,10 @@ def check_cluster(
                 received=f"{cluster!r}.",
                 fix=f"one {single}.",
             )
-    if (
-        task_type is None
-        or not cluster
-        or (task_type == "evaluator" and task_type not in cluster.jobs)
-    ):
+    known = task_type in cluster.jobs
+    if task_type is None or not cluster or (task_type == "evaluator" and not known):
         return
-    known = task_type in cluster.jobs and checks.is_integer(task_id)
+    known = known and checks.is_integer(task_id)
     if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",

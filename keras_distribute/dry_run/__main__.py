@@ -15,69 +15,51 @@ from keras_distribute.errors import DistributeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 where the step fits, or nobody knows;
-    1 where it does not.
+    """The command line; returns the exit code: 1 where the step does not fit, 0 where
+    it fits or the size of the memory is not known.
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_distribute.dry_run",
         description="Compiles the training step of a Keras model for hardware that "
-        "need not be there, and says what it "
-        "would take. The exit code is 1 where it does not fit.",
+        "need not be there, and says what it would take. The exit code is 1 where it "
+        "does not fit.",
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="module:function, which makes and compiles the model",
-    )
-    parser.add_argument(
-        "--batch",
-        required=True,
-        help="rows of the global batch, or module:function, which makes one",
-    )
-    parser.add_argument(
-        "--topology", default="v5e:4x4", help='such as "v5e:4x4", "h100:8" or "cpu:8"'
-    )
-    parser.add_argument(
-        "--largest-batch",
-        action="store_true",
-        help="search the largest batch that fits",
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=int,
-        help="bytes of each device, in place of what is known of it",
-    )
-    parser.add_argument(
-        "--shard-optimizer-state",
-        action="store_true",
-        help="divide the optimizer's slots",
-    )
-    parser.add_argument("--json", help="write everything to this file")
-    parser.add_argument("--plot", help="draw it to this file")
-    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    add = parser.add_argument
+    add("--model", required=True, help="module:function that makes a compiled model")
+    batch_help = "rows of the global batch, or module:function that makes one"
+    add("--batch", required=True, help=batch_help)
+    add("--topology", default="v5e:4x4", help='"v5e:4x4", "h100:8", "cpu:8", ...')
+    largest_help = "search the largest batch that fits"
+    add("--largest-batch", action="store_true", help=largest_help)
+    limit_help = "bytes of each device, in place of what is known of it"
+    add("--memory-limit", type=int, help=limit_help)
+    shard_help = "shard the optimizer state over the replicas"
+    add("--shard-optimizer-state", action="store_true", help=shard_help)
+    add("--json", help="write everything to this file")
+    add("--plot", help="draw it to this file")
+    options = parser.parse_args(arguments)
+    batch = options.batch
     try:
         report = dry_run(
-            _load(parser, given.model),
-            int(given.batch) if given.batch.isdigit() else _load(parser, given.batch)(),
-            given.topology,
-            largest_batch=given.largest_batch,
-            memory_limit=given.memory_limit,
-            shard_optimizer_state=given.shard_optimizer_state,
+            _load(parser, options.model),
+            int(batch) if batch.isdigit() else _load(parser, batch)(),
+            options.topology,
+            largest_batch=options.largest_batch,
+            memory_limit=options.memory_limit,
+            shard_optimizer_state=options.shard_optimizer_state,
         )
     except DistributeError as error:
         parser.error(str(error))
-    if given.json:
-        report.save(given.json)
-    if given.plot:
-        report.plot(given.plot)
+    if options.json:
+        report.save(options.json)
+    if options.plot:
+        report.plot(options.plot)
     sys.stdout.write(f"{report}\n")
     return 1 if report.fits is False else 0
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> Any:
-    """The function that `module:function` names; the folder of the call is searched,
-    too.
-    """
+    """The function that `module:function` names, also of the current folder."""
     module, _, function = name.partition(":")
     if not module or not function:
         parser.error(f"{name!r} is not of the form module:function")
@@ -86,7 +68,7 @@ def _load(parser: argparse.ArgumentParser, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        parser.error(f"{name!r} cannot be had: {error}")
+        parser.error(f"{name!r} cannot be imported: {error}")
 
 
 if __name__ == "__main__":

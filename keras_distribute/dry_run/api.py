@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,7 +101,8 @@ def dry_run(
     Example:
         >>> import keras, keras_distribute as kd
         >>> def build():
-        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        ...     layers = [keras.layers.Dense(4), keras.layers.Dense(1)]
+        ...     model = keras.Sequential([keras.Input((8,)), *layers])
         ...     model.compile("sgd", "mse")
         ...     return model
         >>> report = kd.dry_run(build, batch=64, topology="cpu:4")
@@ -111,7 +112,16 @@ def dry_run(
     checks.flag("largest_batch", largest_batch)
     checks.flag("shard_optimizer_state", shard_optimizer_state)
     target = targets.parse(topology)
-    limit = _limit(target, memory_limit)
+    limit = target.hardware.usable_bytes if target.hardware else None
+    if memory_limit is not None:
+        limit = checks.count(
+            "memory_limit",
+            memory_limit,
+            1,
+            what="The memory that a program may take is a number of bytes.",
+            fix="memory_limit=16 * 2**30",
+            error=StructureTypeError,
+        )
     if largest_batch and limit is None:
         raise ValueStructureError(
             "The largest batch that fits can be searched only where the size of the "
@@ -120,33 +130,29 @@ def dry_run(
             fix="memory_limit=16 * 2**30",
         )
     devices = target.devices()
-    model, strategy = models.of(model_or_builder, shard_optimizer_state)
+    model, strategy = models.with_strategy(model_or_builder, shard_optimizer_state)
     example = examples.batch_of(model, batch)
     planning.build(model, strategy, example)
-    compile_for = _Compiler(
-        model,
-        strategy,
-        target,
-        _mesh_like(strategy.replica_mesh, devices, topology),
-        limit,
-    )
+    mesh = _mesh_like(strategy.replica_mesh, devices, topology)
+
+    def compile_for(batch: Any) -> DryRunReport:
+        return _compile(model, strategy, target, mesh, limit, batch)
+
     report = compile_for(example)
-    if not largest_batch:
+    if not largest_batch or limit is None:
         return report
-    assert limit is not None
-    rows = examples.rows_of(example)
-    known = {rows: report.needed_bytes}
+    rows = report.batch
+    needed = {rows: report.needed_bytes}
 
-    def needed(count: int) -> int:
-        if count not in known:
-            known[count] = compile_for(examples.with_rows(example, count)).needed_bytes
-        return known[count]
+    def needed_bytes(count: int) -> int:
+        if count not in needed:
+            resized = examples.with_rows(example, count)
+            needed[count] = compile_for(resized).needed_bytes
+        return needed[count]
 
-    found, too_large, tried = fitting.largest(needed, limit, target.num_devices, rows)
-    compilations = tried + (1 if rows % target.num_devices else 0)
-    return dataclasses.replace(
-        report, largest_batch=LargestBatch(found, too_large, compilations)
-    )
+    fits, too_large, _ = fitting.largest(needed_bytes, limit, len(devices), rows)
+    found = LargestBatch(fits, too_large, compilations=len(needed))
+    return dataclasses.replace(report, largest_batch=found)
 
 
 def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMesh:
@@ -160,122 +166,84 @@ def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMe
             received=f"{len(devices)} devices.",
             fix=f"a topology with a multiple of {size} devices.",
         )
-    return ReplicaMesh.of_groups(
-        [devices[i : i + size] for i in range(0, len(devices), size)]
+    groups = [devices[i : i + size] for i in range(0, len(devices), size)]
+    return ReplicaMesh.of_groups(groups)
+
+
+def _compile(
+    model: Any,
+    strategy: Strategy,
+    target: Target,
+    mesh: ReplicaMesh,
+    limit: int | None,
+    batch: Any,
+) -> DryRunReport:
+    """Compiles the step for one batch."""
+    plan = planning.training_step(model, strategy, mesh, batch)
+    counts = flops.of_program(plan.traced.jaxpr)
+    begun = time.perf_counter()
+    compiled, refused = _compiled_or_refused(target, plan)
+    seconds = time.perf_counter() - begun
+    rows, num_steps = examples.rows_of(batch), plan.num_steps
+    # The part of the replica with the most rows, which its logical devices are taken to
+    # share evenly.
+    most_rows = -(-rows // mesh.num_replicas)
+    share = most_rows / rows / mesh.num_logical / num_steps
+    report = DryRunReport(
+        target=target,
+        num_logical=mesh.num_logical,
+        batch=rows,
+        num_processes=mesh.num_processes,
+        num_steps=num_steps,
+        needed_bytes=0,
+        limit_bytes=limit,
+        flops={dtype: count * share for dtype, count in counts.items()},
+        num_gradients=len(plan.state[0]),
+        compile_seconds=seconds,
+        versions=_versions(target.platform),
+    )
+    if refused is not None:
+        needed, available = refused
+        available = min(available, limit or available)
+        return dataclasses.replace(report, needed_bytes=needed, limit_bytes=available)
+    analysis = memory.of_program(compiled, plan)
+    module = hlo.parse(compiled.as_text())
+    moved = traffic.bytes_moved(module) / num_steps
+    found = collectives.of_program(module, target.num_devices, mesh.num_logical)
+    return dataclasses.replace(
+        report,
+        memory=analysis,
+        needed_bytes=analysis.needed(target.platform),
+        compiler_flops=(compiled.cost_analysis() or {}).get("flops"),
+        bytes_moved=moved,
+        collectives=tuple(found),
+        unknown_loops=module.unknown_loops,
+        estimate=estimate.of_step(target, report.flops, moved, found, num_steps),
     )
 
 
-def _limit(target: Target, given: int | None) -> int | None:
-    if given is None:
-        return target.hardware.usable_bytes if target.hardware else None
-    return checks.count(
-        "memory_limit",
-        given,
-        1,
-        what="The memory that a program may take is a number of bytes.",
-        fix="memory_limit=16 * 2**30",
-        error=StructureTypeError,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compiler:
-    """Compiles the step of one model for one target, for any batch."""
-
-    model: Any
-    strategy: Strategy
-    target: Target
-    mesh: ReplicaMesh
-    limit: int | None
-
-    def __call__(self, batch: Any) -> DryRunReport:
-        plan = planning.training_step(self.model, self.strategy, self.mesh, batch)
-        counts = flops.of_program(plan.traced.jaxpr)
-        begun = time.perf_counter()
-        try:
-            compiled = compiling.compiled(self.target, plan.traced.lower())
-        except JaxRuntimeError as error:
-            if "ptxas" in str(error):
-                raise BackendError(
-                    "XLA assembles programs for GPUs by ptxas, which is missing or "
-                    "does not fit.",
-                    received=f"{str(error).splitlines()[0]}",
-                    fix="pip install 'keras-distribute[dry-run-cuda]', which has one.",
-                ) from error
-            sizes = memory.refusal(str(error))
-            if sizes is None:
-                raise
-            return self._report(
-                plan, batch, counts, None, sizes, time.perf_counter() - begun
-            )
-        return self._report(
-            plan, batch, counts, compiled, None, time.perf_counter() - begun
-        )
-
-    def _report(
-        self,
-        plan: planning.Plan,
-        batch: Any,
-        counted: Mapping[str, int],
-        compiled: Any,
-        refused: tuple[int, int] | None,
-        seconds: float,
-    ) -> DryRunReport:
-        rows, num_steps, devices = (
-            examples.rows_of(batch),
-            plan.num_steps,
-            self.target.num_devices,
-        )
-        # The part of the replica with the most rows, which its logical devices are
-        # taken to share evenly.
-        share = (
-            -(-rows // self.mesh.num_replicas)
-            / rows
-            / self.mesh.num_logical
-            / num_steps
-        )
-        counts = {dtype: count * share for dtype, count in counted.items()}
-        report = DryRunReport(
-            target=self.target,
-            num_logical=self.mesh.num_logical,
-            batch=rows,
-            num_processes=self.mesh.num_processes,
-            num_steps=num_steps,
-            memory=None,
-            needed_bytes=refused[0] if refused else 0,
-            limit_bytes=min(refused[1], self.limit or refused[1])
-            if refused
-            else self.limit,
-            flops=counts,
-            compiler_flops=None,
-            bytes_moved=None,
-            collectives=(),
-            num_gradients=len(plan.state[0]),
-            unknown_loops=0,
-            estimate=None,
-            largest_batch=None,
-            compile_seconds=seconds,
-            versions=_versions(self.target.platform),
-        )
-        if compiled is None:
-            return report
-        taken, module = memory.of_program(compiled, plan), hlo.parse(compiled.as_text())
-        moved = traffic.bytes_moved(module) / num_steps
-        found = tuple(collectives.of_program(module, devices, self.mesh.num_logical))
-        said = compiled.cost_analysis() or {}
-        return dataclasses.replace(
-            report,
-            memory=taken,
-            needed_bytes=taken.needed(self.target.platform),
-            compiler_flops=said.get("flops"),
-            bytes_moved=moved,
-            collectives=found,
-            unknown_loops=module.unknown_loops,
-            estimate=estimate.of_step(self.target, counts, moved, found, num_steps),
-        )
+def _compiled_or_refused(
+    target: Target, plan: planning.Plan
+) -> tuple[Any, tuple[int, int] | None]:
+    """The compiled step, or the bytes that it needs and those there are."""
+    try:
+        return compiling.compiled(target, plan.traced.lower()), None
+    except JaxRuntimeError as error:
+        if "ptxas" in str(error):
+            raise BackendError(
+                "XLA assembles programs for GPUs by ptxas, which is missing or does "
+                "not fit.",
+                received=str(error).splitlines()[0],
+                fix="pip install 'keras-distribute[dry-run-cuda]', which has one.",
+            ) from error
+        refused = memory.refusal(str(error))
+        if refused is None:
+            raise
+        return None, refused
 
 
 def _versions(platform: str) -> dict[str, str]:
-    own = {"keras": keras.__version__, "jax": jax.__version__}
-    others = ("jaxlib", *targets.PACKAGES[platform])
-    return own | {name: importlib.metadata.version(name) for name in others}
+    versions = {"keras": keras.__version__, "jax": jax.__version__}
+    for name in ("jaxlib", *targets.PACKAGES[platform]):
+        versions[name] = importlib.metadata.version(name)
+    return versions

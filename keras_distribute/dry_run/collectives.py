@@ -27,6 +27,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
+# Parts of JAX's path of names that name no part of a model.
 _UNNAMED = {
     "jvp",
     "transpose",
@@ -39,7 +40,8 @@ _UNNAMED = {
     "closed_call",
     "shard_map",
 }
-_PART = re.compile(r"^[A-Za-z_]+\((.*)\)$")
+_WRAPPED = re.compile(r"^[A-Za-z_]+\((.*)\)$")
+# Instructions that hand on what another one computed.
 _RENAMES = {
     "bitcast",
     "get-tuple-element",
@@ -58,7 +60,7 @@ class Collective:
     Args:
         kind: `"all-reduce"` or another of XLA's.
         name: Of the instruction in the program's text.
-        num_bytes: Of the arrays that each device puts in, together.
+        num_bytes: Of all arrays that each device puts in.
         num_arrays: How many they are.
         dtypes: Theirs, in XLA's words.
         group_size: How many devices exchange with each other.
@@ -86,12 +88,8 @@ class Collective:
 def of_program(
     module: Module, num_devices: int, num_logical: int = 1
 ) -> list[Collective]:
-    """The collectives, in the order in which the program's text has them.
-
-    Args:
-        module: The program.
-        num_devices: How many devices run it.
-        num_logical: How many of them, one after the other, are a replica.
+    """The collectives of a program that runs on `num_devices`, each `num_logical` of
+    which are a replica, in the order of the program's text.
     """
     return [
         _collective(instruction, times, computation, num_devices, num_logical)
@@ -107,45 +105,34 @@ def _collective(
     num_devices: int,
     num_logical: int,
 ) -> Collective:
-    order = {each.name: place for place, each in enumerate(computation)}
     named = {each.name: each for each in computation}
+    order = {name: position for position, name in enumerate(named)}
     inputs = [named[name] for name in instruction.operands if name in named]
     arrays = [array for each in inputs for array in each.arrays]
     makers = [_maker(each, named) for each in inputs]
     last = max(makers, key=lambda each: order[each.name], default=instruction)
+    sources = [layer for each in makers for layer in layers_of(each.op_name)]
+    last_path = last.op_name.rpartition("/")[2]
     groups = _groups(instruction.text, num_devices)
-    replicas = max(len(set(group // num_logical)) for group in groups)
-    sources = [
-        layer for each in makers for layer in layers_of(each.op_name)
-    ] or layers_of(instruction.op_name)
-    waits_for = (
-        ", ".join(layers_of(last.op_name))
-        or last.op_name.rpartition("/")[2]
-        or last.name
-    )
     return Collective(
-        _STARTS[instruction.opcode],
-        instruction.name,
-        sum(array.num_bytes for array in arrays),
-        len(arrays),
-        tuple(sorted({array.dtype for array in arrays})),
-        groups.shape[1],
-        len(groups),
-        times,
-        tuple(dict.fromkeys(sources)),
-        waits_for,
-        replicas,
+        kind=_STARTS[instruction.opcode],
+        name=instruction.name,
+        num_bytes=sum(array.num_bytes for array in arrays),
+        num_arrays=len(arrays),
+        dtypes=tuple(sorted({array.dtype for array in arrays})),
+        group_size=groups.shape[1],
+        num_groups=len(groups),
+        times=times,
+        of=tuple(dict.fromkeys(sources or layers_of(instruction.op_name))),
+        waits_for=", ".join(layers_of(last.op_name)) or last_path or last.name,
+        num_replicas=max(len(set(group // num_logical)) for group in groups),
     )
 
 
 def _maker(instruction: Instruction, named: dict[str, Instruction]) -> Instruction:
     """The instruction that computed a value, behind those that only hand it on."""
-    while (
-        instruction.opcode in _RENAMES
-        and not layers_of(instruction.op_name)
-        and instruction.operands
-    ):
-        before = named.get(instruction.operands[0])
+    while instruction.opcode in _RENAMES and not layers_of(instruction.op_name):
+        before = named.get(next(iter(instruction.operands), ""))
         if before is None:
             break
         instruction = before
@@ -160,31 +147,25 @@ def layers_of(op_name: str) -> list[str]:
     instruction has several, separated by semicolons, or written as
     `prefix/(first:second)`. The innermost named part of each is taken.
     """
+    paths: list[str] = []
+    for path in op_name.split(";"):
+        prefix, _, inner = path.partition("/(")
+        if ":" in inner:
+            paths += [f"{prefix}/{each}" for each in inner.rstrip(")").split(":")]
+        else:
+            paths.append(path)
     found: list[str] = []
-    for path in _paths(op_name):
-        parts = [part for part in map(_bare, path.split("/")[:-1]) if part]
-        if parts:
-            found.append(parts[-1])
+    for path in paths:
+        parts = filter(None, map(_without_transformations, path.split("/")[:-1]))
+        found += list(parts)[-1:]
     return list(dict.fromkeys(found))
 
 
-def _paths(op_name: str) -> list[str]:
-    paths: list[str] = []
-    for path in op_name.split(";"):
-        prefix, opened, inner = path.partition("/(")
-        paths += (
-            [f"{prefix}/{each}" for each in inner.rstrip(")").split(":")]
-            if opened and ":" in inner
-            else [path]
-        )
-    return paths
-
-
-def _bare(part: str) -> str:
-    """A part of a path without the transformations around it; empty for what names no
-    part of a model.
+def _without_transformations(part: str) -> str:
+    """A part of a path without what JAX puts around it; empty for what names no part of
+    a model.
     """
-    while match := _PART.match(part):
+    while match := _WRAPPED.match(part):
         if part.startswith(("jit(", "pjit(", "shard_map(")):
             return ""
         part = match.group(1)
@@ -195,31 +176,26 @@ def _groups(text: str, num_devices: int) -> np.ndarray[Any, Any]:
     """The numbers of the devices that exchange with each other, a group in each row;
     pairs of a permutation.
     """
-    every = np.arange(num_devices)
+    devices = np.arange(num_devices)
     if found := _MESH.search(text):
         sizes = {name: int(size) for name, size in _AXIS.findall(found.group(1))}
-        places = [
-            list(sizes).index(name)
-            for name in re.findall(r"'([^']+)'", found.group(2))
-            if name in sizes
-        ]
-        mesh = np.moveaxis(
-            every.reshape(tuple(sizes.values())), places, range(-len(places), 0)
-        )
-        return mesh.reshape(
-            -1, math.prod(mesh.shape[-len(places) :]) if places else num_devices
-        )
+        names = re.findall(r"'([^']+)'", found.group(2))
+        axes = [list(sizes).index(name) for name in names if name in sizes]
+        if not axes:
+            return devices[None]
+        mesh = devices.reshape(tuple(sizes.values()))
+        mesh = np.moveaxis(mesh, axes, range(-len(axes), 0))
+        return mesh.reshape(-1, math.prod(mesh.shape[-len(axes) :]))
     if found := _IOTA.search(text):
         rows, columns, shape, order = found.groups()
-        mesh = every.reshape(_numbers(shape))
-        return (mesh.transpose(_numbers(order)) if order else mesh).reshape(
-            int(rows), int(columns)
-        )
+        mesh = devices.reshape(_numbers(shape))
+        if order:
+            mesh = mesh.transpose(_numbers(order))
+        return mesh.reshape(int(rows), int(columns))
     if found := _LISTED.search(text) or _PAIRS.search(text):
-        return np.asarray(
-            [_numbers(group) for group in found.group(1).strip("{}").split("},{")]
-        )
-    return every[None]
+        groups = found.group(1).strip("{}").split("},{")
+        return np.asarray([_numbers(group) for group in groups])
+    return devices[None]
 
 
 def _numbers(text: str) -> list[int]:

@@ -12,7 +12,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from jax.errors import JaxRuntimeError
@@ -33,19 +32,19 @@ def compiled(target: Target, lowered: Any) -> Any:
         BackendError: Where the compiler ends its process, with its last lines.
         JaxRuntimeError: For a program that it refuses.
     """
-    if target.platform == "cpu":  # The compiler that every program of JAX uses here.
+    # For CPUs it is the compiler of every program here.
+    if target.platform == "cpu":
         return lowered.compile()
     program = compiling.program_of(lowered)
     if not isinstance(program, compiling.Program):
         return program
-    given = pickle.dumps((target, program))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    search_path = os.pathsep.join(filter(None, sys.path))
+    settings = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
-        input=given,
+        input=pickle.dumps((target, program)),
         capture_output=True,
-        env=environment,
+        env={**os.environ, **settings, "PYTHONPATH": search_path},
         check=False,
     )
     if done.returncode:
@@ -56,27 +55,26 @@ def compiled(target: Target, lowered: Any) -> Any:
     return result
 
 
-def _ended(target: Target, code: int, said: bytes) -> BackendError:
+def _ended(target: Target, code: int, output: bytes) -> BackendError:
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    lines = said.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    lines = output.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
     text = "\n    ".join(dict.fromkeys(lines)) or "nothing"
+    packages = " ".join(targets.PACKAGES[target.platform])
     return BackendError(
         f"The compiler for {target.name} ended its process ({how}); this one goes on.",
         received=f"its last lines:\n    {text}",
         fix="another topology or batch, or a newer compiler: pip install -U "
-        f"{' '.join(targets.PACKAGES[target.platform])}",
+        f"{packages}",
     )
 
 
 def main() -> None:
     """In the child: compiles what comes in, and returns what the compiler says."""
-    # Compilers print; what is printed must not get between the bytes of the result.
+    # Compilers print, which must not get between the bytes of the result.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    given: tuple[Target, compiling.Program] = pickle.load(sys.stdin.buffer)
-    target, program = given
-    result: compiling.Compiled | str
-    devices: Sequence[Any] = target.devices()
+    target, program = pickle.load(sys.stdin.buffer)
+    devices = target.devices()
     try:
         with topologies.assembler():
             result = compiling.compiled_for(devices, program)

@@ -1,11 +1,11 @@
 """A roofline estimate of a step's time, from public peak rates. It is no measurement,
 and real steps take longer.
 
-    compute        operations of matrix products and convolutions / peak operations a second
-    memory         bytes moved / bytes a second of the device's memory
+    compute        operations of matrix products and convolutions / peak rate
+    memory         bytes moved / bandwidth of the device's memory
     communication  sum over the collectives of bytes / bandwidth + hops * 1 microsecond
     at least       max(compute, memory, communication): everything overlaps perfectly
-    in turn        max(compute, memory) + communication: the collectives overlap with nothing
+    in turn        max(compute, memory) + communication: no collective overlaps
 
 Sources: the roofline model (Williams et al. 2009,
 https://doi.org/10.1145/1498765.1498785); the times of collectives on a torus, the
@@ -26,12 +26,10 @@ from keras_distribute.dry_run.targets import Target
 
 FORMULA = (
     "at least = max(FLOPs / peak, bytes / memory bandwidth, collectives); in turn = "
-    "max(FLOPs / peak, "
-    "bytes / memory bandwidth) + collectives; a collective = bytes * (n - 1) / n / "
-    "link bandwidth (twice for an "
-    "all-reduce) + 1 us a hop"
+    "max(FLOPs / peak, bytes / memory bandwidth) + collectives; a collective = bytes * "
+    "(n - 1) / n / link bandwidth (twice for an all-reduce) + 1 us a hop"
 )
-_HOP = 1e-6
+_SECONDS_PER_HOP = 1e-6
 _AXIS_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -64,24 +62,15 @@ class Estimate:
     @property
     def bound_by(self) -> str:
         """What takes longest: `"compute"`, `"memory"` or `"communication"`."""
-        parts = {
-            "compute": self.compute,
-            "memory": self.memory,
-            "communication": self.communication,
-        }
-        return max(parts, key=lambda name: parts[name])
+        parts = ("compute", "memory", "communication")
+        return max(parts, key=lambda name: getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingPoint:
-    """The estimate for another number of devices, each with as many rows as here.
-
-    Args:
-        topology: Its name.
-        num_devices: There.
-        batch: Global rows there.
-        in_turn: Seconds of a step, estimated.
-        efficiency: The share of the rows a second and device of a single replica.
+    """The estimate for another number of devices, each with as many rows as here: the
+    rows of its global batch, the estimated seconds of a step, and the rows a second and
+    device as a share of a single replica's.
     """
 
     topology: str
@@ -98,33 +87,22 @@ def of_step(
     collectives: Sequence[Collective],
     num_steps: int,
 ) -> Estimate | None:
-    """The estimate of one step; `None` for CPUs.
-
-    Args:
-        target: The hardware.
-        flops: Of one step on one device, by dtype.
-        bytes_moved: Likewise.
-        collectives: Of one call of the program.
-        num_steps: How many steps a call is.
+    """The estimate of one step; `None` for CPUs. FLOPs (by dtype) and bytes are those
+    of one step on one device, the collectives those of a call of `num_steps` steps.
     """
     hardware = target.hardware
     if hardware is None:
         return None
-    compute = sum(count / _rate(hardware, dtype) for dtype, count in flops.items())
-    times = (
-        seconds(target, each.kind, each.num_bytes, each.group_size) * each.times
-        for each in collectives
-    )
     return Estimate(
-        compute,
+        sum(count / hardware.peak_rate(dtype) for dtype, count in flops.items()),
         bytes_moved / hardware.memory_bandwidth,
-        sum(times) / num_steps,
+        sum(
+            seconds(target, each.kind, each.num_bytes, each.group_size) * each.times
+            for each in collectives
+        )
+        / num_steps,
         hardware.source,
     )
-
-
-def _rate(hardware: Hardware, dtype: str) -> float:
-    return hardware.flops.get(dtype, hardware.flops["float32"])
 
 
 def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> float:
@@ -135,14 +113,14 @@ def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> flo
     assert hardware is not None
     if group_size < 2:
         return 0.0
-    whole = num_bytes * group_size if kind == "all-gather" else num_bytes
-    passes = 2 if kind == "all-reduce" else 1
-    share = 1.0 if kind == "collective-permute" else (group_size - 1) / group_size
-    bandwidth, hops = _network(target)
-    hops = min(hops, group_size - 1)
     if kind == "collective-permute":
-        bandwidth, hops = hardware.link_bandwidth, min(hops, 1)
-    return passes * (whole * share / bandwidth + hops * _HOP)
+        hops = min(_network(target)[1], 1)
+        return num_bytes / hardware.link_bandwidth + hops * _SECONDS_PER_HOP
+    bandwidth, hops = _network(target)
+    total = num_bytes * group_size if kind == "all-gather" else num_bytes
+    sent = total * (group_size - 1) / group_size
+    once = sent / bandwidth + min(hops, group_size - 1) * _SECONDS_PER_HOP
+    return 2 * once if kind == "all-reduce" else once
 
 
 def _network(target: Target) -> tuple[float, int]:
@@ -153,13 +131,13 @@ def _network(target: Target) -> tuple[float, int]:
     assert hardware is not None
     if not hardware.torus_axes:
         return hardware.link_bandwidth, 0
-    bandwidth, hops = 0.0, 0
+    links = hops = 0
     for chips in target.shape:
         if chips > 1:
-            ring = chips % hardware.wraps_every == 0
-            bandwidth += hardware.link_bandwidth * (2 if ring else 1)
-            hops += chips // 2 if ring else chips - 1
-    return (bandwidth or 2 * hardware.link_bandwidth) / hardware.devices_per_chip, hops
+            is_ring = chips % hardware.wraps_every == 0
+            links += 2 if is_ring else 1
+            hops += chips // 2 if is_ring else chips - 1
+    return (links or 2) * hardware.link_bandwidth / hardware.devices_per_chip, hops
 
 
 def scaling(
@@ -176,45 +154,39 @@ def scaling(
 
     Args:
         target: What was compiled for.
-        here: Its estimate.
+        here: The estimate for it.
         collectives: Of the program that was compiled.
         gradient_bytes: What a step reduces, where a program for one replica shows no
             collective among several.
-        rows: Of one device.
-        num_steps: Steps a call.
-        num_logical: Devices of a replica; what these exchange with each other stays as
-            it is.
+        rows: On each device.
+        num_steps: How many steps a call of the program runs.
+        num_logical: How many devices are a replica; what these exchange with each other
+            stays as it is.
     """
-    hardware = target.hardware
-    assert hardware is not None
-    alone = max(here.compute, here.memory)
+    assert target.hardware is not None
     compiled_for_one = all(each.num_replicas == 1 for each in collectives)
 
-    def time(there: Target, replicas: int) -> float:
-        total = (
-            seconds(there, "all-reduce", gradient_bytes, replicas) * num_steps
-            if compiled_for_one
-            else 0.0
-        )
+    def step_time(there: Target, replicas: int) -> float:
+        total = 0.0
+        if compiled_for_one:
+            gradients = seconds(there, "all-reduce", gradient_bytes, replicas)
+            total = gradients * num_steps
         for each in collectives:
             scale = replicas if each.num_replicas > 1 else 1
             group = each.group_size // each.num_replicas * scale
             total += seconds(there, each.kind, each.num_bytes, group) * each.times
-        return alone + total / num_steps
+        return max(here.compute, here.memory) + total / num_steps
 
-    there = [target.resized(shape) for shape in _shapes(hardware)]
-    there = [each for each in there if each.num_devices % num_logical == 0]
-    times = [(each, time(each, each.num_devices // num_logical)) for each in there]
-    return [
-        ScalingPoint(
-            each.name,
-            each.num_devices,
-            rows * each.num_devices,
-            seconds,
-            time(each, 1) / seconds,
-        )
-        for each, seconds in times
-    ]
+    points: list[ScalingPoint] = []
+    for there in map(target.resized, _shapes(target.hardware)):
+        devices = there.num_devices
+        if devices % num_logical == 0:
+            time = step_time(there, devices // num_logical)
+            efficiency = step_time(there, 1) / time
+            points.append(
+                ScalingPoint(there.name, devices, rows * devices, time, efficiency)
+            )
+    return points
 
 
 def _shapes(hardware: Hardware) -> list[tuple[int, ...]]:

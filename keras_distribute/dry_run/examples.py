@@ -13,35 +13,32 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute.errors import InputError
 
-_FIX = "pass the structure that a step takes: batch=(x, y), of arrays or jax.ShapeDtypeStruct((rows, ...), dtype)."
+_FIX = (
+    "pass the structure that a step takes: batch=(x, y), of arrays or "
+    "jax.ShapeDtypeStruct((rows, ...), dtype)."
+)
 
 
 def batch_of(model: Any, batch: Any) -> Any:
-    """The global batch as `jax.ShapeDtypeStruct`s.
-
-    Args:
-        model: The model, for a number of rows.
-        batch: How many rows, or `(x, y)`, `(x, y, sample_weight)` or `x`: arrays, or
-            anything with shapes and dtypes. As in `fit`, arrays of floats become
-            `keras.config.floatx()`.
+    """The global batch as `jax.ShapeDtypeStruct`s, from a number of rows, or from
+    `(x, y)`, `(x, y, sample_weight)` or `x` of anything with shapes and dtypes. As in
+    `fit`, arrays of floats become `keras.config.floatx()`.
 
     Raises:
-        InputError: For a model whose inputs or labels are not known from itself, and
-            for arrays of different lengths.
+        InputError: For a model that does not know its inputs or labels, and for arrays
+            of different lengths.
     """
     if checks.is_integer(batch):
-        what, fix, error = "A batch has at least one row.", "batch=256", InputError
-        rows = checks.count(
-            "batch", batch, 1, most=2**31 - 1, what=what, fix=fix, error=error
-        )
-        return _from_model(model, rows)
-    given = batch if isinstance(batch, tuple) else (batch,)
-    forms = jax.tree.map(_form, given)
-    sizes = {form.shape[0] for form in jax.tree.leaves(forms) if form.shape}
+        what, fix, most = "A batch has at least one row.", "batch=256", 2**31 - 1
+        checks.count("batch", batch, 1, most=most, what=what, fix=fix, error=InputError)
+        return _from_model(model, int(batch))
+    forms = jax.tree.map(_form, batch if isinstance(batch, tuple) else (batch,))
+    shapes = [form.shape for form in jax.tree.leaves(forms)]
+    sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes:
         raise InputError(
             "The arrays of a batch have the same number of rows, at least one.",
-            received=f"shapes {[form.shape for form in jax.tree.leaves(forms)]}.",
+            received=f"shapes {shapes}.",
             fix=_FIX,
         )
     return forms
@@ -54,14 +51,12 @@ def rows_of(batch: Any) -> int:
 
 def with_rows(batch: Any, rows: int) -> Any:
     """The same batch with another number of rows."""
-    return jax.tree.map(
-        lambda form: (
-            jax.ShapeDtypeStruct((rows, *form.shape[1:]), form.dtype)
-            if form.shape
-            else form
-        ),
-        batch,
-    )
+
+    def resized(form: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (rows, *form.shape[1:]) if form.shape else ()
+        return jax.ShapeDtypeStruct(shape, form.dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 def _form(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -76,9 +71,9 @@ def _form(leaf: Any) -> jax.ShapeDtypeStruct:
             fix=_FIX,
         )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(
-        tuple(leaf.shape), keras.config.floatx() if "float" in dtype else dtype
-    )
+    if "float" in dtype:
+        dtype = keras.config.floatx()
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
 def _from_model(model: Any, rows: int) -> Any:
@@ -91,8 +86,9 @@ def _from_model(model: Any, rows: int) -> Any:
             fix=_FIX,
         )
     # A Sequential model has the lists alone; of others, the structure counts.
-    inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
-    outputs = model.outputs[0] if isinstance(model, keras.Sequential) else model.output
+    is_list = isinstance(model, keras.Sequential)
+    inputs = model.inputs[0] if is_list else model.input
+    outputs = model.outputs[0] if is_list else model.output
 
     def form(tensor: Any, shape: Any, dtype: str) -> jax.ShapeDtypeStruct:
         if None in shape[1:]:
@@ -109,29 +105,22 @@ def _from_model(model: Any, rows: int) -> Any:
     if model.loss is None:
         return (x,)
     leaves, structure = jax.tree.flatten(outputs)
-    losses = _losses(model, len(leaves))
+    losses = model.loss
+    if isinstance(losses, dict):
+        losses = [losses.get(name) for name in model.output_names]
+    elif not isinstance(losses, list | tuple):
+        losses = [losses] * len(leaves)
     y = [
         form(tensor, tensor.shape[:-1], "int32")
-        if _is_sparse(loss)
+        if _has_class_numbers(loss)
         else form(tensor, tensor.shape, "float32")
         for tensor, loss in zip(leaves, losses, strict=True)
     ]
     return x, jax.tree.unflatten(structure, y)
 
 
-def _losses(model: Any, count: int) -> list[Any]:
-    """The loss of each output."""
-    loss = model.loss
-    if isinstance(loss, dict):
-        return [loss.get(name) for name in model.output_names]
-    return list(loss) if isinstance(loss, list | tuple) else [loss] * count
-
-
-def _is_sparse(loss: Any) -> bool:
-    """Whether its labels are class numbers."""
-    name = (
-        loss
-        if isinstance(loss, str)
-        else getattr(loss, "__name__", type(loss).__name__)
-    )
-    return "sparsecategorical" in name.replace("_", "").lower()
+def _has_class_numbers(loss: Any) -> bool:
+    """Whether the labels of a loss are class numbers."""
+    if not isinstance(loss, str):
+        loss = getattr(loss, "__name__", type(loss).__name__)
+    return "sparsecategorical" in loss.replace("_", "").lower()

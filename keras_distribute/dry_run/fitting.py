@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_PRECISION = 32  # Up to a share of 1 / 32 of the batch.
-_MOST = 12  # Compilations.
-_GROWTH = 8  # From one that fits to the next guess, at most.
+# The search ends within 1 / 32 of the batch, or after 12 compilations.
+_PRECISION = 32
+_MOST_COMPILATIONS = 12
+# From one batch that fits to the next guess, at most.
+_GROWTH = 8
 
 
 def largest(
@@ -23,53 +25,57 @@ def largest(
         needed: The bytes that a batch needs; compiles it.
         limit: The bytes that there are.
         unit: Batches are multiples of it.
-        start: A batch that `needed` was called with already.
+        start: The first batch to try.
 
     Returns:
         The largest batch that was found to fit (0 for none), the smallest that was
         found not to (`None` for none), and the number of compilations.
     """
+    # Bytes by units of the batch.
     tried: dict[int, int] = {}
-
-    def bytes_of(units: int) -> int:
-        if units not in tried:
-            tried[units] = needed(units * unit)
-        return tried[units]
-
     fits, too_large = 0, None
     guess = max(1, start // unit)
-    while len(tried) < _MOST:
-        if bytes_of(guess) <= limit:
+    while len(tried) < _MOST_COMPILATIONS:
+        if guess not in tried:
+            tried[guess] = needed(guess * unit)
+        if tried[guess] <= limit:
             fits = max(fits, guess)
         else:
             too_large = guess if too_large is None else min(too_large, guess)
         if too_large is not None and too_large - fits <= max(1, fits // _PRECISION):
             break
-        guess = _next(tried, limit, fits, too_large)
+        guess = _next_guess(tried, limit, fits, too_large)
     return fits * unit, None if too_large is None else too_large * unit, len(tried)
 
 
-def _next(tried: dict[int, int], limit: int, fits: int, too_large: int | None) -> int:
+def _next_guess(
+    tried: dict[int, int], limit: int, fits: int, too_large: int | None
+) -> int:
     """The next number of units, strictly between what fits and what does not."""
-    low, high = min(tried), max(tried)
-    crossing = None
-    if len(tried) > 1:
-        below = max((units for units in tried if units <= fits), default=low)
-        above = too_large if too_large is not None else high
-        if above == below:
-            below, above = low, high
-        slope = (tried[above] - tried[below]) / (above - below)
-        crossing = int(below + (limit - tried[below]) / slope) if slope > 0 else None
+    crossing = _crossing(tried, limit, fits, too_large)
     if too_large is None:
-        beyond = (
-            2 * fits
-            if crossing is None
-            else max(crossing, fits) + max(1, crossing // _PRECISION)
-        )
+        beyond = 2 * fits
+        if crossing is not None:
+            beyond = max(crossing, fits) + max(1, crossing // _PRECISION)
         return min(max(beyond, fits + 1), _GROWTH * fits)
-    if crossing is None:
-        crossing = too_large // 2
-    margin = max(
-        1, (too_large - fits) // _PRECISION
-    )  # To come from both sides, not to creep along one.
-    return min(max(crossing, fits + margin), too_large - margin)
+    # Both ends are left by a margin, or the guesses would creep along one of them.
+    margin = max(1, (too_large - fits) // _PRECISION)
+    guess = too_large // 2 if crossing is None else crossing
+    return min(max(guess, fits + margin), too_large - margin)
+
+
+def _crossing(
+    tried: dict[int, int], limit: int, fits: int, too_large: int | None
+) -> int | None:
+    """Where a line through two tried batches crosses the limit; `None` for one batch,
+    and where the memory does not grow.
+    """
+    low, high = min(tried), max(tried)
+    below = max((units for units in tried if units <= fits), default=low)
+    above = high if too_large is None else too_large
+    if above == below:
+        below, above = low, high
+    grown = tried[above] - tried[below]
+    if grown <= 0:
+        return None
+    return int(below + (limit - tried[below]) * (above - below) / grown)

@@ -29,51 +29,41 @@ def of_program(jaxpr: Any) -> Counter[str]:
         if name in _COUNTS:
             total[eqn.invars[0].aval.dtype.name] += _COUNTS[name](eqn)
         elif name == "cond":
-            branches = [of_program(branch) for branch in eqn.params["branches"]]
+            branches = map(of_program, eqn.params["branches"])
             total += max(branches, key=lambda counts: sum(counts.values()))
         else:
-            times = _times(eqn)
+            times = _times(name, eqn.params)
             for inner in core.jaxprs_in_params(eqn.params):
                 for dtype, count in of_program(inner).items():
                     total[dtype] += times * count
     return total
 
 
-def _times(eqn: Any) -> int:
+def _times(name: str, params: Any) -> int:
     """How often what an equation contains runs, over all devices."""
-    name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
         return jax_internals.mapped_times(params)
     if name == "pallas_call":
-        return math.prod(
-            size for size in params["grid_mapping"].grid if isinstance(size, int)
-        )
+        grid = params["grid_mapping"].grid
+        return math.prod(size for size in grid if isinstance(size, int))
     return 1
 
 
 def _dot(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.shape
-    return (
-        2
-        * math.prod(eqn.outvars[0].aval.shape)
-        * math.prod(left[axis] for axis in contracted)
-    )
+    products = math.prod(left[axis] for axis in contracted)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * products
 
 
 def _convolution(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    products = math.prod(kernel) // features
     filled = math.prod(eqn.params["lhs_dilation"])
-    return (
-        2
-        * math.prod(eqn.outvars[0].aval.shape)
-        * math.prod(kernel)
-        // features
-        // filled
-    )
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * products // filled
 
 
 _COUNTS: dict[str, Callable[[Any], int]] = {

@@ -21,23 +21,21 @@ _ARRAY = re.compile(
 )
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _CALLED = re.compile(
-    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)="
+    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|"
+    r"false_computation)=(?:\{([^}]*)\}|([^, ]*))"
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SPACE = re.compile(r"S\((\d+)\)")
+# A memory space other than the device's own, which is 0.
+_ON_CHIP = re.compile(r"S\((?!0\))\d+\)")
 _BITS = re.compile(r"\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The shape of one array of a result.
-
-    Args:
-        dtype: In XLA's words, such as `f32`, `bf16`, `pred`.
-        shape: Of one device's part.
-        on_chip: Whether it is in a memory of the core's own, and costs the device's
-            memory nothing.
+    """One array of a result: its dtype in XLA's words (`f32`, `bf16`, `pred`), the
+    shape of one device's part, and whether it is in a memory of the core's own, where
+    it costs the device's memory nothing.
     """
 
     dtype: str
@@ -60,7 +58,7 @@ class Instruction:
     Args:
         name: Unique in the module.
         opcode: Such as `fusion`, `all-reduce`.
-        arrays: Of its result: one, or those of a tuple.
+        arrays: Its result: one, or those of a tuple.
         operands: Names of the instructions that it takes; of a `parameter` its number,
             of a `constant` its value.
         called: The computations that it runs, by the word in front of them.
@@ -85,11 +83,8 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
-
-    Args:
-        computations: Their instructions, in the order in which they are scheduled.
-        entry: The name of the one that the program starts with.
+    """A compiled program: the instructions of its computations, in the order in which
+    they are scheduled, and the name of the computation that it starts with.
     """
 
     computations: dict[str, list[Instruction]]
@@ -97,51 +92,42 @@ class Module:
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
-        """How often each computation that stands for itself runs in a call; those
-        inside of fusions are not in it.
+        """How often each computation runs in a call; those inside of fusions are left
+        out.
 
         A loop whose number of iterations the compiler does not know counts once.
         """
-        times: dict[str, int] = {self.entry: 1}
+        times = {self.entry: 1}
         todo = [self.entry]
         while todo:
             name = todo.pop()
             for instruction in self.computations[name]:
-                if instruction.opcode == "fusion":
+                opcode, calls = instruction.opcode, instruction.called
+                if opcode == "fusion":
                     continue
-                each = (
-                    (self.trips(instruction) or 1)
-                    if instruction.opcode == "while"
-                    else 1
-                )
-                words = (
-                    "body",
-                    "branch_computations",
-                    "true_computation",
-                    "false_computation",
-                    "calls",
-                )
-                words += ("to_apply",) if instruction.opcode == "call" else ()
-                for called in (
-                    c for word in words for c in instruction.called.get(word, ())
-                ):
-                    times[called] = times.get(called, 0) + times[name] * each
-                    todo.append(called)
+                each = self.trips(instruction) if opcode == "while" else 1
+                for word, called in calls.items():
+                    # The condition of a loop costs next to nothing, and what a
+                    # reduction applies to its elements is counted as the reduction.
+                    if word == "condition" or (word == "to_apply" and opcode != "call"):
+                        continue
+                    for computation in called:
+                        runs = times[name] * (each or 1)
+                        times[computation] = times.get(computation, 0) + runs
+                        todo.append(computation)
         return times
 
     @functools.cached_property
     def unknown_loops(self) -> int:
         """The loops whose number of iterations the compiler does not know."""
-        loops = [
-            i
+        return sum(
+            instruction.opcode == "while" and self.trips(instruction) is None
             for name in self.runs
-            for i in self.computations[name]
-            if i.opcode == "while"
-        ]
-        return sum(self.trips(loop) is None for loop in loops)
+            for instruction in self.computations[name]
+        )
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs; `None` if nobody knows.
+        """How often the body of a `while` runs; `None` where it is not known.
 
         The compiler says it, or the loop is one of `jax.lax.scan`'s, which count from 0
         to a constant by ones.
@@ -149,22 +135,20 @@ class Module:
         if found := _TRIPS.search(loop.text):
             return int(found.group(1))
         condition = self.computations.get(loop.called.get("condition", ("",))[0], [])
-        limits = [
-            i
-            for i in condition
-            if i.opcode == "constant"
-            and i.arrays[0].dtype == "s32"
-            and not i.arrays[0].shape
+        limits = {
+            each.name: each.operands[0]
+            for each in condition
+            if each.opcode == "constant"
+            and each.arrays[0].dtype == "s32"
+            and not each.arrays[0].shape
+        }
+        compared = [
+            each.operands[1:]
+            for each in condition
+            if each.is_root and each.opcode == "compare" and "direction=LT" in each.text
         ]
-        compares = [
-            i
-            for i in condition
-            if i.is_root and i.opcode == "compare" and "direction=LT" in i.text
-        ]
-        if len(limits) == len(compares) == 1 and compares[0].operands[1:] == (
-            limits[0].name,
-        ):
-            return int(limits[0].operands[0])
+        if len(limits) == 1 and compared == [tuple(limits)]:
+            return int(*limits.values())
         return None
 
     def everywhere(self) -> Iterator[tuple[Instruction, int, list[Instruction]]]:
@@ -187,9 +171,8 @@ def parse(text: str) -> Module:
     entry, current = "", None
     for line in text.splitlines():
         if line.startswith("  ") and current is not None:
-            instruction = _instruction(line)
-            if instruction is not None:
-                current.append(instruction)
+            if head := _INSTRUCTION.match(line):
+                current.append(_instruction(head, line[head.end() :]))
         elif header := _COMPUTATION.match(line):
             current = computations.setdefault(header.group(2), [])
             entry = header.group(2) if header.group(1) else entry
@@ -198,54 +181,41 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
-def _instruction(line: str) -> Instruction | None:
-    head = _INSTRUCTION.match(line)
-    if head is None:
-        return None
-    rest = line[head.end() :]
+def _instruction(head: re.Match[str], rest: str) -> Instruction:
+    """The instruction whose line is `head` and `rest`: the shape of its result, which
+    may be a tuple in parentheses, its opcode, its operands in parentheses, and the
+    attributes.
+    """
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     result, rest = rest[:end], rest[end:].lstrip()
     start = rest.index("(")
     end = _closing(rest, start)
-    attributes = rest[end + 1 :]
-    called: dict[str, tuple[str, ...]] = {}
-    for word in _CALLED.finditer(attributes):
-        after = attributes[word.end() :]
-        names = (
-            after[: after.index("}")]
-            if after.startswith("{")
-            else after.partition(",")[0].partition(" ")[0]
-        )
-        called[word.group(1)] = tuple(_NAME.findall(names))
-    opcode, inner = rest[:start], rest[start + 1 : end]
-    operands = (
-        (inner,) if opcode in ("parameter", "constant") else tuple(_NAME.findall(inner))
-    )
-    return Instruction(
-        head.group(2),
-        opcode,
-        _arrays(result),
-        operands,
-        called,
-        bool(head.group(1)),
-        attributes,
-    )
+    opcode, inner, attributes = rest[:start], rest[start + 1 : end], rest[end + 1 :]
+    operands = tuple(_NAME.findall(inner))
+    if opcode in ("parameter", "constant"):
+        operands = (inner,)
+    called = {
+        word: tuple(_NAME.findall(several or single))
+        for word, several, single in _CALLED.findall(attributes)
+    }
+    name, is_root = head.group(2), bool(head.group(1))
+    arrays = _arrays(result)
+    return Instruction(name, opcode, arrays, operands, called, is_root, attributes)
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
     arrays: list[Array] = []
     for dtype, shape, layout in _ARRAY.findall(text):
         sizes = tuple(int(size.lstrip("<=")) for size in shape.split(",") if size)
-        space = _SPACE.search(layout)
-        arrays.append(Array(dtype, sizes, space is not None and space.group(1) != "0"))
+        arrays.append(Array(dtype, sizes, bool(_ON_CHIP.search(layout))))
     return tuple(arrays)
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """Where the parenthesis is closed that is opened at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
         if not depth:
-            return place
+            return index
     raise ValueError(text)

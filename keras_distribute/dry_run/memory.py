@@ -1,5 +1,5 @@
 """What a compiled step takes of a device's memory, by the compiler's own account; and
-its refusals, read.
+the sizes in its refusals.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,9 +18,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
 # "the total memory required for HLO temporaries (480.00G) exceeds available HBM
 # (15.75G)", and "Used 17.21G of 15.75G hbm."
-_REFUSALS = (
-    re.compile(rf"memory required[^(]*\({_SIZE}\)[^(]*\({_SIZE}\)"),
-    re.compile(rf"Used {_SIZE} of {_SIZE}"),
+_REFUSAL = re.compile(
+    rf"memory required[^(]*\({_SIZE}\)[^(]*\({_SIZE}\)|Used {_SIZE} of {_SIZE}"
 )
 
 
@@ -42,7 +41,7 @@ class Memory:
         arguments: All that the program is given.
         outputs: All that it returns; the state takes the place of the old one.
         aliased: How much of `outputs` is in place of arguments.
-        temporary: Activations, gradients, and whatever else is needed while it runs.
+        temporary: Activations, gradients, and all else that is needed while it runs.
         code: The program itself.
         peak: The most at one time; on CPUs without `temporary`.
     """
@@ -63,52 +62,46 @@ class Memory:
         """What the device must have: the compiler's peak on TPUs; elsewhere that leaves
         out what is temporary.
         """
-        together = self.arguments + self.outputs - self.aliased + self.temporary
-        return self.peak if platform == "tpu" else max(self.peak, together)
+        total = self.arguments + self.outputs - self.aliased + self.temporary
+        return self.peak if platform == "tpu" else max(self.peak, total)
 
 
 def of_program(compiled: Any, plan: Plan) -> Memory:
-    """The account of a compiled step."""
-    said = compiled.memory_analysis()
-    groups = dict(zip(GROUPS, map(on_each_device, plan.state), strict=True))
+    """The memory that a compiled step takes."""
+    analysis = compiled.memory_analysis()
+    state = {
+        name.replace(" ", "_"): _bytes_per_device(forms)
+        for name, forms in zip(GROUPS, plan.state, strict=True)
+    }
     return Memory(
-        groups["parameters"],
-        groups["optimizer"],
-        groups["other state"],
-        groups["metrics"],
-        on_each_device(jax.tree.leaves(plan.batch.data)) * plan.num_steps,
-        said.argument_size_in_bytes,
-        said.output_size_in_bytes,
-        said.alias_size_in_bytes,
-        said.temp_size_in_bytes,
-        said.generated_code_size_in_bytes,
-        said.peak_memory_in_bytes,
+        **state,
+        batch=_bytes_per_device(jax.tree.leaves(plan.batch.data)) * plan.num_steps,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+        peak=analysis.peak_memory_in_bytes,
     )
 
 
-def on_each_device(forms: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """The bytes that arrays with shardings take on one device."""
-    return sum(math.prod(_part(form)) * form.dtype.itemsize for form in forms)
-
-
-def _part(form: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return (
-        form.sharding.shard_shape(form.shape)
-        if form.sharding is not None
-        else form.shape
-    )
+def _bytes_per_device(forms: Iterable[jax.ShapeDtypeStruct]) -> int:
+    total = 0
+    for form in forms:
+        own = form.sharding.shard_shape(form.shape) if form.sharding else form.shape
+        total += math.prod(own) * form.dtype.itemsize
+    return total
 
 
 def refusal(text: str) -> tuple[int, int] | None:
-    """The needed and the available bytes in a compiler's error; `None` if it says
+    """The needed and the available bytes in a compiler's error; `None` for errors about
     something else.
     """
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
-    for pattern in _REFUSALS:
-        if found := pattern.search(text):
-            needed, needed_unit, available, available_unit = found.groups()
-            return int(float(needed) * _UNITS[needed_unit]), int(
-                float(available) * _UNITS[available_unit]
-            )
-    return None
+    found = _REFUSAL.search(text)
+    if found is None:
+        return None
+    # Half of the groups are those of the other form of the text.
+    number, unit, other, other_unit = (g for g in found.groups() if g is not None)
+    return int(float(number) * _UNITS[unit]), int(float(other) * _UNITS[other_unit])

@@ -1,4 +1,4 @@
-"""The model of a dry run, as one of a strategy whose mesh can be exchanged for another."""
+"""The model of a dry run, with a strategy whose mesh can be exchanged for another."""
 
 from __future__ import annotations
 
@@ -6,71 +6,69 @@ from typing import Any
 
 import keras
 
+from keras_distribute import checks
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.training import steps
 
 
-def of(model_or_builder: Any, shard_optimizer_state: bool) -> tuple[Any, Strategy]:
-    """A compiled model, and the strategy that its variables belong to.
-
-    Args:
-        model_or_builder: A compiled model, or a function without arguments that makes
-            one. A model without a strategy is made once more from its configuration.
-        shard_optimizer_state: For a model that is made here.
+def with_strategy(
+    model_or_builder: Any, shard_optimizer_state: bool
+) -> tuple[Any, Strategy]:
+    """A compiled model, and the strategy that its variables belong to. A model without
+    a strategy is made once more from its configuration; `shard_optimizer_state` is for
+    those that are made here.
 
     Raises:
-        StructureTypeError: For what is no model, and for a model that is not compiled
-            or not traced.
+        StructureTypeError: For anything but a compiled model whose step is traced.
         InputError: For a model that cannot be made from its configuration.
     """
-    if isinstance(model_or_builder, keras.Model):
+    is_model = isinstance(model_or_builder, keras.Model)
+    if is_model:
+        _check(model_or_builder)
         own = steps.strategy_of_variables(model_or_builder)
         if own is not None:
-            return _checked(model_or_builder), own
-        _checked(model_or_builder)
-
-    # Variables need a home while they are made; the step will be traced for another
-    # one.
+            return model_or_builder, own
+    # A model passes: it can be called.
+    checks.function(
+        "model_or_builder",
+        model_or_builder,
+        "A dry run is for a Keras model, or a function that makes one.",
+        "kd.dry_run(build_model, 256), where build_model() returns a compiled model.",
+    )
+    # Variables need a device while they are made; the step will be traced for others.
     strategy = MirroredStrategy(["cpu:0"], shard_optimizer_state=shard_optimizer_state)
     with strategy.scope():
-        if isinstance(model_or_builder, keras.Model):
-            return _again(model_or_builder), strategy
-        if not callable(model_or_builder):
-            raise StructureTypeError(
-                "A dry run is for a Keras model, or a function that makes one.",
-                received=f"{model_or_builder!r}.",
-                fix="kd.dry_run(build_model, 256), where build_model() returns a "
-                "compiled model.",
-            )
-        model = model_or_builder()
-    if not isinstance(model, keras.Model):
-        raise StructureTypeError(
-            "The function of a dry run returns a compiled Keras model.",
-            received=f"{model!r}.",
-            fix="return the model at its end.",
-        )
-    return _checked(model), steps.strategy_of_variables(model) or strategy
+        model = _clone(model_or_builder) if is_model else model_or_builder()
+    checks.instance(
+        "model",
+        model,
+        keras.Model,
+        "The function of a dry run returns a compiled Keras model.",
+        "return the model at its end.",
+    )
+    _check(model)
+    return model, steps.strategy_of_variables(model) or strategy
 
 
-def _again(model: Any) -> Any:
+def _clone(model: Any) -> Any:
     try:
         made = type(model).from_config(model.get_config())
         made.compile_from_config(model.get_compile_config())
     except Exception as error:
+        first_line = str(error).partition("\n")[0]
         raise InputError(
             "A model that was made without a strategy is made again for a dry run, "
             "which this one cannot.",
-            received=f"{type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}",
+            received=f"{type(error).__name__}: {first_line}",
             fix="pass the function that makes and compiles it: kd.dry_run(build_model, "
             "256).",
         ) from error
-    return _checked(made)
+    return made
 
 
-def _checked(model: Any) -> Any:
+def _check(model: Any) -> None:
     if not model.compiled:
         raise StructureTypeError(
             "A training step needs a compiled model.",
@@ -85,4 +83,3 @@ def _checked(model: Any) -> Any:
             f"jit_compile={model.jit_compile}.",
             fix="leave both of them as they are when the model is compiled.",
         )
-    return model

@@ -1,22 +1,31 @@
-"""A report as a picture."""
+"""The memory, estimated time and estimated scaling of a dry run as a picture."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from keras_distribute.dry_run.estimate import Estimate, ScalingPoint
 from keras_distribute.errors import BackendError
-
-if TYPE_CHECKING:
-    from keras_distribute.dry_run.report import DryRunReport
 
 _COLORS = ("#4c72b0", "#55a868", "#c44e52", "#8172b3", "#ccb974", "#64b5cd")
 _GIB = 2**30
 
 
-def draw(report: DryRunReport, path: str | Path) -> None:
-    """Memory of a device; where there is an estimate, the parts of a step's time and
-    its scaling, too.
+def draw(
+    path: str | Path,
+    title: str,
+    memory: Mapping[str, int],
+    limit: int | None,
+    estimate: Estimate | None,
+    points: Sequence[ScalingPoint],
+) -> None:
+    """Draws the bytes of a device by what takes them, and how many it has; where there
+    is an estimate, the parts of a step's time and its scaling, too.
+
+    Raises:
+        BackendError: Without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -26,78 +35,49 @@ def draw(report: DryRunReport, path: str | Path) -> None:
             received=f"plot({str(path)!r}).",
             fix="pip install matplotlib, or print(report).",
         ) from error
-    count = 1 if report.estimate is None else 3
+    count = 1 if estimate is None else 3
     figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
-    axes: list[Any] = list(figure.subplots(1, count, squeeze=False)[0])
-    _memory(report, axes[0])
-    if report.estimate is not None:
-        _time(report, axes[1])
-        _scaling(report, axes[2])
-    figure.suptitle(
-        f"Batch {report.batch} on {report.topology}: compiled, not run", fontsize=11
-    )
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    _memory(axes[0], memory, limit)
+    if estimate is not None:
+        _time(axes[1], estimate)
+        _scaling(axes[2], points)
     figure.savefig(path)
 
 
-def _memory(report: DryRunReport, axes: Any) -> None:
-    memory = report.memory
-    if memory is None:
-        parts = {"needed": report.needed_bytes}
-    else:
-        state = (
-            memory.parameters + memory.optimizer + memory.other_state + memory.metrics
-        )
-        parts = {
-            "parameters": memory.parameters,
-            "optimizer": memory.optimizer,
-            "batch, other, padding": memory.arguments
-            - state
-            + memory.other_state
-            + memory.metrics,
-            "activations, temporary": memory.temporary,
-        }
+def _memory(axes: Any, parts: Mapping[str, int], limit: int | None) -> None:
     bottom = 0.0
     for (name, value), color in zip(parts.items(), _COLORS, strict=False):
         axes.bar([0], [value / _GIB], bottom=bottom, color=color, label=name, width=0.5)
         bottom += value / _GIB
-    if report.limit_bytes is not None:
-        limit = report.limit_bytes / _GIB
-        axes.axhline(
-            limit, color="black", linestyle="--", label=f"available: {limit:.1f} GiB"
-        )
+    if limit is not None:
+        label = f"available: {limit / _GIB:.1f} GiB"
+        axes.axhline(limit / _GIB, color="black", linestyle="--", label=label)
     axes.set_xlim(-0.6, 0.6)
     axes.set_xticks([])
     axes.set_ylabel("GiB of each device")
     axes.legend(fontsize=7, frameon=False)
 
 
-def _time(report: DryRunReport, axes: Any) -> None:
-    own = report.estimate
-    assert own is not None
+def _time(axes: Any, estimate: Estimate) -> None:
     parts = {
-        "compute": own.compute,
-        "memory": own.memory,
-        "communication": own.communication,
-        "without\noverlap": own.in_turn,
+        "compute": estimate.compute,
+        "memory": estimate.memory,
+        "communication": estimate.communication,
+        "without\noverlap": estimate.in_turn,
     }
-    axes.bar(
-        list(parts),
-        [value * 1e3 for value in parts.values()],
-        color=_COLORS[: len(parts)],
-    )
+    milliseconds = [seconds * 1e3 for seconds in parts.values()]
+    axes.bar(list(parts), milliseconds, color=_COLORS[: len(parts)])
     axes.set_ylabel("ms a step, ESTIMATED from peak rates")
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _scaling(report: DryRunReport, axes: Any) -> None:
-    points = report.scaling()
-    axes.plot(
-        [p.num_devices for p in points],
-        [100 * p.efficiency for p in points],
-        marker="o",
-        color=_COLORS[0],
-    )
+def _scaling(axes: Any, points: Sequence[ScalingPoint]) -> None:
+    devices = [point.num_devices for point in points]
+    percent = [100 * point.efficiency for point in points]
+    axes.plot(devices, percent, marker="o", color=_COLORS[0])
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 105)
-    axes.set_xlabel(f"devices, {-(-report.batch // report.num_devices)} rows on each")
+    axes.set_xlabel(f"devices, {points[0].batch // devices[0]} rows on each")
     axes.set_ylabel("% of one replica's rate, ESTIMATED")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from keras_distribute import checks
-from keras_distribute.dry_run import estimate, picture, text
+from keras_distribute.dry_run import estimate, picture
 from keras_distribute.dry_run.collectives import Collective
 from keras_distribute.dry_run.estimate import Estimate, ScalingPoint
 from keras_distribute.dry_run.memory import Memory
 from keras_distribute.dry_run.targets import Target
 from keras_distribute.errors import ValueStructureError
+from keras_distribute.summary.tables import bytes_in_words
+
+_SHOWN_COLLECTIVES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ class LargestBatch:
     compilations: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DryRunReport:
     """What `kd.dry_run` found out about one training step. `print(report)` shows it as
     a table.
@@ -59,7 +63,7 @@ class DryRunReport:
         collectives: In the compiled program.
         num_gradients: How many trainable weights there are, each of whose gradients is
             reduced over the devices.
-        unknown_loops: Loops whose number of iterations nobody knows before they run:
+        unknown_loops: Loops whose number of iterations is not known before they run:
             they count once.
         estimate: ESTIMATED seconds; `None` for CPUs, and where the step does not fit.
         largest_batch: Where it was asked for.
@@ -72,17 +76,17 @@ class DryRunReport:
     batch: int
     num_processes: int
     num_steps: int
-    memory: Memory | None
+    memory: Memory | None = None
     needed_bytes: int
     limit_bytes: int | None
     flops: dict[str, float]
-    compiler_flops: float | None
-    bytes_moved: float | None
-    collectives: tuple[Collective, ...]
+    compiler_flops: float | None = None
+    bytes_moved: float | None = None
+    collectives: tuple[Collective, ...] = ()
     num_gradients: int
-    unknown_loops: int
-    estimate: Estimate | None
-    largest_batch: LargestBatch | None
+    unknown_loops: int = 0
+    estimate: Estimate | None = None
+    largest_batch: LargestBatch | None = None
     compile_seconds: float
     versions: dict[str, str]
 
@@ -101,11 +105,9 @@ class DryRunReport:
         """Whether the step fits in the device's memory; `None` where its size is not
         known.
         """
-        if self.memory is None:
-            return False
-        return (
-            None if self.limit_bytes is None else self.needed_bytes <= self.limit_bytes
-        )
+        if self.memory is None or self.limit_bytes is None:
+            return None if self.memory else False
+        return self.needed_bytes <= self.limit_bytes
 
     def count(self, kind: str) -> int:
         """How many instructions of a kind, such as `"all-reduce"`, the compiled program
@@ -131,23 +133,20 @@ class DryRunReport:
                 received=f"topology={self.topology!r}, batch={self.batch}.",
                 fix="a smaller batch, or a topology of TPUs or GPUs.",
             )
-        rows = -(-self.batch // self.num_devices)
         return estimate.scaling(
             self.target,
             self.estimate,
             self.collectives,
-            self.memory.parameters,
-            rows,
-            self.num_steps,
-            self.num_logical,
+            gradient_bytes=self.memory.parameters,
+            rows=-(-self.batch // self.num_devices),
+            num_steps=self.num_steps,
+            num_logical=self.num_logical,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as numbers, strings, lists and dictionaries."""
-        names = [
-            field.name for field in dataclasses.fields(self) if field.name != "target"
-        ]
-        own = {name: _plain(getattr(self, name)) for name in names}
+        own = dataclasses.asdict(self)
+        del own["target"]
         if self.estimate is not None:
             own["estimate"] |= {
                 "at_least": self.estimate.at_least,
@@ -156,20 +155,20 @@ class DryRunReport:
                 "note": "An estimate from published peak rates, not a measurement.",
                 "formula": estimate.FORMULA,
             }
-            own["scaling"] = _plain(self.scaling())
+            own["scaling"] = list(map(dataclasses.asdict, self.scaling()))
         return {
             "topology": self.topology,
             "num_devices": self.num_devices,
             "fits": self.fits,
             **own,
+            "collectives": list(map(dataclasses.asdict, self.collectives)),
         }
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
         checks.path("path", path, 'report.save("plan.json")')
-        Path(path).write_text(
-            json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        Path(path).write_text(text, encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draws memory, estimated time and estimated scaling. Needs `pip install
@@ -182,15 +181,129 @@ class DryRunReport:
             BackendError: Without matplotlib.
         """
         checks.path("path", path, 'report.plot("plan.png")')
-        picture.draw(self, path)
+        parts = {"needed": self.needed_bytes}
+        if (memory := self.memory) is not None:
+            parts = {
+                "parameters": memory.parameters,
+                "optimizer": memory.optimizer,
+                "batch, other, padding": memory.arguments
+                - memory.parameters
+                - memory.optimizer,
+                "activations, temporary": memory.temporary,
+            }
+        title = f"Batch {self.batch} on {self.topology}: compiled, not run"
+        points = self.scaling() if self.estimate else []
+        picture.draw(path, title, parts, self.limit_bytes, self.estimate, points)
 
     def __str__(self) -> str:
-        return text.table(self)
+        count = self.num_devices
+        heading = (
+            f"Dry run: batch {self.batch} on {self.topology}, {_count(count, 'device')}"
+        )
+        if self.num_processes > 1:
+            heading += f" on {self.num_processes} hosts"
+        if self.num_logical > 1:
+            heading += f", {self.num_logical} to a replica"
+        if self.num_steps > 1:
+            heading += f", {self.num_steps} steps a call"
+        parts = [f"{heading}; compiled, not run", _memory_text(self)]
+        if self.memory is not None:
+            parts += [_work_text(self), _collectives_text(self)]
+        if self.estimate is not None:
+            parts.append(_estimate_text(self.estimate, self.batch))
+        return "\n\n".join(parts)
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+def _memory_text(report: DryRunReport) -> str:
+    lines: dict[str, str] = {}
+    if (memory := report.memory) is not None:
+        other = memory.other_state + memory.metrics
+        aliased = f"of which {bytes_in_words(memory.aliased)} are updated in place"
+        lines = {
+            "parameters": bytes_in_words(memory.parameters),
+            "optimizer": bytes_in_words(memory.optimizer),
+            "other state, metrics": bytes_in_words(other),
+            "batch": bytes_in_words(memory.batch),
+            "all arguments": f"{bytes_in_words(memory.arguments)}, {aliased}",
+            "activations, temporary": bytes_in_words(memory.temporary),
+            "program": bytes_in_words(memory.code),
+        }
+    peak = "needed" if memory is None else "peak"
+    lines[peak] = bytes_in_words(report.needed_bytes)
+    lines["available"] = "not known"
+    if (limit := report.limit_bytes) is not None:
+        spare = bytes_in_words(abs(limit - report.needed_bytes))
+        verdict = f"fits, {spare} to spare"
+        if not report.fits:
+            verdict = f"does NOT fit, {spare} too much"
+        lines["available"] = f"{bytes_in_words(limit)}: {verdict}"
+    if (largest := report.largest_batch) is not None:
+        beyond = "no larger one was tried"
+        if largest.too_large:
+            beyond = f"{largest.too_large} does not fit"
+        detail = f"{beyond}; {largest.compilations} compilations"
+        lines["largest batch"] = f"{largest.rows} ({detail})"
+    return _section("memory of each device", lines)
+
+
+def _work_text(report: DryRunReport) -> str:
+    flops = [f"{count:.3g} in {dtype}" for dtype, count in report.flops.items()]
+    lines = {"FLOPs": ", ".join(flops) or "0"}
+    if report.compiler_flops is not None:
+        lines["  the compiler's count"] = f"{report.compiler_flops:.3g}"
+    if report.bytes_moved is not None:
+        lines["bytes moved"] = bytes_in_words(report.bytes_moved)
+    if report.unknown_loops:
+        detail = f"{report.unknown_loops}, whose iterations count once"
+        lines["loops without a length"] = detail
+    return _section("one step on each device", lines)
+
+
+def _collectives_text(report: DryRunReport) -> str:
+    counts = Counter(each.kind for each in report.collectives)
+    found = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+    lines = [f"collectives for {report.num_gradients} gradients: {found}"]
+    by_size = sorted(report.collectives, key=lambda each: -each.num_bytes * each.times)
+    lines += map(_collective_text, by_size[:_SHOWN_COLLECTIVES])
+    if rest := by_size[_SHOWN_COLLECTIVES:]:
+        size = bytes_in_words(sum(each.num_bytes * each.times for each in rest))
+        lines.append(f"  and {len(rest)} more, {size}")
+    return "\n".join(lines)
+
+
+def _collective_text(each: Collective) -> str:
+    times = f" {each.times} times" if each.times > 1 else ""
+    arrays = f"{_count(each.num_arrays, 'array')} of {'+'.join(each.dtypes)}"
+    groups = f"{_count(each.num_groups, 'group')} of {each.group_size}"
+    if each.kind == "collective-permute":
+        groups = _count(each.num_groups, "pair")
+    size = bytes_in_words(each.num_bytes)
+    moved = f"{size}, {arrays}, {groups}"
+    return f"  {each.kind}{times}: {moved}; waits for {each.waits_for}"
+
+
+def _estimate_text(found: Estimate, rows: int) -> str:
+    def time(seconds: float) -> str:
+        return f"{seconds * 1e3:.3g} ms"
+
+    # Three digits: it is an estimate.
+    rate = float(f"{rows / found.in_turn:.3g}")
+    return _section(
+        "ESTIMATE of a step, from published peak rates; not a measurement",
+        {
+            "compute": time(found.compute),
+            "memory": time(found.memory),
+            "communication": time(found.communication),
+            "at least": f"{time(found.at_least)}, bound by {found.bound_by}",
+            "without overlap": f"{time(found.in_turn)}, {rate:,.0f} rows a second",
+            "rates": found.source,
+        },
+    )
+
+
+def _section(title: str, lines: dict[str, str]) -> str:
+    return "\n".join([title, *(f"  {name:<24}{text}" for name, text in lines.items())])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}"

@@ -14,12 +14,11 @@ import jax
 
 from keras_distribute import config
 from keras_distribute._compat import jax_internals, topologies
-from keras_distribute.dry_run.gpus import target_config
 from keras_distribute.dry_run.hardware import HARDWARE, Hardware
 from keras_distribute.errors import BackendError, DeviceError
 
 _NAME = re.compile(r"^([a-z0-9-]+):(\d+(?:x\d+)*)$")
-_SAME = {
+_OTHER_NAMES = {
     "v5litepod": "v5e",
     "v5": "v5p",
     "v6": "v6e",
@@ -27,13 +26,15 @@ _SAME = {
     "ironwood": "tpu7x",
     "a100-40gb": "a100",
 }
-_MOST_GPUS = 8  # That share one NVLink network.
+# GPUs that share one NVLink network.
+_MOST_GPUS = 8
 PACKAGES = {
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
     "cpu": (),
 }
-_HOST = {"v5e": (2, 4), "v6e": (2, 4)}  # Chips of the largest single host.
+# Chips of the largest single host.
+_HOST = {"v5e": (2, 4), "v6e": (2, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,13 @@ class Target:
     @property
     def num_devices(self) -> int:
         """How many devices JAX shows there."""
-        return math.prod(self.shape) * (
-            self.hardware.devices_per_chip if self.hardware else 1
-        )
+        per_chip = self.hardware.devices_per_chip if self.hardware else 1
+        return math.prod(self.shape) * per_chip
 
     def resized(self, shape: Sequence[int]) -> Target:
         """The same hardware in another number."""
-        kind = self.name.partition(":")[0]
-        return dataclasses.replace(
-            self, name=f"{kind}:{'x'.join(map(str, shape))}", shape=tuple(shape)
-        )
+        name = f"{self.name.partition(':')[0]}:{_shape_name(shape)}"
+        return dataclasses.replace(self, name=name, shape=tuple(shape))
 
     def devices(self) -> list[Any]:
         """The devices to compile for; only those of CPUs can run anything.
@@ -74,40 +72,32 @@ class Target:
             DeviceError: For a topology that it does not know, and for more CPU devices
                 than there are.
         """
-        if self.platform == "cpu":
+        if self.hardware is None:
             return _cpu_devices(self.num_devices)
         try:
-            if self.platform == "tpu":
-                return topologies.tpu_devices(*self._libtpu_name())
-            assert self.hardware is not None
-            return topologies.gpu_devices(
-                target_config(self.hardware), self.num_devices
-            )
+            if self.platform == "cuda":
+                config_text = self.hardware.target_config()
+                return topologies.gpu_devices(config_text, self.num_devices)
+            return topologies.tpu_devices(*self._libtpu_name(self.hardware.name))
         except topologies.NotInstalledError as error:
-            package, extra = {
-                "tpu": ("libtpu", "tpu"),
-                "cuda": ("jax-cuda12-plugin and jax-cuda12-pjrt", "cuda"),
-            }[self.platform]
             raise BackendError(
-                f"Compiling for {self.name} needs {package}; no accelerator is needed.",
+                f"Compiling for {self.name} needs "
+                f"{' and '.join(PACKAGES[self.platform])}; no accelerator is needed.",
                 received=f"{error}.",
-                fix=f"pip install 'keras-distribute[dry-run-{extra}]', or try "
+                fix=f"pip install 'keras-distribute[dry-run-{self.platform}]', or try "
                 f'topology="cpu:{self.num_devices}".',
             ) from error
         except topologies.UnknownTopologyError as error:
             raise _unknown(self.name, str(error)) from error
 
-    def _libtpu_name(self) -> tuple[str, tuple[int, int, int], str]:
+    def _libtpu_name(self, kind: str) -> tuple[str, tuple[int, int, int], str]:
         """The name, the chips of one host, and how the cores of a chip are used."""
-        assert self.hardware is not None
-        name, chips = self.hardware.name, list(self.shape)
-        single = _HOST.get(name, (2, 2))
-        most = (
-            single if chips == list(single) else (2, 2)
-        )  # A single host may have more than each of several.
-        bounds = (min(chips[0], most[0]), min(chips[1], most[1]), 1)
-        shape = "x".join(map(str, chips))
-        return f"{name}:{shape}", bounds, "megacore" if name == "v4" else "default"
+        # A single host may have more chips than each of several.
+        host = _HOST.get(kind, (2, 2))
+        most = host if self.shape == host else (2, 2)
+        x, y = map(min, self.shape, most)
+        cores = "megacore" if kind == "v4" else "default"
+        return f"{kind}:{_shape_name(self.shape)}", (x, y, 1), cores
 
 
 def parse(name: str) -> Target:
@@ -119,8 +109,8 @@ def parse(name: str) -> Target:
     match = _NAME.match(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
         raise _unknown(name, "not of the form kind:size")
-    kind, shape = match.group(1), tuple(map(int, match.group(2).split("x")))
-    kind = _SAME.get(kind, kind)
+    kind = _OTHER_NAMES.get(match.group(1), match.group(1))
+    shape = tuple(map(int, match.group(2).split("x")))
     if min(shape) < 1:
         raise _unknown(name, "a size of 0")
     if kind == "cpu" and len(shape) == 1:
@@ -128,20 +118,21 @@ def parse(name: str) -> Target:
     hardware = HARDWARE.get(kind)
     if hardware is None:
         raise _unknown(name, f"no hardware {kind!r}")
-    if hardware.torus_axes:
-        if not 2 <= len(shape) <= hardware.torus_axes:
-            raise _unknown(
-                name,
-                f"a slice of {kind} has "
-                f"{'2 or 3' if hardware.torus_axes == 3 else '2'} axes",
-            )
-        if not hardware.has_slice(shape):
-            pod = "x".join(map(str, hardware.pod))
-            raise _unknown(name, f"the largest slice of {kind} has {pod} chips")
-        return Target(name, "tpu", shape, hardware)
-    if len(shape) > 1 or math.prod(shape) > _MOST_GPUS:
-        raise _unknown(name, f"GPUs of one host, at most {_MOST_GPUS}")
-    return Target(name, "cuda", shape, hardware)
+    if not hardware.torus_axes:
+        if len(shape) > 1 or math.prod(shape) > _MOST_GPUS:
+            raise _unknown(name, f"GPUs of one host, at most {_MOST_GPUS}")
+        return Target(name, "cuda", shape, hardware)
+    if not 2 <= len(shape) <= hardware.torus_axes:
+        axes = "2 or 3" if hardware.torus_axes == 3 else "2"
+        raise _unknown(name, f"a slice of {kind} has {axes} axes")
+    if not hardware.has_slice(shape):
+        pod = _shape_name(hardware.pod)
+        raise _unknown(name, f"the largest slice of {kind} has {pod} chips")
+    return Target(name, "tpu", shape, hardware)
+
+
+def _shape_name(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _cpu_devices(count: int) -> list[Any]:
@@ -151,7 +142,7 @@ def _cpu_devices(count: int) -> list[Any]:
     if len(found) < count:
         raise DeviceError(
             f"There are {len(found)} CPU device(s).",
-            received=f"topology={f'cpu:{count}'!r}.",
+            received=f"topology='cpu:{count}'.",
             fix=f"kd.config.set_cpu_devices({count}) first thing in the program.",
         )
     return found[:count]

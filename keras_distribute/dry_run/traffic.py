@@ -8,6 +8,8 @@ loop over time would otherwise read the whole sequence in each iteration.
 
 from __future__ import annotations
 
+import dataclasses
+
 from keras_distribute.dry_run.hlo import Array, Instruction, Module
 
 # What moves nothing by itself.
@@ -28,10 +30,8 @@ _FREE = {
     "async-update",
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_UPDATES = {
-    "dynamic-update-slice": 1,
-    "scatter": 2,
-}  # Which operand is written, into operand 0.
+# The operand that these write into a part of operand 0.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def bytes_moved(module: Module) -> int:
@@ -39,119 +39,104 @@ def bytes_moved(module: Module) -> int:
     device.
     """
     return sum(
-        times * _of_computation(module, module.computations[name])
+        times * _in_computation(module, module.computations[name])
         for name, times in module.runs.items()
     )
 
 
-def _of_computation(module: Module, computation: list[Instruction]) -> int:
-    results = {instruction.name: instruction for instruction in computation}
+def _in_computation(module: Module, computation: list[Instruction]) -> int:
+    named = {instruction.name: instruction for instruction in computation}
     total = 0
     for instruction in computation:
         if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             continue
         inside = _inside(module, instruction)
-        for place, name in enumerate(instruction.operands):
-            source = results.get(name)
+        for index, name in enumerate(instruction.operands):
+            source = named.get(name)
             if source is not None and source.opcode != "constant":
-                total += _read(module, inside, place, sum(map(_counted, source.arrays)))
-        total += _written(inside, instruction)
+                size = sum(map(_in_memory, source.arrays))
+                total += _bytes_read(module, inside, index, size)
+        total += _bytes_written(inside, instruction)
     return total
 
 
 def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
-    """What an instruction consists of: the instructions of a fusion, else itself with
-    parameters in front.
+    """The instructions of a fusion; else the instruction itself, behind parameters for
+    its operands.
     """
     if instruction.opcode == "fusion":
         return module.computations[instruction.called["calls"][0]]
     parameters = [
-        Instruction(f"operand {place}", "parameter", (), (str(place),), {}, False, "")
-        for place in range(len(instruction.operands))
+        Instruction(f"operand {index}", "parameter", (), (str(index),), {}, False, "")
+        for index in range(len(instruction.operands))
     ]
     names = tuple(parameter.name for parameter in parameters)
-    own = Instruction(
-        instruction.name,
-        instruction.opcode,
-        instruction.arrays,
-        names,
-        {},
-        True,
-        instruction.text,
-    )
-    return [*parameters, own]
+    itself = dataclasses.replace(instruction, operands=names, is_root=True)
+    return [*parameters, itself]
 
 
-def _read(module: Module, inside: list[Instruction], place: int, whole: int) -> int:
-    """The bytes that are read of operand number `place`, which has `whole` in the
+def _bytes_read(
+    module: Module, inside: list[Instruction], index: int, size: int
+) -> int:
+    """The bytes that are read of operand number `index`, which has `size` in the
     device's memory.
     """
-    if not whole:
-        return 0
-    parameter = next(
-        (i for i in inside if i.opcode == "parameter" and i.operands == (str(place),)),
-        None,
-    )
-    if parameter is None:
-        return whole
+    parameters = {each.operands: each.name for each in inside if _is_parameter(each)}
+    name = parameters.get((str(index),))
+    if not size or name is None:
+        return size
     total = 0
-    for user, which in _uses(inside, parameter.name):
-        if user.opcode in _SLICES and which == 0:
+    for user, operand in _uses(inside, name):
+        if user.opcode in _SLICES and operand == 0:
             total += sum(array.num_bytes for array in user.arrays)
-        elif user.opcode in _UPDATES and which == 0:
-            continue  # In place.
-        elif (
-            user.opcode == "fusion"
-        ):  # TPUs fuse a slice with a matrix product as one within another.
-            total += _read(module, _inside(module, user), which, whole)
-        else:
-            return whole
-    return min(total, whole)
+        elif user.opcode == "fusion":
+            # TPUs fuse a slice with a matrix product as one within another.
+            total += _bytes_read(module, _inside(module, user), operand, size)
+        elif user.opcode not in _UPDATES or operand:
+            # All of it is read, other than where it is updated in place.
+            return size
+    return min(total, size)
+
+
+def _is_parameter(instruction: Instruction) -> bool:
+    return instruction.opcode == "parameter"
 
 
 def _uses(inside: list[Instruction], name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that take a value, and as which operand; through such as only
-    rename it.
+    """The instructions that take a value, and as which operand; those that take it
+    behind a bitcast, too.
     """
     found: list[tuple[Instruction, int]] = []
     for user in inside:
-        for which, operand in enumerate(user.operands):
+        for index, operand in enumerate(user.operands):
             if operand == name and user.opcode not in ("parameter", "constant"):
-                found += (
-                    _uses(inside, user.name)
-                    if user.opcode == "bitcast"
-                    else [(user, which)]
-                )
+                is_bitcast = user.opcode == "bitcast"
+                found += _uses(inside, user.name) if is_bitcast else [(user, index)]
     return found
 
 
-def _written(inside: list[Instruction], instruction: Instruction) -> int:
-    """The bytes that an instruction writes."""
-    if instruction.opcode.endswith("-start"):  # The result repeats the operands.
-        return _counted(instruction.arrays[0])
+def _bytes_written(inside: list[Instruction], instruction: Instruction) -> int:
+    sizes = list(map(_in_memory, instruction.arrays))
+    # The result of a start repeats the operands.
+    if instruction.opcode.endswith("-start"):
+        return sizes[0]
     named = {each.name: each for each in inside}
     roots = [each for each in inside if each.is_root]
     if roots and roots[0].opcode == "tuple":
         roots = [named[name] for name in roots[0].operands if name in named]
-    if len(roots) != len(instruction.arrays):
-        return sum(map(_counted, instruction.arrays))
+    if len(roots) != len(sizes):
+        return sum(sizes)
     total = 0
-    for root, array in zip(roots, instruction.arrays, strict=True):
+    for root, size in zip(roots, sizes, strict=True):
         while root.opcode == "bitcast" and root.operands[0] in named:
             root = named[root.operands[0]]
-        update = (
-            named.get(root.operands[_UPDATES[root.opcode]])
-            if root.opcode in _UPDATES
-            else None
-        )
-        own = (
-            sum(part.num_bytes for part in update.arrays)
-            if update is not None and update.arrays
-            else None
-        )
-        total += _counted(array) if own is None else min(own, _counted(array))
+        if root.opcode in _UPDATES:
+            update = named.get(root.operands[_UPDATES[root.opcode]])
+            if update is not None and update.arrays:
+                size = min(size, sum(part.num_bytes for part in update.arrays))
+        total += size
     return total
 
 
-def _counted(array: Array) -> int:
+def _in_memory(array: Array) -> int:
     return 0 if array.on_chip else array.num_bytes

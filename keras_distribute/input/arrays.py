@@ -42,7 +42,8 @@ class ArrayDataset:
     Example:
         >>> import numpy as np, keras_distribute as kd
         >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(5), batch_size=4))
+        >>> data = kd.ArrayDataset(np.arange(5), batch_size=4)
+        >>> dataset = strategy.experimental_distribute_dataset(data)
         >>> [[part.tolist() for part in batch.values] for batch in dataset]
         [[[0, 1], [2, 3]], [[4], []]]
     """
@@ -75,20 +76,15 @@ class ArrayDataset:
             )
         lengths = {int(leaf.shape[0]) if leaf.shape else -1 for leaf in leaves}
         if len(lengths) > 1 or -1 in lengths:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise InputError(
                 "The arrays of a dataset have the same number of rows.",
-                received="shapes "
-                f"{', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.",
+                received=f"shapes {shapes}.",
                 fix="pass arrays of one length.",
             )
-        what = "A batch has at least one row."
+        what, fix, error = "A batch has at least one row.", "batch_size=64", InputError
         self.batch_size = checks.count(
-            "batch_size",
-            batch_size,
-            1,
-            what=what,
-            fix="batch_size=64",
-            error=InputError,
+            "batch_size", batch_size, 1, what=what, fix=fix, error=error
         )
         checks.flag("shuffle", shuffle, InputError)
         checks.flag("drop_remainder", drop_remainder, InputError)
@@ -102,14 +98,10 @@ class ArrayDataset:
         self._own: ArraySource | None = None  # Counts the passes of `__iter__`.
 
     def __len__(self) -> int:
-        return (
-            self.rows // self.batch_size
-            if self.drop_remainder
-            else -(-self.rows // self.batch_size)
-        )
+        return _num_batches(self.rows, self.batch_size, self.drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the whole batches on the host: what a loop sees under the
+        """One pass over the global batches on the host: what a loop sees under the
         default strategy.
         """
         if self._own is None:
@@ -121,24 +113,24 @@ class ArrayDataset:
 
     def source(self) -> ArraySource:
         """What reads the arrays, from the first pass on."""
-        arrays = compat.sliceable_arrays(self.arrays)
-        form = (
+        return ArraySource(
+            compat.sliceable_arrays(self.arrays),
             self.rows,
             self.batch_size,
             self.shuffle,
             self.seed,
             self.drop_remainder,
+            one_order=self.one_order,
         )
-        return ArraySource(arrays, *form, one_order=self.one_order)
 
 
 class ArraySource(Shuffled):
     """Arrays in memory, read by index.
 
     Args:
-        arrays: What `compat.take` slices.
-        rows: Their number of rows.
-        batch_size: Rows of a batch.
+        arrays: A structure that `compat.take` slices.
+        rows: The number of rows of the arrays.
+        batch_size: The rows of a batch.
         shuffle: Whether each pass has an order of its own; `"batch"`: only within each
             batch.
         seed: Of the orders; `None` shuffles as Keras does: by its count of epochs, or
@@ -146,7 +138,7 @@ class ArraySource(Shuffled):
         drop_remainder: Whether to leave out a last batch that is not full.
         part: Which rows of each batch to read.
         one_order: Whether all processes have the same order.
-        counted: Says Keras's count of epochs, where it shuffles by that.
+        counted: Returns Keras's count of epochs, where it shuffles by that.
     """
 
     kind = "arrays"
@@ -174,11 +166,7 @@ class ArraySource(Shuffled):
 
     @property
     def num_batches(self) -> int:
-        return (
-            self.rows // self._batch_size
-            if self._drop
-            else -(-self.rows // self._batch_size)
-        )
+        return _num_batches(self.rows, self._batch_size, self._drop)
 
     @property
     def batch_size(self) -> int:
@@ -232,8 +220,8 @@ class _ArrayReader(Reader):
         if source.shuffle != "batch":
             self._order = self._permutation(0, source.rows)
             return
-        # All drawn now: batches are read ahead in a thread, and others draw from
-        # NumPy's stream, too.
+        # All drawn now: a thread prefetches the batches, while the program may draw
+        # from NumPy's stream, too.
         starts = range(0, source.num_batches * source.batch_size, source.batch_size)
         sizes = [min(source.batch_size, source.rows - start) for start in starts]
         orders = [
@@ -267,31 +255,26 @@ class _ArrayReader(Reader):
         return Batch(compat.take(source.arrays, indices), rows)
 
     def position(self) -> Position:
-        source = self._source
-        before = self._before and {
-            "key": self._before["state"]["key"],
-            "pos": self._before["state"]["pos"],
+        state = self._before and self._before["state"]
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "random": state and {"key": state["key"], "pos": state["pos"]},
+            "seed": self._source.seed,
+            **self._arguments(),
         }
-        form = {
+
+    def _arguments(self) -> dict[str, Any]:
+        """What a position is for: other arrays or batches cannot go on from it."""
+        source = self._source
+        return {
             "rows": source.rows,
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
         }
-        return {
-            "epoch": self._epoch,
-            "step": self._step,
-            "random": before,
-            "seed": source.seed,
-            **form,
-        }
 
     def seek(self, position: Position) -> None:
-        source = self._source
-        for name, own in (
-            ("rows", source.rows),
-            ("batch_size", source.batch_size),
-            ("shuffle", source.shuffle),
-        ):
+        for name, own in self._arguments().items():
             if position[name] != own:
                 raise InputError(
                     "The position belongs to other arrays, or other batches of them.",
@@ -300,8 +283,12 @@ class _ArrayReader(Reader):
                     fix="pass the same arrays, batch_size and shuffle as when the "
                     "position was taken.",
                 )
-        source.seed = position["seed"]
+        self._source.seed = position["seed"]
         self._sought, self._step = position, position["step"]
+
+
+def _num_batches(rows: int, batch_size: int, drop_remainder: bool) -> int:
+    return rows // batch_size if drop_remainder else -(-rows // batch_size)
 
 
 def _random_state(state: Any) -> Any:

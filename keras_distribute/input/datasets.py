@@ -19,13 +19,10 @@ from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
 )
-from keras_distribute.input.agreed import forms_of
+from keras_distribute.input.agreed import Specs, replica_specs
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.layouts import Layout
-from keras_distribute.input.options import (
-    ElementSpec,
-    InputOptions,
-)
+from keras_distribute.input.options import ElementSpec, InputOptions
 from keras_distribute.input.source import Batch
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.values import PerReplica
@@ -44,7 +41,8 @@ class DistributedDataset:
     Example:
         >>> import numpy as np, keras_distribute as kd
         >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> data = kd.ArrayDataset({"x": np.ones((6, 3)), "y": np.arange(6)}, batch_size=4)
+        >>> arrays = {"x": np.ones((6, 3)), "y": np.arange(6)}
+        >>> data = kd.ArrayDataset(arrays, batch_size=4)
         >>> dataset = strategy.experimental_distribute_dataset(data)
         >>> for batch in dataset:
         ...     total = strategy.run(lambda batch: batch["y"].sum(), args=(batch,))
@@ -117,18 +115,16 @@ class DistributedDataset:
 
     @property
     def layout(self) -> Layout:
-        """What the batches of the pipeline mean for the replicas."""
+        """What the batches of the pipeline are to the replicas."""
         return self._layout
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps are made ready ahead of the one that is asked for."""
+        """How many steps are prefetched."""
         size = self._options.experimental_per_replica_buffer_size
-        return (
-            self._layout.source.steps_ahead(self._mesh.devices[0].platform)
-            if size is None
-            else size
-        )
+        if size is None:
+            return self._layout.source.steps_ahead(self._mesh.devices[0].platform)
+        return size
 
     def __repr__(self) -> str:
         return f"DistributedDataset({self._layout.source.kind}: {self._how})"
@@ -194,11 +190,8 @@ class DistributedIterator(Iterator[Any]):
                 own `DataLoader`, and a `PyDataset` that changes between epochs without
                 saying how.
         """
-        return {
-            "format": _FORMAT,
-            "kind": self._dataset._layout.source.kind,
-            "position": self._feed.position(),
-        }
+        kind, position = self._dataset._layout.source.kind, self._feed.position()
+        return {"format": _FORMAT, "kind": kind, "position": position}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a position: the next element is the very one that would have
@@ -212,19 +205,13 @@ class DistributedIterator(Iterator[Any]):
             InputError: For a state of another kind of data.
         """
         kind = self._dataset._layout.source.kind
-        if (
-            not isinstance(state, dict)
-            or state.get("format") != _FORMAT
-            or state.get("kind") != kind
-        ):
-            received = (
-                state.get("kind", "no kind")
-                if isinstance(state, dict)
-                else type(state).__name__
-            )
+        found: Any = (
+            state if isinstance(state, dict) else {"kind": type(state).__name__}
+        )
+        if found.get("format") != _FORMAT or found.get("kind") != kind:
             raise InputError(
                 f"This is not a position in {kind}.",
-                received=f"a state of {received}.",
+                received=f"a state of {found.get('kind', 'no kind')}.",
                 fix="pass what get_state() of an iterator over the same data returned.",
             )
         self._feed.seek(state["position"])
@@ -237,7 +224,7 @@ class DistributedIterator(Iterator[Any]):
 
 
 def _require_cross_replica() -> None:
-    """A program would keep the one element that it was traced with."""
+    # A traced program would keep the one element that it was traced with.
     require_cross_replica(
         "The iteration over a distributed dataset",
         "strategy.run(step, args=(next(iterator),))",
@@ -245,56 +232,50 @@ def _require_cross_replica() -> None:
 
 
 class _Prepare:
-    """From a batch to an element on the devices; all of one pass have the same
+    """From a batch to an element on the devices; all elements of a pass have the same
     structure.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset, self._layout, self._mesh = (
-            dataset,
-            dataset._layout,
-            dataset._mesh,
-        )
+        self._dataset, self._mesh = dataset, dataset._mesh
         self._on_devices = dataset._options.experimental_fetch_to_device is not False
-        self._form: Any = None
+        self._structure: Any = None
 
     def __call__(self, batch: Batch) -> Any:
-        pieces = self._layout.pieces(batch)
-        form = jax.tree.structure(pieces[0])
-        self._form = self._form or form
-        if form != self._form:
+        pieces = self._dataset._layout.pieces(batch)
+        structure = jax.tree.structure(pieces[0])
+        self._structure = self._structure or structure
+        if structure != self._structure:
             raise InputError(
                 "The elements of a dataset have one structure.",
-                received=f"{form} after {self._form}.",
+                received=f"{structure} after {self._structure}.",
                 fix="yield the same structure for every batch.",
             )
-        forms = self._forms(batch, pieces)
-        element = values.regroup(
-            pieces, lambda components: self._grouped(components, forms)
-        )
+        specs = self._specs(batch, pieces[0])
+        element = values.regroup(pieces, lambda parts: self._group(parts, specs))
         self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
         return element
 
-    def _forms(self, batch: Batch, pieces: list[Any]) -> dict[int, Any]:
-        """By a leaf of the first piece the forms of that component on all replicas,
-        where others have some of them.
+    def _specs(self, batch: Batch, piece: Any) -> dict[int, Specs]:
+        """For each leaf of `piece`, by `id`, the specs of that component on all
+        replicas; empty in a single process, which has them all.
         """
         if self._mesh.num_processes == 1:
             return {}
-        columns = zip(*forms_of(batch, pieces[0], self._mesh.num_replicas), strict=True)
-        return {
-            id(leaf): forms
-            for leaf, forms in zip(jax.tree.leaves(pieces[0]), columns, strict=True)
-        }
+        columns = zip(
+            *replica_specs(batch, piece, self._mesh.num_replicas), strict=True
+        )
+        leaves = map(id, jax.tree.leaves(piece))
+        return dict(zip(leaves, map(list, columns), strict=True))
 
-    def _grouped(self, components: Any, forms: dict[int, Any]) -> PerReplica | None:
+    def _group(self, components: Any, specs: dict[int, Specs]) -> PerReplica | None:
         if all(component is None for component in components):
             return None
         arrays = [np.asarray(component) for component in components]
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
         if self._on_devices:
-            return PerReplica.of(arrays, self._mesh, forms.get(id(components[0])))
+            return PerReplica.of(arrays, self._mesh, specs.get(id(components[0])))
         return PerReplica(components=tuple(arrays))
 
 
@@ -335,13 +316,13 @@ def _spec_of(example: Any) -> Any:
         if not hasattr(leaf, "shape"):
             raise _no_arrays(leaf)
         shape = tuple(leaf.shape)
-        return ElementSpec((None, *shape[1:]) if shape else (), _dtype_name(leaf.dtype))
+        dtype = str(getattr(leaf.dtype, "name", leaf.dtype))
+        return ElementSpec((None, *shape[1:]) if shape else (), dtype)
 
-    return jax.tree.map(
-        spec,
-        example,
-        is_leaf=lambda leaf: hasattr(leaf, "shape") or compat.is_sparse(leaf),
-    )
+    def is_leaf(part: Any) -> bool:
+        return hasattr(part, "shape") or compat.is_sparse(part)
+
+    return jax.tree.map(spec, example, is_leaf=is_leaf)
 
 
 def _no_arrays(part: Any) -> InputError:
@@ -351,7 +332,3 @@ def _no_arrays(part: Any) -> InputError:
         fix="yield arrays; of datasets of datasets, as from window(), make one "
         "dataset: flat_map(...).",
     )
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(getattr(dtype, "name", dtype))

@@ -1,9 +1,9 @@
-"""Reads batches and makes them ready ahead of the step that needs them, in a thread.
-Knows no devices.
+"""Prefetches batches: reads them and makes them ready, in a thread, ahead of the step
+that needs them. Knows no devices.
 
-The thread has at most `ahead` batches ready. Exceptions of the user's pipeline come out
-of `next`, after the batches before them, with their traceback. What was read for nobody
-goes back to the reader when the feed is closed.
+Exceptions of the user's pipeline come out of `next`, after the batches before them,
+with their traceback. What was prefetched and not used goes back to the reader when the
+feed is closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from keras_distribute import context, dropped, timing
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader
+from keras_distribute.input.source import Batch, Position, Reader, copy_arrays
 
 _JOIN_SECONDS = 30.0
 
@@ -41,11 +41,11 @@ class Feed(Iterator[Any]):
     Args:
         open_reader: Opens a new pass.
         prepare: Makes a batch ready: puts it on devices.
-        ahead: How many batches to have ready; 0 prepares each in the caller's thread
-            when it is asked for.
-        per_epoch: Reads no further than a multiple of this number until a batch beyond
-            it is asked for.
-        followed: Whether somebody may ask for positions.
+        ahead: How many batches to prefetch; 0 reads each in the caller's thread when it
+            is asked for.
+        per_epoch: How many batches an epoch takes: none of the next one is read before
+            it begins.
+        followed: Whether positions may be asked for.
     """
 
     def __init__(
@@ -56,16 +56,13 @@ class Feed(Iterator[Any]):
         per_epoch: int | None = None,
         followed: bool = True,
     ) -> None:
-        self._open, self._prepare, self._ahead, self._per_epoch = (
-            open_reader,
-            prepare,
-            ahead,
-            per_epoch,
+        self._open_reader, self._followed = open_reader, followed
+        self._new_work = functools.partial(
+            _Work, prepare=prepare, ahead=ahead, per_epoch=per_epoch
         )
-        self._followed = followed
         self._opening = threading.Lock()
         self._work: _Work | None = None
-        self._dropped: Any = None
+        self._finalizer: Any = None
         self._sought: Position | None = None
         self._closed = False
 
@@ -87,8 +84,8 @@ class Feed(Iterator[Any]):
         """The position after the last batch that was handed out.
 
         Args:
-            ended: Whether that was the last of the pass: what its owner has changed for
-                the next one is then included.
+            ended: Whether that was the last of the pass: what has been changed since
+                for the next pass is then included.
 
         Raises:
             InputError: For data that has none.
@@ -100,48 +97,47 @@ class Feed(Iterator[Any]):
     def seek(self, position: Position) -> None:
         """Goes on from `position` instead."""
         self.close()
-        reader = self._opened()
+        reader = self._open()
         reader.seek(position["at"])
-        work = self._new_work(reader)
+        work = self._work_on(reader)
         work.pending = _unpacked(position.get("pending"), reader)
         self._sought, self._closed = position, False
 
     def close(self) -> None:
-        """Ends the thread, and gives back what nobody took."""
+        """Ends the thread, and gives back to the reader what was not used."""
         self._closed = True
         if self._work is not None:
             self._work.stop(wait=True)
 
     def release(self) -> None:
-        """Closes, and lets go of the reader: pipelines hold threads and large buffers.
-        It has no position then.
+        """Closes, and drops the reader: pipelines hold threads and large buffers. The
+        feed has no position then.
         """
         self.close()
-        if self._dropped is not None:
-            self._dropped.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         self._work = None
 
-    def _opened(self) -> Reader:
-        dropped.settle()  # A pass that was dropped gives back first what it has read ahead.
-        return self._open()
+    def _open(self) -> Reader:
+        dropped.settle()  # A pass that was dropped first gives back what it prefetched.
+        return self._open_reader()
 
-    def _new_work(self, reader: Reader) -> _Work:
+    def _work_on(self, reader: Reader) -> _Work:
         """Dropping the feed closes it."""
-        if self._dropped is not None:
-            self._dropped.detach()
-        self._work = _Work(reader, self._prepare, self._ahead, self._per_epoch)
-        self._dropped = dropped.when_dropped(
-            self, functools.partial(self._work.stop, wait=True)
-        )
-        return self._work
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._work = work = self._new_work(reader)
+        stop = functools.partial(work.stop, wait=True)
+        self._finalizer = dropped.when_dropped(self, stop)
+        return work
 
     def _started(self) -> _Work:
         with self._opening:
             work = self._work
             if work is None:
-                reader = self._opened()
+                reader = self._open()
                 reader.followed = self._followed
-                work = self._new_work(reader)
+                work = self._work_on(reader)
             work.start()
             return work
 
@@ -160,12 +156,8 @@ class _Work:
         ahead: int,
         per_epoch: int | None,
     ) -> None:
-        self._reader, self._prepare, self._ahead, self._per_epoch = (
-            reader,
-            prepare,
-            ahead,
-            per_epoch,
-        )
+        self._reader, self._prepare = reader, prepare
+        self._ahead, self._per_epoch = ahead, per_epoch
         self.pending: deque[Batch] = deque()
         self._ready: deque[_Ready] = deque()
         self._failure: BaseException | None = None
@@ -185,12 +177,12 @@ class _Work:
         self._reader.start(self._ahead + 2)
         self._position = self._position_now()
         if self._ahead:
-            frames, state = context.frames(), compat.thread_state()
+            args, name = (
+                (context.frames(), compat.thread_state()),
+                "keras_distribute input",
+            )
             self._thread = threading.Thread(
-                target=self._run,
-                args=(frames, state),
-                name="keras_distribute input",
-                daemon=True,
+                target=self._run, args=args, name=name, daemon=True
             )
             self._thread.start()
 
@@ -198,8 +190,8 @@ class _Work:
         """The next batch, waiting for it if need be.
 
         Raises:
-            StopIteration: At the end, when somebody else has closed the feed, or has
-                met its failure.
+            StopIteration: At the end, and when another thread has closed the feed or
+                was raised its failure.
         """
         if self._thread is None:
             with self._reading:
@@ -213,14 +205,13 @@ class _Work:
                 while not (self._ready or self._ended or self._stopped):
                     self._changed.wait()
                 if self._stopped or not self._ready:
-                    failure, self._failure = (
-                        self._failure,
-                        None,
-                    )  # Its traceback holds the feed, which would never end.
+                    # Its traceback holds the feed, so the feed must not hold it, nor
+                    # this frame: the cycle would keep the reader alive.
+                    failure, self._failure = self._failure, None
                     try:
                         raise failure or StopIteration
                     finally:
-                        del failure  # Or the traceback and this frame would hold each other, and the reader with them.
+                        del failure
                 item = self._ready.popleft()
                 self._changed.notify_all()
         self._position = item.position
@@ -228,16 +219,12 @@ class _Work:
 
     def _next(self) -> _Ready:
         with timing.of("reading"):
-            batch = (
-                self._reader.again(self.pending.popleft())
-                if self.pending
-                else next(self._reader)
-            )
+            if self.pending:
+                batch = self._reader.again(self.pending.popleft())
+            else:
+                batch = next(self._reader)
         if self._reader.reuses_arrays:
-            data = jax.tree.map(
-                lambda a: np.array(a) if isinstance(a, np.ndarray) else a, batch.data
-            )
-            batch = batch._replace(data=data)
+            batch = batch._replace(data=copy_arrays(batch.data))
         with timing.of("placing"):
             prepared = self._prepare(batch)
         return _Ready(batch, prepared, self._position_now())
@@ -253,9 +240,8 @@ class _Work:
                         with self._changed:
                             # The end needs no traceback, which would hold this frame,
                             # and with it the reader.
-                            self._failure = (
-                                None if isinstance(failure, StopIteration) else failure
-                            )
+                            is_end = isinstance(failure, StopIteration)
+                            self._failure = None if is_end else failure
                             self._ended = True
                             self._changed.notify_all()
                         return
@@ -282,9 +268,8 @@ class _Work:
         try:
             return {"at": self._reader.position()}
         except InputError as error:
-            self._no_position = error.with_traceback(
-                None
-            )  # Its frames would keep the feed alive.
+            # The frames of its traceback would keep the feed alive.
+            self._no_position = error.with_traceback(None)
             return None
 
     def position(self, ended: bool) -> Position:
@@ -292,10 +277,8 @@ class _Work:
             raise self._no_position
         if self._position is not None and not ended:
             return self._position
-        with (
-            self._reading,
-            self._changed,
-        ):  # The reader stands still; what it has read ahead belongs to the position.
+        # The reader stands still; what it has prefetched belongs to the position.
+        with self._reading, self._changed:
             if ended:
                 return {"at": self._reader.position()}
             waiting = [item.batch for item in self._ready] + list(self.pending)
@@ -315,33 +298,28 @@ class _Work:
             if self._thread.is_alive():
                 warnings.warn(
                     f"{self._reader.kind} did not return a batch for "
-                    f"{_JOIN_SECONDS:.0f} seconds after its reading was "
-                    "ended; its thread is left alone.",
+                    f"{_JOIN_SECONDS:.0f} seconds after its reading was ended; its "
+                    "thread is left alone.",
                     stacklevel=3,
                 )
                 return
         unread = len(self._ready)
         self._ready.clear()
-        self._failure = None  # Nobody has asked for it.
+        self._failure = None
         self._reader.close(unread)
 
 
 def _packed(batches: list[Batch]) -> list[Any]:
     packed: list[Any] = []
     for batch in batches:
-        leaves = jax.tree.leaves(batch.data)
-        if any(
-            compat.is_sparse(leaf)
-            for leaf in jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
-        ):
+        leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
+        if any(map(compat.is_sparse, leaves)):
             raise InputError(
                 "The position of a pipeline with sparse tensors cannot be saved.",
                 received="a batch with a sparse tensor.",
                 fix="tf.sparse.to_dense in the pipeline.",
             )
-        packed.append(
-            {"leaves": [np.asarray(leaf) for leaf in leaves], "rows": batch.rows}
-        )
+        packed.append({"leaves": list(map(np.asarray, leaves)), "rows": batch.rows})
     return packed
 
 
@@ -349,9 +327,8 @@ def _unpacked(packed: list[Any] | None, reader: Reader) -> deque[Batch]:
     if not packed:
         return deque()
     form = reader.form()
-    return deque(
-        Batch(jax.tree.unflatten(form, item["leaves"]), item["rows"]) for item in packed
-    )
+    data = [jax.tree.unflatten(form, item["leaves"]) for item in packed]
+    return deque(Batch(d, item["rows"]) for d, item in zip(data, packed, strict=True))
 
 
 @atexit.register

@@ -1,6 +1,4 @@
-"""Python generators: they can be read once, and what was read ahead of one is never
-lost.
-"""
+"""Python generators: they can be read once, and no prefetched batch of one is lost."""
 
 from __future__ import annotations
 
@@ -9,19 +7,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ClassVar
 
-import jax
-import numpy as np
-
 from keras_distribute._compat import adapters as compat
-from keras_distribute.input.source import Batch, IteratorReader, Reader, Source, rows_of
+from keras_distribute.input.source import (
+    Batch,
+    IteratorReader,
+    Reader,
+    Source,
+    copy_arrays,
+    rows_of,
+)
 
 
 class GeneratorSource(Source):
     """A Python generator: it can be read once, and every batch of it counts.
 
     Args:
-        seen: The batches that Keras has looked at in `fit`, which each pass of its
-            begins with.
+        seen: The batches that Keras has peeked at in `fit`; each pass begins with them.
         batches: Opens an iterator over those and the rest.
         stream: Where the rest comes from.
     """
@@ -35,7 +36,7 @@ class GeneratorSource(Source):
 
     @staticmethod
     def of(generator: Any) -> GeneratorSource:
-        """The source of a generator that only we read."""
+        """The source of a generator that Keras does not read."""
         stream = Stream.of(generator)
         return GeneratorSource(
             [], lambda: compat.generator_batches(stream.read(generator)), stream
@@ -80,8 +81,8 @@ class _GeneratorReader(IteratorReader):
 
 
 class Stream:
-    """What was read ahead of a generator and not used, for whoever reads it next:
-    another `fit`, for example.
+    """What was prefetched from a generator and not used, for what reads it next, such
+    as another `fit`.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[Any, Stream]] = weakref.WeakKeyDictionary()
@@ -102,19 +103,12 @@ class Stream:
                 item = self._returned.popleft() if self._returned else next(generator)
             except StopIteration:
                 return
-            # A generator may fill the same arrays again while this batch still waits
-            # for its step.
-            item = jax.tree.map(
-                lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf,
-                item,
-            )
+            item = copy_arrays(item)
             self._given.append(item)
             yield item
 
     def remember(self, count: int) -> None:
-        """Keeps the last `count` batches that were read, so that they can be given
-        back.
-        """
+        """Keeps the last `count` batches that were read, to give them back."""
         self._given = deque(self._given, maxlen=max(count, 1))
 
     def give_back(self, count: int) -> None:

@@ -8,9 +8,7 @@ from keras_distribute.input.source import IteratorReader, Position, Reader, Sour
 
 
 class GrainSource(Source):
-    """A Grain `MapDataset`, `IterDataset` or `DataLoader`, whose iterators have
-    positions of their own.
-    """
+    """A Grain `MapDataset`, `IterDataset` or `DataLoader`."""
 
     kind = "Grain"
 

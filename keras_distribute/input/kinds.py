@@ -20,7 +20,7 @@ def source_of(dataset: Any) -> Source:
     """The source of a dataset given to `experimental_distribute_dataset`.
 
     Raises:
-        InputError: For what is no dataset, and for arrays, which say no batch size.
+        InputError: For what is no dataset, and for arrays, which have no batch size.
     """
     if isinstance(dataset, ArrayDataset):
         return dataset.source()
@@ -45,8 +45,8 @@ def _no_dataset(dataset: Any) -> InputError:
         "This cannot be distributed as a dataset.",
         received=f"a {type(dataset).__name__}.",
         fix="a tf.data.Dataset, a Grain dataset or loader, a torch DataLoader, a "
-        "keras.utils.PyDataset, a generator of "
-        "tuples, or kd.ArrayDataset((x, y), batch_size=64).",
+        "keras.utils.PyDataset, a generator of tuples, or kd.ArrayDataset((x, y), "
+        "batch_size=64).",
     )
 
 
@@ -56,23 +56,22 @@ def source_of_adapter(
     """The source of a Keras data adapter.
 
     Args:
-        adapter: Keras's.
+        adapter: Keras's adapter.
         stream: What a generator is read through.
         hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and
             `on_epoch_end`.
     """
     if isinstance(adapter, compat.ArrayDataAdapter):
-        return ArraySource(
-            *compat.arrays_of(adapter), counted=compat.epochs_of(adapter)
-        )
+        counted = compat.epochs_of(adapter)
+        return ArraySource(*compat.arrays_of(adapter), counted=counted)
     if isinstance(adapter, compat.TFDatasetAdapter):
         return TensorFlowSource(compat.tf_dataset_of(adapter))
     if isinstance(adapter, compat.GrainDatasetAdapter):
-        return GrainSource(
+        dataset, example = (
             compat.grain_dataset_of(adapter),
-            adapter.batch_size,
             compat.grain_example(adapter),
         )
+        return GrainSource(dataset, adapter.batch_size, example)
     if isinstance(adapter, compat.PyDatasetAdapter):
         counted = compat.epochs_of(adapter)
         return PyDatasetSource(*compat.py_dataset_of(adapter), hooks, counted)

@@ -1,9 +1,10 @@
-"""What a batch of a source means for the replicas: a global batch to be cut, or one
+"""What a batch of a source is to the replicas: a global batch to split, or one
 replica's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ import numpy as np
 from keras_distribute import values
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader, Source
+from keras_distribute.input.source import Batch, Position, Reader, Source, copy_arrays
 from keras_distribute.input.splitting import piece_sizes, worker_sizes
 
 
 class Layout(Protocol):
-    """From the batches of a reader, one for each step, to the replicas of this process."""
+    """From the batches of a reader, one a step, to the replicas of this process."""
 
     @property
     def source(self) -> Source:
@@ -29,7 +30,7 @@ class Layout(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """The steps of one pass; `None` where unknown or without end."""
+        """The steps of one pass; `None` where unknown or infinite."""
         ...
 
     def open(self) -> Reader:
@@ -50,12 +51,12 @@ class Layout(Protocol):
 
 
 class SplitLayout:
-    """Each batch is a global one, cut into pieces for the replicas.
+    """Each batch is a global one, split into pieces for the replicas.
 
     Args:
         source: Yields global batches.
-        num_replicas: The replicas of all processes.
-        replicas: The number of the first replica of this process, and of the one after
+        num_replicas: The number of replicas of all processes.
+        replicas: The index of the first replica of this process, and of the one after
             its last.
     """
 
@@ -63,8 +64,8 @@ class SplitLayout:
         self, source: Source, num_replicas: int, replicas: tuple[int, int]
     ) -> None:
         self._num_replicas, self._replicas = num_replicas, replicas
-        self._holds_part = replicas[1] - replicas[0] < num_replicas
-        self.source = source.only_rows(self._part) if self._holds_part else source
+        shares = replicas[1] - replicas[0] < num_replicas
+        self.source = source.only_rows(self._part) if shares else source
 
     @property
     def num_steps(self) -> int | None:
@@ -81,10 +82,8 @@ class SplitLayout:
             require_rows(batch)
         sizes = piece_sizes(batch.rows, self._num_replicas)
         first, last = self._replicas
-        ends = list(itertools.accumulate(sizes[first:last], initial=0))
-        return [
-            rows_between(batch, start, stop) for start, stop in itertools.pairwise(ends)
-        ]
+        ends = itertools.accumulate(sizes[first:last], initial=0)
+        return [rows_between(batch, *rows) for rows in itertools.pairwise(ends)]
 
     def whole(self, batch: Batch) -> Any:
         return batch.data
@@ -101,7 +100,7 @@ class RoundLayout:
 
     Args:
         sources: One source for all replicas of this process, or one for each.
-        num_replicas: The replicas of this process.
+        num_replicas: The number of replicas of this process.
     """
 
     def __init__(self, sources: Sequence[Source], num_replicas: int) -> None:
@@ -120,9 +119,8 @@ class RoundLayout:
         return max(known) if len(counts) > 1 else -(-known[0] // self._num_replicas)
 
     def open(self) -> Reader:
-        return _RoundReader(
-            [source.open() for source in self._sources], self._num_replicas
-        )
+        readers = [source.open() for source in self._sources]
+        return _RoundReader(readers, self._num_replicas)
 
     def peek(self) -> Batch:
         return Batch([self.source.peek().data], 0)
@@ -138,20 +136,16 @@ class _RoundReader(Reader):
     """A round of batches at a time; replicas for which none are left get no rows."""
 
     def __init__(self, readers: list[Reader], num_replicas: int) -> None:
-        self.kind = readers[0].kind
-        self.cheap_position, self.reuses_arrays = (
-            readers[0].cheap_position,
-            readers[0].reuses_arrays,
-        )
+        self.describe_as(readers[0])
         self._readers, self._num_replicas = readers, num_replicas
         self._turns = readers if len(readers) > 1 else readers * num_replicas
-        # How many batches each reader gave, for each of the last rounds and for one
-        # that came to nothing.
-        self._given: deque[Counter[Reader]] = deque()
+        # How many batches each reader gave: in each of the last rounds, and in one that
+        # failed or was the end.
+        self._rounds: deque[Counter[Reader]] = deque()
         self._begun = Counter[Reader]()
 
     def start(self, ahead: int) -> None:
-        self._given = deque(maxlen=max(ahead, 1))
+        self._rounds = deque(maxlen=max(ahead, 1))
         for reader in self._readers:
             reader.start((ahead + 1) * self._num_replicas)
 
@@ -162,22 +156,18 @@ class _RoundReader(Reader):
             batch = next(reader, None)
             self._begun[reader] += batch is not None
             if batch is not None and self.reuses_arrays:
-                data = jax.tree.map(
-                    lambda a: np.array(a) if isinstance(a, np.ndarray) else a,
-                    batch.data,
-                )
-                batch = batch._replace(data=data)
+                batch = batch._replace(data=copy_arrays(batch.data))
             taken.append(batch)
-        given = next((batch for batch in taken if batch is not None), None)
-        if given is None:
+        present = [batch for batch in taken if batch is not None]
+        if not present:
             raise StopIteration
-        if any(batch is None for batch in taken):
-            require_rows(given)
-        nothing = rows_between(given, 0, 0)
-        data = [nothing if batch is None else batch.data for batch in taken]
-        self._given.append(self._begun)
+        if len(present) < len(taken):
+            require_rows(present[0])
+        empty = rows_between(present[0], 0, 0)
+        data = [empty if batch is None else batch.data for batch in taken]
+        self._rounds.append(self._begun)
         self._begun = Counter()
-        return Batch(data, sum(batch.rows for batch in taken if batch is not None))
+        return Batch(data, sum(batch.rows for batch in present))
 
     def position(self) -> Position:
         return {"readers": [reader.position() for reader in self._readers]}
@@ -192,9 +182,9 @@ class _RoundReader(Reader):
         return jax.tree.structure([one] * self._num_replicas)
 
     def close(self, unread: int) -> None:
-        rounds = [*list(self._given)[len(self._given) - unread :], self._begun]
+        rounds = [*list(self._rounds)[len(self._rounds) - unread :], self._begun]
         for reader in self._readers:
-            reader.close(sum(given[reader] for given in rounds))
+            reader.close(sum(counts[reader] for counts in rounds))
 
 
 class CutSource(Source):
@@ -203,38 +193,36 @@ class CutSource(Source):
     Args:
         source: Yields batches of the global size.
         num_workers: The number of workers.
-        num_replicas: The replicas of each.
-        worker: The number of this one.
+        num_replicas: The number of replicas of each worker.
+        worker: Which worker this is, from 0.
     """
 
     def __init__(
         self, source: Source, num_workers: int, num_replicas: int, worker: int
     ) -> None:
         self._source, self.kind = source, source.kind
-        self._place = (num_workers, num_replicas, worker)
+        self._worker = (num_workers, num_replicas, worker)
 
     @property
     def example(self) -> Any:
         return self._source.example
 
     def open(self) -> Reader:
-        return _CutReader(self._source.open(), self._source.batch_size, self._place)
+        return _CutReader(self._source.open(), self._source.batch_size, self._worker)
 
 
 class _CutReader(Reader):
     def __init__(
-        self, inner: Reader, batch_size: int | None, place: tuple[int, int, int]
+        self, inner: Reader, batch_size: int | None, worker: tuple[int, int, int]
     ) -> None:
-        self.kind, self.cheap_position = inner.kind, inner.cheap_position
-        self.reuses_arrays = inner.reuses_arrays
-        self._inner, self._batch_size, self._place = inner, batch_size, place
+        self.describe_as(inner)
+        self._inner, self._batch_size, self._worker = inner, batch_size, worker
         self._batch: Batch | None = None
         self._ends: list[int] = []
         self._cut = self._skip = 0
         self._before: Position | None = None
-        self._cuts: deque[int] = (
-            deque()
-        )  # How many were given of each of the last batches.
+        # How many pieces were handed out of each of the last batches.
+        self._cuts: deque[int] = deque()
         self.form = inner.form
 
     def start(self, ahead: int) -> None:
@@ -256,28 +244,24 @@ class _CutReader(Reader):
         return Batch(rows_between(self._batch, start, stop), stop - start)
 
     def _ends_in(self, rows: int) -> list[int]:
-        """Where the cuts of a batch end, from 0 on; some are empty. One that is not
-        full has only its rows.
+        """Where the pieces of a batch end, after a 0; some are empty. A batch that is
+        not full has no more than its rows.
         """
-        num_workers, num_replicas, _ = self._place
+        num_workers, num_replicas, _ = self._worker
         if self._batch_size is None:
             sizes = piece_sizes(rows, num_workers * num_replicas)
         else:
-            sizes = worker_sizes(max(self._batch_size, rows), *self._place)
+            sizes = worker_sizes(max(self._batch_size, rows), *self._worker)
         ends = list(itertools.accumulate(sizes, initial=0))
         if self._batch_size is not None and rows < self._batch_size:
             ends = [end for end in ends if end < rows] + [rows]
         return ends
 
     def _position_before(self) -> Position | None:
-        if not self.cheap_position:
-            return None
-        try:
-            return self._inner.position()
-        except (
-            InputError
-        ):  # Of data without positions, `position` says so when it is asked.
-            return None
+        # Data without positions raises when `position` is called.
+        with contextlib.suppress(InputError):
+            return self._inner.position() if self.cheap_position else None
+        return None
 
     def position(self) -> Position:
         if self._before is not None:
@@ -286,11 +270,8 @@ class _CutReader(Reader):
         if self._batch is None or self._cut + 1 >= len(self._ends):
             return {"at": at, "cut": 0}
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(self._batch.data)]
-        return {
-            "at": at,
-            "cut": self._cut,
-            "batch": {"leaves": arrays, "rows": self._batch.rows},
-        }
+        batch = {"leaves": arrays, "rows": self._batch.rows}
+        return {"at": at, "cut": self._cut, "batch": batch}
 
     def seek(self, position: Position) -> None:
         self._inner.seek(position["at"])
@@ -298,16 +279,13 @@ class _CutReader(Reader):
             self._skip = position["cut"]
             return
         batch = position["batch"]
-        self._batch = Batch(
-            jax.tree.unflatten(self._inner.form(), batch["leaves"]), batch["rows"]
-        )
+        data = jax.tree.unflatten(self._inner.form(), batch["leaves"])
+        self._batch = Batch(data, batch["rows"])
         self._ends, self._cut = self._ends_in(batch["rows"]), position["cut"]
         self._cuts.append(0)
 
     def close(self, unread: int) -> None:
-        """Gives back whole batches; of one that was used in part, the rest belongs to
-        this pass.
-        """
+        """Gives back whole batches, and drops the rest of one used in part."""
         whole = 0
         while self._cuts and self._cuts[-1] <= unread:
             unread -= self._cuts.pop()
@@ -316,20 +294,18 @@ class _CutReader(Reader):
 
 
 def require_rows(batch: Batch) -> None:
-    """Raises `InputError` for an element without rows: there is nothing to split, and
-    nothing that can be empty.
-    """
+    """Raises `InputError` for an element without rows, which cannot be split."""
     leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
     if not any(np.shape(leaf) for leaf in leaves):
         raise InputError(
             "An element without rows cannot be split over the replicas.",
-            received=f"an element of {', '.join(sorted({type(leaf).__name__ for leaf in leaves})) or 'nothing'}.",
+            received=f"an element of {_types(leaves) or 'nothing'}.",
             fix="batch the dataset: dataset.batch(64).",
         )
 
 
 def rows_between(batch: Batch, start: int, stop: int) -> Any:
-    """Some rows of each array of a batch; what has no dimensions is everyone's.
+    """Some rows of each array of a batch; every piece has its scalars.
 
     Raises:
         InputError: For sparse arrays, and arrays that do not have the rows of the
@@ -347,8 +323,7 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
     if any(compat.is_sparse(leaf) for leaf in leaves):
         raise InputError(
             "A sparse tensor cannot be split over the replicas of a custom loop.",
-            received="an element with "
-            f"{', '.join(sorted({type(leaf).__name__ for leaf in leaves}))}.",
+            received=f"an element with {_types(leaves)}.",
             fix="make it dense in the pipeline (tf.sparse.to_dense), or train with "
             "model.fit.",
         )
@@ -356,9 +331,12 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
     def cut(component: Sequence[Any]) -> Any:
         return component[0][start:stop] if np.ndim(component[0]) else component[0]
 
-    return values.regroup(
-        [batch.data], cut
-    )  # Keeps the order of keys; jax.tree would sort them.
+    # Keeps the order of keys; jax.tree would sort them.
+    return values.regroup([batch.data], cut)
+
+
+def _types(leaves: list[Any]) -> str:
+    return ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
 
 
 def _joined(*parts: Any) -> Any:

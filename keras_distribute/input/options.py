@@ -41,7 +41,7 @@ class InputReplicationMode(enum.Enum):
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises for what is no number; which numbers make sense TensorFlow does not check."""
+    """Raises for what is no number; TensorFlow does not check which make sense."""
     checks.instance(name, value, numbers.Real, f"{name} is a number.", f"{name}=1")
 
 
@@ -67,12 +67,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_input_pipelines",
-            "input_pipeline_id",
-            "num_replicas_in_sync",
-        ):
-            _check_number(name, getattr(self, name))
+        for name, value in vars(self).items():
+            _check_number(name, value)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of one replica.
@@ -91,14 +87,14 @@ class InputContext:
                 f"{replicas} replicas.",
                 received=f"{self}.",
                 fix=f"use {below or replicas} or {below + replicas}, or let the "
-                "strategy split the batch: "
-                "strategy.experimental_distribute_dataset(dataset), or "
-                "model.fit(dataset).",
+                "strategy split the batch: strategy.experimental_distribute_dataset("
+                "dataset), or model.fit(dataset).",
             )
         return global_batch_size // replicas
 
     def __str__(self) -> str:
-        return f"InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+        place = f"{self.input_pipeline_id}, total: {self.num_input_pipelines}"
+        return f"InputContext(input pipeline id {place})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ class PyDatasetSource(Shuffled):
     `get_state` and `set_state`.
 
     Args:
-        dataset: The user's.
-        class_weight: Of `fit`.
+        dataset: The user's dataset.
+        class_weight: The argument of `fit`.
         shuffle: Whether each pass takes the batches in an order of its own.
         hooks: Whether a pass calls `on_epoch_begin` and `on_epoch_end`; `fit` does that
             by itself.
-        counted: Says Keras's count of epochs, where it shuffles by that and not from
+        counted: Returns Keras's count of epochs, where it shuffles by that and not from
             the stream of `random`.
     """
 
@@ -62,11 +62,9 @@ class PyDatasetSource(Shuffled):
         return _PyDatasetReader(self)
 
     def peek(self) -> Batch:
-        # Not by workers: they would read far ahead, for nobody.
-        form = (self.dataset, self.class_weight, self.shuffle)
-        return first_of(
-            _PyDatasetReader(PyDatasetSource(*form, False, self.counted), 1)
-        )
+        # Not by workers: they would read many batches more.
+        own = (self.dataset, self.class_weight, self.shuffle)
+        return first_of(_PyDatasetReader(PyDatasetSource(*own, False, self.counted), 1))
 
 
 class _PyDatasetReader(Reader):
@@ -116,25 +114,20 @@ class _PyDatasetReader(Reader):
     def position(self) -> Position:
         dataset = self._source.dataset
         own = dataset.get_state() if hasattr(dataset, "get_state") else None
-        changes = type(dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-        changes = (
-            changes
-            or type(dataset).on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
-        )
-        if own is None and changes:
+        kind, base = type(dataset), keras.utils.PyDataset
+        if own is None and (
+            kind.on_epoch_end is not base.on_epoch_end
+            or kind.on_epoch_begin is not base.on_epoch_begin
+        ):
             raise InputError(
-                f"{type(dataset).__name__} cannot be resumed: it changes between "
-                "epochs, in a way that only it knows.",
+                f"{kind.__name__} cannot be resumed: it changes between epochs, in a "
+                "way that only it knows.",
                 received="a PyDataset with on_epoch_begin or on_epoch_end, and without "
                 "get_state.",
                 fix="add get_state(self), which returns what they change, and "
                 "set_state(self, state).",
             )
-        before = (
-            None
-            if self._before is None
-            else [self._before[0], list(self._before[1]), self._before[2]]
-        )
+        before = self._before and [self._before[0], [*self._before[1]], self._before[2]]
         return {"epoch": self._epoch, "step": self._step, "random": before, "own": own}
 
     def seek(self, position: Position) -> None:

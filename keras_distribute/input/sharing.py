@@ -1,5 +1,5 @@
-"""How a dataset is shared out: between the processes by files or rows, among the
-replicas of each by rows.
+"""How a dataset is sharded: over the processes by files or rows, over the replicas of
+each by rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def distribute(
     """`Strategy.experimental_distribute_dataset` on the replicas of one process.
 
     Args:
-        dataset: Of any kind that `fit` takes, with global batches; or an
-            `ArrayDataset`.
-        mesh: The devices of this process's replicas.
-        context: The place of this process among all.
-        options: How to read and share it.
+        dataset: An `ArrayDataset`, or one of any kind that `fit` takes, with global
+            batches.
+        mesh: The replicas of all processes.
+        context: Which of the processes this is.
+        options: How to read and shard it.
     """
-    options = checked(options)
+    options = check_options(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InputError(
             "One dataset has one pipeline in each process.",
@@ -56,57 +56,47 @@ def distribute_source(
     source: Source, mesh: ReplicaMesh, context: InputContext, options: InputOptions
 ) -> DistributedDataset:
     """`distribute` of what reads a dataset."""
-    layout, how = _shared(source, context, options)
-    layout = agreed(layout, mesh.num_processes, mesh.process_index)
+    layout, how = _shard(source, context, options)
+    layout = agreed(layout, mesh.num_processes)
     return DistributedDataset(layout, mesh, options, how)
 
 
-def _shared(
+def _shard(
     source: Source, context: InputContext, options: InputOptions
 ) -> tuple[Layout, str]:
-    """What each batch of `source` means for the replicas of one process, and that in
+    """What each batch of `source` is to the replicas of this process, and that in
     words.
     """
-    replicas, workers, worker = (
-        context.num_replicas_in_sync,
-        context.num_input_pipelines,
-        context.input_pipeline_id,
-    )
-    policy, own = _policy(source, options), replicas // workers
+    replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
+    worker, policy = context.input_pipeline_id, _policy(source, options)
+    own = replicas // workers
     if workers == 1:
         if policy is AutoShardPolicy.HINT and isinstance(source, TensorFlowSource):
             source = _by_files(source, policy, workers, worker, replicas) or source
-        return SplitLayout(
-            source, replicas, (0, replicas)
-        ), f"each batch split over {replicas} replica(s)"
+        how = f"each batch split over {replicas} replica(s)"
+        return SplitLayout(source, replicas, (0, replicas)), how
     place = f"process {worker} of {workers}"
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT, AutoShardPolicy.AUTO):
+    if policy is AutoShardPolicy.OFF:
+        cut = _cut(source, workers, own, worker)
+        return RoundLayout([cut], own), f"{place} reads all of its own data (OFF)"
+    if policy is not AutoShardPolicy.DATA:
         sharded = _by_files(source, policy, workers, worker, replicas)
         if sharded is not None:
-            return RoundLayout(
-                [_cut(sharded, workers, own, worker)], own
-            ), f"{place} reads its files ({policy.name})"
-    if policy is AutoShardPolicy.OFF:
-        return RoundLayout(
-            [_cut(source, workers, own, worker)], own
-        ), f"{place} reads all of its own data (OFF)"
-    if (
-        source.kind == "a generator"
-        and options.auto_shard_policy is not AutoShardPolicy.DATA
-    ):
+            cut = _cut(sharded, workers, own, worker)
+            return RoundLayout([cut], own), f"{place} reads its files ({policy.name})"
+    by_rows = options.auto_shard_policy is AutoShardPolicy.DATA
+    if source.kind == "a generator" and not by_rows:
         raise InputError(
             "Several processes cannot share a generator: nothing says that theirs are "
             "the same.",
             received=f"{policy.name} for a generator on {workers} processes.",
             fix="InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA) where each "
-            "process's generator yields the "
-            "same global batches, kd.AutoShardPolicy.OFF where each yields data of its "
-            "own.",
+            "process's generator yields the same global batches, "
+            "kd.AutoShardPolicy.OFF where each yields data of its own.",
         )
-    mine = (worker * own, (worker + 1) * own)
-    return SplitLayout(
-        source, replicas, mine
-    ), f"{place} keeps its rows of each batch (DATA)"
+    rows = (worker * own, (worker + 1) * own)
+    how = f"{place} keeps its rows of each batch (DATA)"
+    return SplitLayout(source, replicas, rows), how
 
 
 def distribute_from_function(
@@ -116,7 +106,7 @@ def distribute_from_function(
     options: InputOptions | None,
 ) -> DistributedDataset:
     """`Strategy.distribute_datasets_from_function` on the replicas of one process."""
-    options = checked(options)
+    options = check_options(options)
     check_dataset_fn(dataset_fn)
     replicas, workers = context.num_replicas_in_sync, context.num_input_pipelines
     own = replicas // workers
@@ -126,10 +116,9 @@ def distribute_from_function(
     else:
         contexts = [context]
     layout = RoundLayout([_source_of(dataset_fn(each)) for each in contexts], own)
-    layout = agreed(layout, mesh.num_processes, mesh.process_index)
-    return DistributedDataset(
-        layout, mesh, options, f"each of its batches is one replica's, {own} to a step"
-    )
+    layout = agreed(layout, mesh.num_processes)
+    how = f"each of its batches is one replica's, {own} to a step"
+    return DistributedDataset(layout, mesh, options, how)
 
 
 def _source_of(dataset: Any) -> Source:
@@ -142,8 +131,8 @@ def _source_of(dataset: Any) -> Source:
     return source_of(dataset)
 
 
-def checked(options: InputOptions | None) -> InputOptions:
-    """The options; those by default for `None`."""
+def check_options(options: InputOptions | None) -> InputOptions:
+    """The options, with the defaults for `None`."""
     what = "The options of a dataset are InputOptions."
     checks.instance("options", options, InputOptions | None, what, "kd.InputOptions()")
     return options or InputOptions()
@@ -172,31 +161,32 @@ def _by_files(
     source: Source, policy: AutoShardPolicy, workers: int, worker: int, replicas: int
 ) -> TensorFlowSource | None:
     """The part of a pipeline that one worker reads; `None` where `AUTO` finds no files
-    and goes by data.
+    and shards by rows.
     """
-    tried = AutoShardPolicy.FILE if policy is AutoShardPolicy.AUTO else policy
-    if isinstance(source, TensorFlowSource):
-        try:
-            dataset = compat_tf.auto_sharded(
-                source.dataset, tried.value, workers, worker, replicas
-            )
-            return TensorFlowSource(dataset, source.batch_size)
-        except LookupError as error:
-            if policy is AutoShardPolicy.AUTO:
-                return None
-            raise InputError(
-                f"{policy.name} cannot share this pipeline between {workers} "
-                f"processes: {error}",
-                received=f"AutoShardPolicy.{policy.name}.",
-                fix="kd.AutoShardPolicy.DATA, or at least as many files as processes.",
-            ) from error
-    if policy is AutoShardPolicy.AUTO:
-        return None
-    raise InputError(
-        f"{policy.name} is for tf.data pipelines.",
-        received=f"{source.kind}.",
-        fix="kd.AutoShardPolicy.DATA, which shares every kind by rows.",
-    )
+    auto = policy is AutoShardPolicy.AUTO
+    if not isinstance(source, TensorFlowSource):
+        if auto:
+            return None
+        raise InputError(
+            f"{policy.name} is for tf.data pipelines.",
+            received=f"{source.kind}.",
+            fix="kd.AutoShardPolicy.DATA, which shares every kind by rows.",
+        )
+    tried = AutoShardPolicy.FILE if auto else policy
+    try:
+        dataset = compat_tf.auto_sharded(
+            source.dataset, tried.value, workers, worker, replicas
+        )
+    except LookupError as error:
+        if auto:
+            return None
+        raise InputError(
+            f"{policy.name} cannot share this pipeline between {workers} processes: "
+            f"{error}",
+            received=f"AutoShardPolicy.{policy.name}.",
+            fix="kd.AutoShardPolicy.DATA, or at least as many files as processes.",
+        ) from error
+    return TensorFlowSource(dataset, source.batch_size)
 
 
 def _cut(source: Source, workers: int, replicas: int, worker: int) -> Source:

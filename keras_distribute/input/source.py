@@ -28,45 +28,54 @@ class Batch(NamedTuple):
     Args:
         data: A structure of arrays: all rows, or those of this process.
         rows: The number of rows of the whole batch.
-        forms: For each replica of all processes the shapes and dtypes of the leaves of
-            its part, where the processes read data of their own.
+        specs: For each replica of all processes the shapes and dtypes of the leaves of
+            its piece, where the processes read data of their own.
     """
 
     data: Any
     rows: int
-    forms: Any = None
+    specs: Any = None
 
 
 def rows_of(data: Any) -> int:
     """The rows of a batch: those of its first array that has any dimensions."""
-    shapes = (
-        np.shape(leaf) for leaf in jax.tree.leaves(data, is_leaf=compat.is_sparse)
-    )
+    shapes = map(np.shape, jax.tree.leaves(data, is_leaf=compat.is_sparse))
     return next((shape[0] for shape in shapes if shape), 0)
+
+
+def copy_arrays(data: Any) -> Any:
+    """The batch with copies of its arrays, for a pipeline that fills them again while
+    the batch still waits for its step.
+    """
+    return jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, data)
 
 
 class Reader:
     """One pass over a source, from its beginning or from a position.
 
-    `cheap_position` says whether a position can be taken after each batch; otherwise it
-    is taken only when asked for. `reuses_arrays` says that an array may change after
-    the batch was read, so that it must be copied to wait.
+    `cheap_position` says whether a position is taken after each batch; otherwise only
+    when it is asked for. `reuses_arrays` says that an array may change after the batch
+    was read, so that one that waits must be copied.
     """
 
     kind = "data"
     cheap_position = True
     reuses_arrays = False
-    followed = (
-        True  # Whether positions may be asked for, which some readers must prepare for.
-    )
+    # Whether positions may be asked for, which some readers must prepare for.
+    followed = True
     why_no_position = "its reader has no position."
     fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
+
+    def describe_as(self, inner: Reader) -> None:
+        """Takes over what another reader says of itself, which this one reads from."""
+        self.kind, self.cheap_position = inner.kind, inner.cheap_position
+        self.reuses_arrays = inner.reuses_arrays
 
     def start(self, ahead: int) -> None:
         """Called once, before the first batch, in the thread of the caller.
 
         Args:
-            ahead: How many batches may be read that nobody has asked for yet.
+            ahead: How many batches may be read before they are asked for.
         """
 
     def __iter__(self) -> Iterator[Batch]:
@@ -96,18 +105,16 @@ class Reader:
         raise NotImplementedError
 
     def again(self, batch: Batch) -> Batch:
-        """A batch that was read before the position to which the pass was moved, and
-        that nobody has taken.
+        """A batch that `seek` brought back: it was prefetched, but not used, when the
+        position was taken.
         """
         return batch
 
     def interrupt(self) -> None:
-        """Called before `close`, while another thread may be in `__next__`: makes it
-        return soon.
-        """
+        """Called before `close`: makes a `__next__` in another thread return soon."""
 
     def close(self, unread: int) -> None:
-        """Ends the pass; its last `unread` batches were read for nobody."""
+        """Ends the pass; its last `unread` batches were prefetched and not used."""
 
 
 class Source:
@@ -117,20 +124,16 @@ class Source:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether a batch is there at once, as a slice of what is in memory."""
+        """Whether a batch is a slice of arrays in memory, which costs no time."""
         return False
 
     def steps_ahead(self, platform: str) -> int:
-        """How many batches to have ready for devices of a platform, where the user does
-        not say.
-        """
-        # A thread that slices arrays and hands them over takes more of the steps' cores
-        # than it saves.
-        return (
-            config.prefetch_steps(0)
-            if platform == "cpu" and self.is_at_hand
-            else config.prefetch_steps()
-        )
+        """How many batches to prefetch for devices of a platform by default."""
+        if platform == "cpu" and self.is_at_hand:
+            # A thread that slices arrays and hands them over takes more of the cores
+            # that compute the steps than it saves.
+            return config.prefetch_steps(0)
+        return config.prefetch_steps()
 
     @property
     def num_batches(self) -> int | None:
@@ -144,8 +147,8 @@ class Source:
 
     @property
     def example(self) -> Any:
-        """A structure like a batch's, of arrays or specs with `shape` and `dtype`; the
-        number of rows says nothing.
+        """A structure like a batch's, of arrays or specs with `shape` and `dtype`, with
+        any number of rows.
 
         Raises:
             InputError: Where that is not known before a batch has been read.
@@ -168,14 +171,14 @@ class Source:
         return first_of(self.open())
 
     def only_rows(self, part: Part) -> Source:
-        """The same batches, of which only some rows are wanted: `part(rows)` says from
-        which to which.
+        """The same batches with some of their rows: `part(rows)` is the first of them
+        and the one after the last.
         """
         return _RowsOf(self, part)
 
 
 def uncounted() -> None:
-    """For data whose epochs nobody counts."""
+    """Stands for Keras's count of epochs, for data that has none."""
 
 
 class Shuffled(Source):
@@ -236,7 +239,7 @@ class IteratorReader(Reader):
 
 
 class _RowsOf(Source):
-    """Some rows of each batch of a source that can only be read whole."""
+    """Some rows of each batch of a source that reads whole batches."""
 
     def __init__(self, whole: Source, part: Part) -> None:
         self._whole, self._part, self.kind = whole, part, whole.kind
@@ -259,22 +262,16 @@ class _RowsOf(Source):
 
 class _RowsReader(Reader):
     def __init__(self, whole: Reader, part: Part) -> None:
-        self.kind, self.cheap_position, self.reuses_arrays = (
-            whole.kind,
-            whole.cheap_position,
-            whole.reuses_arrays,
-        )
+        self.describe_as(whole)
         self._whole, self._part = whole, part
         self.start, self.position, self.seek = whole.start, whole.position, whole.seek
         self.form, self.close = whole.form, whole.close
 
     def __next__(self) -> Batch:
         batch = next(self._whole)
-        start, stop = self._part(batch.rows)
-        return Batch(
-            jax.tree.map(lambda a: a[start:stop] if np.ndim(a) else a, batch.data),
-            batch.rows,
-        )
+        rows = slice(*self._part(batch.rows))
+        data = jax.tree.map(lambda a: a[rows] if np.ndim(a) else a, batch.data)
+        return Batch(data, batch.rows)
 
 
 class AdapterSource(Source):

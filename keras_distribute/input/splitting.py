@@ -20,10 +20,6 @@ def piece_sizes(rows: int, parts: int) -> list[int]:
     recorded from `tf.distribute` (the split of a dataset on one host, and of its `DATA`
     policy).
 
-    Args:
-        rows: The rows of this batch.
-        parts: The number of replicas.
-
     Returns:
         One size for each replica; they add up to `rows`.
     """
@@ -42,8 +38,8 @@ def worker_sizes(
     Args:
         batch_size: The global batch size.
         num_workers: The number of workers.
-        num_replicas: The replicas of each worker.
-        worker: The number of this worker.
+        num_replicas: The number of replicas of each worker.
+        worker: Which worker this is, from 0.
 
     Returns:
         `num_workers * num_replicas` sizes that add up to `batch_size`.

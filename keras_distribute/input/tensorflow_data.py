@@ -29,9 +29,9 @@ class TensorFlowSource(Source):
 
     def __init__(self, dataset: Any, batch_size: int | None = None) -> None:
         self.dataset = dataset
-        self._batch_size = (
-            compat_tf.static_batch_size(dataset) if batch_size is None else batch_size
-        )
+        if batch_size is None:
+            batch_size = compat_tf.static_batch_size(dataset)
+        self._batch_size = batch_size
         self.resumed: dict[str, bytes] | None = None
 
     @property
@@ -57,8 +57,7 @@ class TensorFlowSource(Source):
                 "Each process would shuffle this pipeline in another order.",
                 received=f"{', '.join(sorted(set(operations)))} without a seed.",
                 fix="dataset.shuffle(1000, seed=7) with one seed for all processes, or "
-                "tf.random.set_seed(7) before "
-                "the pipeline is made.",
+                "tf.random.set_seed(7) before the pipeline is made.",
             )
         return super().only_rows(part)
 
@@ -82,8 +81,8 @@ class _TensorFlowReader(Reader):
         try:
             if source.resumed is not None:
                 # The order of a pass depends on a count that the dataset keeps. The
-                # position of the pass before, which was resumed, has restored that if
-                # its input had not ended; that of its beginning does so in any case.
+                # position from which the pass before was resumed has restored that only
+                # if its input had not ended; its beginning does so in any case.
                 _restore(iter(self._dataset), source.resumed)
                 source.resumed = None
             self._iterator = iter(self._dataset)
@@ -97,12 +96,10 @@ class _TensorFlowReader(Reader):
                 fix="kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.HINT)",
             ) from error
         if self._sought is None:
-            if not self.followed:  # 10 ms and more.
-                return
-            with contextlib.suppress(
-                InputError
-            ):  # Raised where a position is asked for.
-                self._beginning = _saved(self._iterator)
+            if self.followed:  # Saving takes 10 ms and more.
+                # What cannot be saved raises when a position is asked for.
+                with contextlib.suppress(InputError):
+                    self._beginning = _saved(self._iterator)
             return
         _restore(self._iterator, self._sought["files"])
         self._beginning = source.resumed = self._sought["beginning"]
@@ -133,11 +130,7 @@ def _saved(iterator: Any) -> dict[str, bytes]:
                 fix="leave out from_generator and py_function, or use arrays, Grain or "
                 "a PyDataset.",
             ) from error
-        paths = [
-            path
-            for path in pathlib.Path(folder).iterdir()
-            if path.name.startswith("iterator")
-        ]
+        paths = pathlib.Path(folder).glob("iterator*")
         return {path.name: path.read_bytes() for path in paths}
 
 

@@ -25,8 +25,8 @@ class TorchSource(Source):
     has positions.
 
     Args:
-        loader: The user's.
-        part: Which rows of each batch to load.
+        loader: The user's loader.
+        part: Which rows of each batch to load; `None` for all.
     """
 
     kind = "torch DataLoader"
@@ -41,11 +41,8 @@ class TorchSource(Source):
     @property
     def batch_size(self) -> int | None:
         size = self._loader.batch_size
-        return (
-            getattr(self._loader.batch_sampler, "batch_size", None)
-            if size is None
-            else size
-        )
+        sampler = self._loader.batch_sampler
+        return getattr(sampler, "batch_size", None) if size is None else size
 
     @property
     def example(self) -> Any:
@@ -58,11 +55,9 @@ class TorchSource(Source):
         return _to_host(self._loader.collate_fn([first]))
 
     def open(self) -> Reader:
-        return (
-            _TorchReader(self._loader)
-            if self._part is None
-            else _PartReader(self._loader, self._part, self)
-        )
+        if self._part is None:
+            return _TorchReader(self._loader)
+        return _PartReader(self._loader, self._part, self)
 
     def only_rows(self, part: Part) -> Source:
         if self._loader.batch_sampler is None:
@@ -80,7 +75,10 @@ class TorchSource(Source):
 
 class _TorchReader(IteratorReader):
     why_no_position = "torch's own DataLoader has no position."
-    fix_no_position = "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments."
+    fix_no_position = (
+        "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same "
+        "arguments."
+    )
 
     def __init__(self, loader: Any) -> None:
         super().__init__("torch DataLoader", lambda: map(_to_host, loader))
@@ -88,11 +86,9 @@ class _TorchReader(IteratorReader):
         self._loader = loader
 
     def position(self) -> Position:
-        return (
-            {"state": self._loader.state_dict()}
-            if hasattr(self._loader, "state_dict")
-            else super().position()
-        )
+        if not hasattr(self._loader, "state_dict"):
+            return super().position()
+        return {"state": self._loader.state_dict()}
 
     def seek(self, position: Position) -> None:
         if not hasattr(self._loader, "load_state_dict"):
@@ -129,8 +125,9 @@ class _PartReader(IteratorReader):
 
 
 class _PartOfBatches:
-    """A batch sampler that draws what another one draws, and keeps a part of each
-    batch; notes all sizes.
+    """A batch sampler that keeps a part of each batch of another one.
+
+    `drawn` has the rows of each batch, and how many of them are in the part.
     """
 
     def __init__(self, whole: Any, part: Part) -> None:
@@ -150,25 +147,17 @@ def _with_batch_sampler(loader: Any, sampler: Any) -> Any:
     import torch.utils.data
 
     names = (
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
+        "num_workers collate_fn pin_memory timeout worker_init_fn generator "
+        "multiprocessing_context prefetch_factor persistent_workers"
     )
-    names += ("generator", "prefetch_factor", "persistent_workers")
-    arguments = {name: getattr(loader, name) for name in names}
-    return torch.utils.data.DataLoader(
-        loader.dataset, batch_sampler=sampler, **arguments
-    )
+    arguments = {name: getattr(loader, name) for name in names.split()}
+    arguments["batch_sampler"] = sampler
+    return torch.utils.data.DataLoader(loader.dataset, **arguments)
 
 
 def _to_host(batch: Any) -> Any:
-    """A batch as Keras takes it from a `DataLoader`."""
-
-    def array(leaf: Any) -> Any:
-        return np.asarray(leaf.cpu()) if hasattr(leaf, "cpu") else np.asarray(leaf)
-
-    batch = jax.tree.map(array, batch)
+    """A batch as Keras takes it from a `DataLoader`: of NumPy arrays, not a list."""
+    batch = jax.tree.map(
+        lambda leaf: np.asarray(leaf.cpu() if hasattr(leaf, "cpu") else leaf), batch
+    )
     return tuple(batch) if isinstance(batch, list) else batch

@@ -114,7 +114,9 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for library code: updates, reductions to a destination, devices."""
+        """The methods for library code: updates, reductions to a
+        destination, devices.
+        """
         return self._extended
 
     @property
@@ -188,7 +190,9 @@ class Strategy:
         Example:
             >>> import keras_distribute as kd
             >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> strategy.run(lambda x: 2 * x + kd.get_replica_context().replica_id_in_sync_group, args=(np.ones(2),))
+            >>> def fn(x):
+            ...     return 2 * x + kd.get_replica_context().replica_id_in_sync_group
+            >>> strategy.run(fn, args=(np.ones(2),))
             PerReplica(
               0: Array([2., 2.], dtype=float32),
               1: Array([3., 3.], dtype=float32)
@@ -332,7 +336,7 @@ class Strategy:
             "value_fn",
             value_fn,
             "Values are made by a function of a ValueContext.",
-            "strategy.experimental_distribute_values_from_function(lambda context: ...)",
+            "strategy.experimental_distribute_values_from_function(value_fn)",
         )
         mesh = self.replica_mesh
         made = [
@@ -382,7 +386,8 @@ class Strategy:
         Example:
             >>> import numpy as np, keras_distribute as kd
             >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> dataset = strategy.experimental_distribute_dataset(kd.ArrayDataset(np.arange(10), batch_size=5))
+            >>> data = kd.ArrayDataset(np.arange(10), batch_size=5)
+            >>> dataset = strategy.experimental_distribute_dataset(data)
             >>> [[len(part) for part in batch.values] for batch in dataset]
             [[3, 2], [3, 2]]
         """
@@ -456,7 +461,7 @@ class Strategy:
             >>> import keras, keras_distribute as kd
             >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> with strategy.scope():
-            ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="small")
+            ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
             >>> print(strategy.summary(model))
             MirroredStrategy: 2 replicas on 2 devices (cpu)
             <BLANKLINE>
@@ -555,7 +560,7 @@ class Strategy:
         """Raises for components that only their own processes know, before a program
         over all of them.
         """
-        liveness.together(self.replica_mesh.num_processes)
+        liveness.current.begin_program(self.replica_mesh.num_processes)
         if self.replica_mesh.num_processes > 1 and value.is_on_host:
             raise ValueStructureError(
                 "The components of other processes can be had only of arrays of one "

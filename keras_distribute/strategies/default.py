@@ -68,7 +68,7 @@ class DefaultStrategy(Strategy):
         self._require_cross_replica(
             "experimental_distribute_dataset", "call it outside strategy.run"
         )
-        sharing.checked(options)
+        sharing.check_options(options)
         return dataset
 
     def distribute_datasets_from_function(
@@ -80,7 +80,7 @@ class DefaultStrategy(Strategy):
         self._require_cross_replica(
             "distribute_datasets_from_function", "call it outside strategy.run"
         )
-        sharing.checked(options)
+        sharing.check_options(options)
         sharing.check_dataset_fn(dataset_fn)
         return dataset_fn(self.input_context)
 

@@ -111,7 +111,7 @@ class StrategyExtended:
         differing = [
             i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)
         ]
-        liveness.together(self._strategy.replica_mesh.num_processes)
+        liveness.current.begin_program(self._strategy.replica_mesh.num_processes)
         reduced = self._cross_device_ops.batch_reduce(
             op, [pairs[i] for i in differing], options
         )

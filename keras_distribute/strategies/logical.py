@@ -161,7 +161,9 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
             _entry(_axes_of_rows(mesh, value.shape[0], axes[0])),
             *map(_entry, axes[1:]),
         ]
-    else:  # It is not known which dimension is divided over the replicas; that stays as it is.
+    else:
+        # It is not known which dimension is divided over the replicas; that stays as it
+        # is.
         spec = [_entry(names) if names or not any(axes) else _FREE for names in axes]
     return lax.with_sharding_constraint(
         value, NamedSharding(mesh.mesh, PartitionSpec(*spec))

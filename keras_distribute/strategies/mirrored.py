@@ -48,7 +48,8 @@ class MirroredStrategy(Strategy):
         >>> import keras, numpy as np, keras_distribute as kd
         >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> with strategy.scope():
-        ...     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        ...     dense = keras.layers.Dense(1, kernel_initializer="ones")
+        ...     model = keras.Sequential([dense])
         ...     model.compile("sgd", "mse")
         >>> model.predict(np.ones((3, 2)), verbose=0).ravel()
         array([2., 2., 2.], dtype=float32)

@@ -1,4 +1,6 @@
-"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical devices each."""
+"""`TPUStrategy`: replicas on the devices of a TPU, one or several logical
+devices each.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +63,20 @@ class TPUStrategy(Strategy):
 
     Example:
         >>> import numpy as np, keras_distribute as kd
-        >>> resolver = kd.cluster_resolver.TPUClusterResolver("cpu")  # "" on a machine with a TPU.
+        >>> # "" on a machine with a TPU, in place of "cpu".
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver("cpu")
         >>> topology = kd.tpu.experimental.initialize_tpu_system(resolver)
         >>> assignment = kd.tpu.experimental.DeviceAssignment.build(
         ...     topology, computation_shape=[1, 2, 1, 1], num_replicas=4)
-        >>> strategy = kd.TPUStrategy(resolver, experimental_device_assignment=assignment)
+        >>> strategy = kd.TPUStrategy(
+        ...     resolver, experimental_device_assignment=assignment)
         >>> strategy.num_replicas_in_sync
         4
         >>> def fn(x):
         ...     x = strategy.experimental_split_to_logical_devices(x, [1, 2])
         ...     return (x * x).sum()
-        >>> float(strategy.reduce("SUM", strategy.run(fn, args=(np.ones((2, 6), "float32"),)), axis=None))
+        >>> values = strategy.run(fn, args=(np.ones((2, 6), "float32"),))
+        >>> float(strategy.reduce("SUM", values, axis=None))
         48.0
     """
 
@@ -225,7 +230,10 @@ class TPUStrategy(Strategy):
     def __repr__(self) -> str:
         mesh = self.replica_mesh
         kind = mesh.devices[0].platform
-        return f"TPUStrategy({mesh.num_replicas} replica(s) x {mesh.num_logical} logical device(s), {kind})"
+        return (
+            f"TPUStrategy({mesh.num_replicas} replica(s) x "
+            f"{mesh.num_logical} logical device(s), {kind})"
+        )
 
 
 def _assigned(

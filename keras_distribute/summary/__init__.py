@@ -1,3 +1,3 @@
-"""What a strategy and the variables on it look like: numbers, and how they are shown."""
+"""What a strategy and its variables look like: the numbers, and how they are shown."""
 
 from keras_distribute.summary.report import StrategySummary as StrategySummary

@@ -18,21 +18,22 @@ from keras_distribute.errors import StructureTypeError
 from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
-GROUPS = ("weights", "state", "optimizer", "metrics")
+# How each group of variables is called, in the order in which they are shown.
+GROUPS = {
+    "weights": "weights",
+    "state": "layer state",
+    "optimizer": "optimizer",
+    "metrics": "metrics",
+}
+FOREIGN = "not of this strategy"
+PLAIN = "Keras's own"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """One device of a strategy.
-
-    Args:
-        name: Its kind and number, such as `"gpu:0"`.
-        model: What JAX calls it, such as `"NVIDIA H100"`.
-        replica: The replica that runs on it.
-        process: The process that it belongs to.
-        bytes_in_use: Of its memory, by everything; `None` where JAX does not know, as
-            on CPUs and in other processes.
-        bytes_limit: How much JAX may use; `None` likewise.
+    """One device of a strategy: its kind and number, such as `"gpu:0"`; what JAX calls
+    it, such as `"NVIDIA H100"`; the replica that runs on it; its process; and of its
+    memory what everything uses, and what JAX may use, where JAX knows them.
     """
 
     name: str
@@ -45,18 +46,11 @@ class DeviceFacts:
 
 @dataclasses.dataclass(frozen=True)
 class VariableFacts:
-    """One variable.
+    """One variable: its path, group (of `GROUPS`), kind, shape, dtype, the bytes of its
+    value, and those on each device.
 
-    Args:
-        path: Its path in Keras.
-        group: `"weights"` (trained), `"state"` (other state of layers), `"optimizer"`
-            or `"metrics"`.
-        kind: `"mirrored"`, `"divided"`, `"sync-on-read (sum)"` and so on; `"Keras's
-            own"` under the default strategy; `"not of this strategy"`.
-        shape: Its shape.
-        dtype: Its dtype.
-        num_bytes: The bytes of its value.
-        bytes_on: The bytes that stand on each device of the strategy, in their order.
+    The kind is `"mirrored"`, `"divided"`, `"sync-on-read (sum)"` and so on, `PLAIN`
+    under the default strategy, or `FOREIGN`.
     """
 
     path: str
@@ -66,10 +60,6 @@ class VariableFacts:
     dtype: str
     num_bytes: int
     bytes_on: tuple[int, ...]
-
-
-FOREIGN = "not of this strategy"
-PLAIN = "Keras's own"
 
 
 def of_devices(mesh: ReplicaMesh) -> tuple[DeviceFacts, ...]:
@@ -104,19 +94,19 @@ def of_variables(
     """
     found: dict[int, tuple[str, keras.Variable]] = {}
     for thing in objects:
-        for group, variable in _variables_of(thing):
-            found.setdefault(id(variable), (group, variable))
-    facts = [
-        _of_variable(strategy, group, variable) for group, variable in found.values()
-    ]
-    return tuple(sorted(facts, key=lambda fact: GROUPS.index(fact.group)))
+        for group, variables in _groups_of(thing):
+            for variable in variables:
+                found.setdefault(id(variable), (group, variable))
+    facts = [_of_variable(strategy, *entry) for entry in found.values()]
+    return tuple(sorted(facts, key=lambda fact: list(GROUPS).index(fact.group)))
 
 
 def unbuilt(objects: Sequence[Any]) -> list[str]:
-    """The names of models and optimizers that will make variables when they are used
-    first.
-    """
-    things = [*objects, *(_optimizer_of(thing) for thing in objects)]
+    """The names of models and optimizers that do not have their variables yet."""
+    things = [
+        *objects,
+        *(model.optimizer for model in objects if _has_optimizer(model)),
+    ]
     return [thing.name for thing in things if getattr(thing, "built", True) is False]
 
 
@@ -129,27 +119,27 @@ def training_steps(objects: Sequence[Any]) -> tuple[str, ...]:
     return tuple(text for text in described if text is not None)
 
 
-def _optimizer_of(thing: Any) -> Any:
-    return getattr(thing, "optimizer", None) if isinstance(thing, keras.Model) else None
+def _has_optimizer(thing: Any) -> bool:
+    return (
+        isinstance(thing, keras.Model) and getattr(thing, "optimizer", None) is not None
+    )
 
 
-def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
-    """The variables of one object, with their groups; those of a model are the four
-    groups that its steps carry.
-    """
+def _groups_of(thing: Any) -> Iterator[tuple[str, Sequence[keras.Variable]]]:
+    """The variables of one object, by their groups."""
     if isinstance(thing, keras.Variable):
-        yield ("weights" if thing.trainable else "state"), thing
+        yield "weights" if thing.trainable else "state", [thing]
     elif isinstance(thing, keras.optimizers.Optimizer):
-        yield from (("optimizer", variable) for variable in thing.variables)
+        yield "optimizer", thing.variables
     elif isinstance(thing, keras.metrics.Metric):
-        yield from (("metrics", variable) for variable in thing.variables)
+        yield "metrics", thing.variables
     elif isinstance(thing, keras.layers.Layer):
-        yield from (("weights", variable) for variable in thing.trainable_variables)
-        yield from (("state", variable) for variable in thing.non_trainable_variables)
-        if _optimizer_of(thing) is not None:
-            yield from _variables_of(_optimizer_of(thing))
+        yield "weights", thing.trainable_variables
+        yield "state", thing.non_trainable_variables
+        if _has_optimizer(thing):
+            yield "optimizer", thing.optimizer.variables
         if isinstance(thing, keras.Model):
-            yield from (("metrics", variable) for variable in thing.metrics_variables)
+            yield "metrics", thing.metrics_variables
     else:
         raise StructureTypeError(
             "A summary is of things that have variables.",
@@ -162,27 +152,24 @@ def _variables_of(thing: Any) -> Iterator[tuple[str, keras.Variable]]:
 def _of_variable(
     strategy: AnyStrategy, group: str, variable: keras.Variable
 ) -> VariableFacts:
-    array = (
-        variable.stored if isinstance(variable, DistributedVariable) else variable.value
-    )
-    if array is None:  # Its creation waits for the end of a stateless scope.
+    own = isinstance(variable, DistributedVariable)
+    array = variable.stored if own else variable.value
+    if array is None:  # It will be created at the end of a stateless scope.
         array = variable.value
-    shape = tuple(variable.shape)
+    shape, sharding = tuple(variable.shape), array.sharding
+    size = array.dtype.itemsize
+    on_device = math.prod(sharding.shard_shape(array.shape)) * size
     return VariableFacts(
         path=variable.path,
         group=group,
         kind=_kind(strategy, variable, array),
         shape=shape,
         dtype=str(array.dtype),
-        num_bytes=math.prod(shape) * array.dtype.itemsize,
-        bytes_on=_bytes_on(array, strategy.replica_mesh),
-    )
-
-
-def _bytes_on(array: jax.Array, mesh: ReplicaMesh) -> tuple[int, ...]:
-    each = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return tuple(
-        each if device in array.sharding.device_set else 0 for device in mesh.devices
+        num_bytes=math.prod(shape) * size,
+        bytes_on=tuple(
+            on_device if device in sharding.device_set else 0
+            for device in strategy.replica_mesh.devices
+        ),
     )
 
 

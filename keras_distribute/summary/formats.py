@@ -5,96 +5,78 @@ they say.
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Sequence
 from typing import Any
 
 from keras_distribute.summary.tables import Table
 
-_RULE = "─"
-_OPEN = ' open="open"'
+# Of the characters that `rich.box.Box` asks for, the rules below the header and above
+# the total.
+_RULES = "    \n    \n ── \n    \n ── \n ── \n    \n    \n"
+# Plain text is not folded.
+_WIDEST = 10_000
 
 
 def as_text(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
     """Plain text of aligned columns."""
-    return "\n\n".join(["\n".join([heading, *notes]), *map(_text_table, tables)])
+    from rich.console import Console
 
-
-def _text_table(table: Table) -> str:
-    lines = [table.header, *table.rows]
-    widths = [
-        max(len(line[column]) for line in lines) for column in range(len(table.header))
-    ]
-    rule = "  " + _RULE * (sum(widths) + 2 * (len(widths) - 1))
-
-    def aligned(line: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if column in table.right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        return ("  " + "  ".join(cells)).rstrip()
-
-    body = [aligned(line) for line in table.rows]
-    if table.total:
-        body.insert(-1, rule)
-    return "\n".join([table.title, aligned(table.header), rule, *body])
+    file = io.StringIO()
+    Console(file=file, width=_WIDEST, color_system=None).print(
+        as_rich(heading, notes, tables)
+    )
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def as_rich(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> Any:
     """For `rich.print`."""
-    from rich import box, console, text
-    from rich import table as rich_table
+    from rich.box import Box
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
-    parts: list[Any] = [
-        text.Text(heading, style="bold"),
-        *(text.Text(note) for note in notes),
-    ]
+    parts: list[Any] = [Text(heading, style="bold"), *map(Text, notes)]
     for table in tables:
-        drawn = rich_table.Table(
-            title=table.title,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
+        drawn = RichTable(
+            box=Box(_RULES), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
         )
-        for column, name in enumerate(table.header):
-            drawn.add_column(
-                name,
-                justify="right" if column in table.right else "left",
-                overflow="fold",
-            )
-        for number, row in enumerate(table.rows):
-            last = table.total and number == len(table.rows) - 1
-            drawn.add_row(*map(text.Text, row), style="bold" if last else None)
-        parts.append(drawn)
-    return console.Group(*parts)
+        for name, side in zip(table.header, table.sides, strict=True):
+            drawn.add_column(name, justify=side, overflow="fold")  # type: ignore
+        for number, row in enumerate(table.rows, 1):
+            is_total = table.total and number == len(table.rows)
+            if is_total:
+                drawn.add_section()
+            drawn.add_row(*map(Text, row), style="bold" if is_total else None)
+        title = Text(f"\n{table.title}", style="bold")
+        parts += [title, Padding(drawn, (0, 0, 0, 2))]
+    return Group(*parts)
 
 
 def as_html(
     heading: str, notes: Sequence[str], tables: Sequence[Table], svg: str
 ) -> str:
-    """For notebooks: the picture, and the tables, of which all but the second are
-    folded up.
-    """
+    """For notebooks: the picture and the tables; only that with a total is unfolded."""
     words = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    folded = "".join(
-        f"<details{_OPEN if table.total else ''}><summary>{html.escape(table.title)}</summary>"
-        f"{_html_table(table)}</details>"
-        for table in tables
-    )
-    return f'<div class="kd-summary"><p><strong>{html.escape(heading)}</strong></p>{words}{svg}{folded}</div>'
+    title = f"<p><strong>{html.escape(heading)}</strong></p>"
+    folded = "".join(map(_html_table, tables))
+    return f'<div class="kd-summary">{title}{words}{svg}{folded}</div>'
 
 
 def _html_table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f'<{tag} style="text-align:{"right" if column in table.right else "left"}">{html.escape(cell)}</{tag}>'
-                for column, cell in enumerate(cells)
-            )
-            + "</tr>"
+        parts = (
+            f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+            for cell, side in zip(cells, table.sides, strict=True)
         )
+        return f"<tr>{''.join(parts)}</tr>"
 
     body = "".join(line(row, "td") for row in table.rows)
+    is_open = ' open="open"' if table.total else ""
     return (
-        f"<table><thead>{line(table.header, 'th')}</thead><tbody>{body}</tbody></table>"
+        f"<details{is_open}>"
+        f"<summary>{html.escape(table.title)}</summary>"
+        f"<table><thead>{line(table.header, 'th')}</thead>"
+        f"<tbody>{body}</tbody></table></details>"
     )

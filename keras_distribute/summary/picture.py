@@ -1,20 +1,28 @@
 """The picture of a summary, as SVG: a column for each replica, a line for each group of
 variables.
 
-Drawn by hand rather than by a library: it is a grid of boxes, and takes the colours of
-the page it stands in.
+Written as text rather than drawn by a library: it is a grid of boxes, and takes the
+colours of the page around it.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from keras_distribute.summary.facts import FOREIGN, PLAIN, DeviceFacts, VariableFacts
-from keras_distribute.summary.tables import GROUP_WORDS, bytes_in_words, grouped, totals
+from keras_distribute.summary.facts import (
+    FOREIGN,
+    GROUPS,
+    PLAIN,
+    DeviceFacts,
+    VariableFacts,
+)
+from keras_distribute.summary.tables import bytes_in_words, grouped, totals
 
 _LEFT, _LINE, _GAP, _TOP = 250, 46, 12, 52
-_WIDTH = 920  # of the whole, as long as the columns fit
+_WIDTH = 920
+# More columns than these would be too narrow for their words.
 _MOST_COLUMNS = 8
 _COLORS = {
     "mirrored": "#4c78a8",
@@ -24,7 +32,22 @@ _COLORS = {
     FOREIGN: "#e45756",
 }
 _BATCH = "#b279a2"
-_FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+_FONT = (
+    "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', "
+    "sans-serif"
+)
+
+
+class _Box(NamedTuple):
+    """A frame that is filled from `start` on by a `part` of its width, both from 0 to
+    1.
+    """
+
+    words: str
+    color: str
+    start: float
+    part: float
+    opacity: float = 1.0
 
 
 def draw(
@@ -34,155 +57,98 @@ def draw(
     variables: Sequence[VariableFacts],
 ) -> str:
     """The picture as the text of an SVG file."""
-    shown = min(len(devices), _MOST_COLUMNS)
-    column = (_WIDTH - _LEFT) / shown - _GAP
-    groups = grouped(variables)
-    height = _TOP + _LINE * (len(groups) + bool(rows) + bool(groups)) + 8
-    parts = [
-        _head(device, _LEFT + i * (column + _GAP), column)
-        for i, device in enumerate(devices[:shown])
-    ]
-    y = float(_TOP)
-    if rows:
-        parts += _batch(devices[:shown], rows, y, column)
+    shown = devices[:_MOST_COLUMNS]
+    step = (_WIDTH - _LEFT) / len(shown)
+    width = step - _GAP
+    middles = [_LEFT + i * step + width / 2 for i in range(len(shown))]
+    parts: list[str] = []
+    for device, x in zip(shown, middles, strict=True):
+        parts.append(_text(x, 22, f"replica {device.replica}", "middle", bold=True))
+        parts.append(_text(x, 40, device.name, "middle"))
+    y = _TOP
+    lines = [_batch(shown, rows)] if rows else []
+    lines += [_group(*group, len(shown)) for group in grouped(variables)]
+    for name, detail, boxes in lines:
+        parts += [_text(0, y + 15, name, bold=True), _text(0, y + 31, detail)]
+        for box, x in zip(boxes, middles, strict=True):
+            parts += _box(box, x - width / 2, y, width) if box else []
         y += _LINE
-    for group, kind, chosen in groups:
-        parts += _group(group, kind, chosen, shown, y, column)
+    if variables:
+        parts.append(_text(0, y + 24, "variables on this device", bold=True))
+        for x, count in zip(middles, totals(variables), strict=False):
+            parts.append(_text(x, y + 24, bytes_in_words(count), "middle", bold=True))
         y += _LINE
-    if groups:
-        parts += _sum(totals(variables)[:shown], y, column)
-    more = (
-        f"; {len(devices) - shown} more devices are not drawn"
-        if len(devices) > shown
-        else ""
-    )
-    title = html.escape(
-        f"{strategy}: what stands on each of {len(devices)} devices{more}"
-    )
-    if more:
-        parts.append(_text(_WIDTH - _GAP, 14, title.split("; ")[1], "end", 11))
+    title = f"{strategy}: what stands on each of {len(devices)} devices"
+    if len(devices) > len(shown):
+        more = f"{len(devices) - len(shown)} more devices are not drawn"
+        parts.append(_text(_WIDTH - _GAP, 14, more, "end"))
+        title += f"; {more}"
+    title = html.escape(title)
     return (
-        '<svg class="kd-picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
-        f'{_WIDTH} {height:g}" '
-        f'role="img" aria-label="{title}" font-family="{_FONT}" fill="currentColor" '
-        f'style="width:100%;max-width:{_WIDTH}px;height:auto"><title>{title}</title>{"".join(parts)}</svg>'
+        '<svg class="kd-picture" xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {_WIDTH} {y + 8}" role="img" aria-label="{title}" '
+        f'font-family="{_FONT}" fill="currentColor" '
+        f'style="width:100%;max-width:{_WIDTH}px;height:auto">'
+        f"<title>{title}</title>{''.join(parts)}</svg>"
     )
 
 
 def on_paper(svg: str) -> str:
     """The picture for a file of its own: dark words on white, wherever it is shown."""
-    start = svg.index("</title>") + len("</title>")
     paper = '<rect width="100%" height="100%" fill="#ffffff" rx="6"/>'
-    return (
-        svg[:start].replace('fill="currentColor"', 'fill="#1f2328"')
-        + paper
-        + svg[start:]
-        + "\n"
-    )
-
-
-def _head(device: DeviceFacts, x: float, width: float) -> str:
-    name = f"replica {device.replica}" if width > 60 else str(device.replica)
-    middle = x + width / 2
-    return _text(middle, 22, name, "middle", 13, bold=True) + _text(
-        middle, 40, device.name, "middle", 11
-    )
+    svg = svg.replace('fill="currentColor"', 'fill="#1f2328"', 1)
+    return svg.replace("</title>", f"</title>{paper}", 1) + "\n"
 
 
 def _batch(
-    devices: Sequence[DeviceFacts], rows: Sequence[int], y: float, column: float
-) -> list[str]:
-    parts = [_label(y, "global batch", f"{sum(rows)} rows, divided")]
-    for i, device in enumerate(devices):
-        mine = rows[device.replica]
-        words = f"{mine} row{'' if mine == 1 else 's'}" if column > 60 else str(mine)
-        share = (sum(rows[: device.replica]) / sum(rows), mine / sum(rows))
-        parts += _box(
-            _LEFT + i * (column + _GAP),
-            y,
-            column,
-            _BATCH,
-            words if mine else "none",
-            share,
-        )
-    return parts
+    devices: Sequence[DeviceFacts], rows: Sequence[int]
+) -> tuple[str, str, list[_Box | None]]:
+    """Name, detail and boxes of the line of the global batch."""
+    whole = sum(rows)
+    boxes: list[_Box | None] = []
+    for device in devices:
+        own = rows[device.replica]
+        words = f"{own} row{'' if own == 1 else 's'}" if own else "none"
+        start = sum(rows[: device.replica]) / whole
+        boxes.append(_Box(words, _BATCH, start, own / whole))
+    return "global batch", f"{whole} rows, divided", boxes
 
 
 def _group(
-    group: str,
-    kind: str,
-    variables: Sequence[VariableFacts],
-    shown: int,
-    y: float,
-    column: float,
-) -> list[str]:
+    group: str, kind: str, variables: Sequence[VariableFacts], shown: int
+) -> tuple[str, str, list[_Box | None]]:
+    """Name, detail and boxes of the line of a group of variables."""
     family = kind.partition(" (")[0]
-    count = f"{len(variables)} variable{'' if len(variables) == 1 else 's'}, {kind}"
-    parts = [_label(y, GROUP_WORDS[group], count)]
-    on_each, whole = (
-        totals(variables),
-        sum(variable.num_bytes for variable in variables),
-    )
-    for i in range(shown):
-        if not on_each[i]:
+    detail = f"{len(variables)} variable{'' if len(variables) == 1 else 's'}, {kind}"
+    whole = sum(variable.num_bytes for variable in variables)
+    boxes: list[_Box | None] = []
+    for i, count in enumerate(totals(variables)[:shown]):
+        if not count:
+            boxes.append(None)
             continue
-        pieces = max(1, round(whole / on_each[i])) if family == "divided" else 1
-        share = (i % pieces / pieces, 1 / pieces)
-        words = bytes_in_words(on_each[i])
-        # Every replica's own component is drawn in a shade of its own.
+        pieces = max(1, round(whole / count)) if family == "divided" else 1
+        # Each replica has a value of its own, so each is drawn in a shade of its own.
         shade = 1 - 0.5 * i / max(shown - 1, 1) if family == "sync-on-read" else 1.0
-        parts += _box(
-            _LEFT + i * (column + _GAP), y, column, _COLORS[family], words, share, shade
-        )
-    return parts
+        words, start = bytes_in_words(count), i % pieces / pieces
+        boxes.append(_Box(words, _COLORS[family], start, 1 / pieces, shade))
+    return GROUPS[group], detail, boxes
 
 
-def _sum(on_each: Sequence[int], y: float, column: float) -> list[str]:
-    parts = [_text(0, y + 24, "variables on this device", "start", 13, bold=True)]
-    for i, count in enumerate(on_each):
-        middle = _LEFT + i * (column + _GAP) + column / 2
-        parts.append(
-            _text(
-                middle,
-                y + 24,
-                bytes_in_words(count),
-                "middle",
-                13 if column > 60 else 10,
-                bold=True,
-            )
-        )
-    return parts
-
-
-def _label(y: float, name: str, detail: str) -> str:
-    return _text(0, y + 15, name, "start", 13, bold=True) + _text(
-        0, y + 31, detail, "start", 11
-    )
-
-
-def _box(
-    x: float,
-    y: float,
-    width: float,
-    color: str,
-    words: str,
-    share: tuple[float, float],
-    shade: float = 1.0,
-) -> list[str]:
-    """A frame that is filled in part, with words below the fill's line."""
-    first, part = share
-    frame = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="18" rx="3"'
+def _box(box: _Box, x: float, y: float, width: float) -> list[str]:
+    start, part = x + box.start * width, box.part * width
+    rest = f'height="18" rx="3" fill="{box.color}" fill-opacity'
     return [
-        f'<rect {frame} fill="{color}" fill-opacity="0.18"/>',
-        f'<rect x="{x + first * width:.1f}" y="{y:.1f}" width="{part * width:.1f}" '
-        'height="18" rx="3" '
-        f'fill="{color}" fill-opacity="{shade:.2f}"/>',
-        _text(x + width / 2, y + 32, words, "middle", 11 if width > 60 else 9),
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" {rest}="0.18"/>',
+        f'<rect x="{start:.1f}" y="{y}" width="{part:.1f}" {rest}="{box.opacity:g}"/>',
+        _text(x + width / 2, y + 32, box.words, "middle"),
     ]
 
 
 def _text(
-    x: float, y: float, words: str, anchor: str, size: int, bold: bool = False
+    x: float, y: float, words: str, anchor: str = "start", bold: bool = False
 ) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}>{html.escape(words)}</text>'
+    style = '13" font-weight="600' if bold else "11"
+    return (
+        f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-size="{style}">'
+        f"{html.escape(words)}</text>"
+    )

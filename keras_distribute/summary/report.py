@@ -13,7 +13,11 @@ from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.summary import facts, formats, picture, tables
-from keras_distribute.summary.facts import FOREIGN, DeviceFacts, VariableFacts
+from keras_distribute.summary.facts import (
+    FOREIGN,
+    DeviceFacts,
+    VariableFacts,
+)
 from keras_distribute.summary.tables import Table
 
 
@@ -59,13 +63,12 @@ class StrategySummary:
                 fix="strategy.summary(model, batch_size=128), or leave it out.",
             )
         mesh = strategy.replica_mesh
+        sizes = piece_sizes(batch_size, mesh.num_replicas) if batch_size else ()
         self.strategy = type(strategy).__name__
         self.num_replicas = mesh.num_replicas
         self.devices: tuple[DeviceFacts, ...] = facts.of_devices(mesh)
         self.batch_size = batch_size
-        self.rows = (
-            tuple(piece_sizes(batch_size, mesh.num_replicas)) if batch_size else ()
-        )
+        self.rows = tuple(sizes)
         self.variables: tuple[VariableFacts, ...] = facts.of_variables(
             strategy, objects
         )
@@ -75,18 +78,15 @@ class StrategySummary:
     @property
     def bytes_on_each(self) -> tuple[int, ...]:
         """The bytes of all variables on each device, in the order of `devices`."""
-        return (
-            tables.totals(self.variables)
-            if self.variables
-            else (0,) * len(self.devices)
-        )
+        return tables.totals(self.variables) or (0,) * len(self.devices)
 
     @property
     def heading(self) -> str:
         """The strategy in one line."""
-        models = sorted({device.model for device in self.devices})
-        line = f"{self.strategy}: {_count(self.num_replicas, 'replica')} on {_count(len(self.devices), 'device')}"
-        line += f" ({', '.join(models)})"
+        models = ", ".join(sorted({device.model for device in self.devices}))
+        replicas = _count(self.num_replicas, "replica")
+        devices = _count(len(self.devices), "device")
+        line = f"{self.strategy}: {replicas} on {devices} ({models})"
         processes = len({device.process for device in self.devices})
         return line if processes == 1 else f"{line} of {processes} processes"
 
@@ -95,24 +95,19 @@ class StrategySummary:
         """What a reader should know besides the tables, in sentences."""
         lines: list[str] = []
         if self.batch_size is not None:
-            lines.append(
-                f"A global batch of {self.batch_size} rows: "
-                f"{tables.rows_in_words(self.rows)}."
-            )
+            rows = tables.rows_in_words(self.rows)
+            lines.append(f"A global batch of {self.batch_size} rows: {rows}.")
         lines += self.training_steps
         lines += [
             f"{name} is not built yet: it makes variables when it is used first."
             for name in self._unbuilt
         ]
-        foreign = [
-            variable.path for variable in self.variables if variable.kind == FOREIGN
-        ]
+        foreign = [each.path for each in self.variables if each.kind == FOREIGN]
         if foreign:
             named = ", ".join(foreign[:5]) + (" and others" if len(foreign) > 5 else "")
             lines.append(
                 f"{_count(len(foreign), 'variable')} not of this strategy: {named}. "
-                "Create what a step uses inside "
-                "`with strategy.scope():`."
+                "Create what a step uses inside `with strategy.scope():`."
             )
         return lines
 
@@ -122,10 +117,8 @@ class StrategySummary:
             checks.count("max_variables", max_variables)
         found = [tables.of_devices(self.devices, self.rows)]
         if self.variables:
-            found += [
-                tables.of_groups(self.variables),
-                tables.of_each(self.variables, max_variables),
-            ]
+            found.append(tables.of_groups(self.variables))
+            found.append(tables.of_each(self.variables, max_variables))
         return found
 
     def text(self, max_variables: int | None = 30) -> str:
@@ -162,9 +155,6 @@ class StrategySummary:
                 fix='summary.plot("summary.svg")',
             )
         Path(path).write_text(picture.on_paper(self.svg()), "utf-8")
-
-    def __str__(self) -> str:
-        return self.text()
 
     def __repr__(self) -> str:
         return self.text()

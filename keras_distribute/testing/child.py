@@ -1,9 +1,8 @@
-"""What each process of a `MultiProcessRunner` runs: finds the function, calls it, and
-writes what came of it.
-"""
+"""What each process of a `MultiProcessRunner` runs."""
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 import sys
@@ -16,7 +15,7 @@ from keras_distribute.testing.modules import module_of
 
 
 def main(folder: Path) -> int:
-    """Calls the function that `folder` describes; returns the exit code."""
+    """Calls the function that `folder` names; returns the exit code."""
     check_private(folder)
     result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
     call = pickle.loads((folder / "call").read_bytes())
@@ -25,13 +24,11 @@ def main(folder: Path) -> int:
     caught: BaseException | None = None
     error: str | None = None
     try:
-        function: Any
         if call["function"] is not None:
             function = pickle.loads(call["function"])
         else:
-            function = module_of(call["module"], call["file"])
-            for name in call["name"].split("."):
-                function = getattr(function, name)
+            module = module_of(call["module"], call["file"])
+            function = operator.attrgetter(call["name"])(module)
         args, kwargs = pickle.loads(call["arguments"])
         value = function(*args, **kwargs)
     except BaseException as failure:
@@ -50,8 +47,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     sys.stdout.flush()
-    if (
-        code
-    ):  # Without the end of JAX's runtime, which would wait for the other processes.
+    if code:
+        # Skips the end of JAX's runtime, which would wait for the other processes.
         sys.stderr.flush()
         os._exit(code)

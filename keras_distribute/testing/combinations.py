@@ -1,8 +1,7 @@
-"""Tests that run under many strategies: named strategies, and a decorator for pytest
-that combines them with the rest.
+"""Tests that run under many strategies: named strategies, and a pytest decorator.
 
-Source: TensorFlow's `tf.__internal__.distribute.combinations` and
-`strategy_combinations`, whose names these are.
+Source: the names of TensorFlow's `tf.__internal__.distribute.combinations` and
+`strategy_combinations`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,8 +34,8 @@ class NamedStrategy:
     """A strategy that a test may run under, created when the test begins.
 
     Args:
-        name: Of the strategy; pytest shows it.
-        create: Makes the strategy; can be pickled, for several processes.
+        name: The name that pytest shows.
+        create: Makes the strategy; picklable, for several processes.
         num_devices: The CPU devices that it needs, in each process.
         num_processes: How many processes the test runs in.
     """
@@ -61,9 +61,8 @@ def _cpus(*numbers: int) -> list[str]:
 
 
 def _named(name: str, *devices: int) -> NamedStrategy:
-    return NamedStrategy(
-        name, lambda: MirroredStrategy(_cpus(*devices)), max(devices) + 1
-    )
+    create = functools.partial(MirroredStrategy, _cpus(*devices))
+    return NamedStrategy(name, create, max(devices) + 1)
 
 
 def _over_processes(num_processes: int, num_devices: int) -> NamedStrategy:
@@ -97,10 +96,10 @@ all_strategies = strategies_minus_multi_worker + multi_worker_strategies
 
 
 def cpu_devices(num_devices: int) -> list[str]:
-    """The names of so many virtual CPU devices, for a test that needs them.
+    """The names of virtual CPU devices, for a test that needs them.
 
     Args:
-        num_devices: How many.
+        num_devices: The number of devices.
 
     Raises:
         DeviceError: Where JAX has started with fewer. Call `kd.config.set_cpu_devices`
@@ -126,29 +125,30 @@ def cpu_devices(num_devices: int) -> list[str]:
 def combine(
     **choices: Sequence[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: pytest runs the test once for each combination of what its arguments
-    may be.
+    """A decorator: pytest runs the test with each combination of these arguments.
 
     A `NamedStrategy` is created, and given to the test as a strategy. Under one of
-    several processes the test function runs in each of them, without pytest: what it
-    raises in one of them fails the test. Fixtures then have to be values that can be
-    pickled, such as `tmp_path`. Needs `pip install pytest`.
+    several processes the test function runs in each of them, without pytest, and fails
+    where one of them raises an error. Fixtures then have to be picklable values, such
+    as `tmp_path`. Needs `pip install pytest`.
 
     Args:
-        **choices: For each argument, what it may be.
+        **choices: For each argument, its values.
 
     Returns:
         The decorator, for a function at the top of a module.
 
     Raises:
-        StructureTypeError: For an argument that the function has not.
+        StructureTypeError: For the name of no argument of the function.
 
     Example:
         >>> import keras_distribute as kd
         >>> from keras_distribute.testing import combinations
-        >>> @combinations.combine(strategy=combinations.strategies_minus_multi_worker, value=[1.0, 2.0])
+        >>> strategies = combinations.strategies_minus_multi_worker
+        >>> @combinations.combine(strategy=strategies, value=[1.0, 2.0])
         ... def test_sum(strategy, value):
-        ...     total = strategy.reduce("SUM", strategy.run(lambda: np.float32(value)), axis=None)
+        ...     values = strategy.run(lambda: np.float32(value))
+        ...     total = strategy.reduce("SUM", values, axis=None)
         ...     assert total == value * strategy.num_replicas_in_sync
         >>> test_sum(combinations.mirrored_strategy_with_two_cpus, 1.0)
     """
@@ -171,31 +171,7 @@ def combine(
 
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            processes = {
-                v.num_processes for v in given.values() if isinstance(v, NamedStrategy)
-            }
-            several = max(processes, default=1)
-            if several == 1:
-                test(**_created(given))
-                return
-            devices = max(
-                v.num_devices for v in given.values() if isinstance(v, NamedStrategy)
-            )
-            strategies = {
-                k: v.create for k, v in given.items() if isinstance(v, NamedStrategy)
-            }
-            place = (test.__module__, inspect.getsourcefile(test), test.__qualname__)
-            rest = {k: v for k, v in given.items() if k not in strategies}
-            run_in_processes(
-                run_one,
-                several,
-                place,
-                strategies,
-                rest,
-                cpu_devices=devices,
-                timeout=_TEST_SECONDS,
-            )
+            _run_test(test, dict(zip(names, args, strict=False)) | kwargs)
 
         values = list(itertools.product(*choices.values()))
         ids = ["-".join(str(value) for value in each) for each in values]
@@ -205,28 +181,33 @@ def combine(
     return decorate
 
 
-def run_one(
-    place: tuple[str, str, str],
-    strategies: dict[str, Callable[[], Strategy]],
+def _run_test(test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """Calls a test, in as many processes as its strategies need."""
+    items = arguments.items()
+    named = {k: value for k, value in items if isinstance(value, NamedStrategy)}
+    rest = {k: value for k, value in items if k not in named}
+    create = {k: value.create for k, value in named.items()}
+    num_processes = max((v.num_processes for v in named.values()), default=1)
+    if num_processes == 1:
+        test(**{k: make() for k, make in create.items()}, **rest)
+        return
+    run_in_processes(
+        run_in_this_process,
+        num_processes,
+        (test.__module__, inspect.getsourcefile(test), test.__qualname__),
+        create,
+        rest,
+        cpu_devices=max(value.num_devices for value in named.values()),
+        timeout=_TEST_SECONDS,
+    )
+
+
+def run_in_this_process(
+    location: tuple[str, str, str],
+    create: dict[str, Callable[[], Strategy]],
     rest: dict[str, Any],
 ) -> None:
-    """In a process of its own: calls a test with new strategies.
-
-    Args:
-        place: The module, the file and the name of the test.
-        strategies: What makes them, by argument.
-        rest: The other arguments.
-    """
-    created = {name: create() for name, create in strategies.items()}
-    module, file, name = place
-    test: Any = module_of(module, file)
-    for part in name.split("."):
-        test = getattr(test, part)
-    test.__wrapped__(**created, **rest)
-
-
-def _created(given: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.create() if isinstance(value, NamedStrategy) else value
-        for name, value in given.items()
-    }
+    """Calls the test of this module, file and name, with new strategies."""
+    module, file, name = location
+    test: Any = operator.attrgetter(name)(module_of(module, file))
+    test.__wrapped__(**{k: make() for k, make in create.items()}, **rest)

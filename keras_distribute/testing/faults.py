@@ -1,6 +1,4 @@
-"""Faults at a place of one's choice: one process raises, dies, freezes or dawdles
-there.
-"""
+"""Faults for tests: a process raises, dies, freezes or is slow at a chosen moment."""
 
 from __future__ import annotations
 
@@ -25,20 +23,22 @@ MOMENTS = (
     "epoch_end",
     "train_end",
 )
-ACTIONS = ("raise", "kill", "terminate", "freeze", "delay")
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "freeze": signal.SIGSTOP,
+}
+ACTIONS = ("raise", "delay", *_SIGNALS)
 
 
 class Fault(keras.callbacks.Callback):
-    """Something that goes wrong in one process, once, at a moment of a `fit`, or where
-    `now` is called in a loop.
+    """A fault in one process, once, at a moment of `fit` or where a loop calls `now`.
 
-    Under the launcher only the first start of the job has the fault; what is started
-    again has not.
+    Under the launcher only the first start of the job has the fault.
 
     Args:
         action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it
-            (`SIGTERM`), `"freeze"` it (`SIGSTOP`: nobody will wake it), or `"delay"`
-            it.
+            (`SIGTERM`), `"freeze"` it (`SIGSTOP`, for ever), or `"delay"` it.
         process: The number of the process; `None` for all.
         moment: When, in a `fit`: the name of a callback's method without `on_`.
         step: How many steps the optimizer has taken by then, at least; for a loop, what
@@ -47,8 +47,8 @@ class Fault(keras.callbacks.Callback):
         seconds: How long to delay.
 
     Raises:
-        ValueStructureError: For an action or a moment that there is not.
-        StructureTypeError: For arguments of other kinds.
+        ValueStructureError: For an unknown action or moment.
+        StructureTypeError: For arguments of other types.
 
     Example:
         >>> import keras_distribute as kd
@@ -78,20 +78,13 @@ class Fault(keras.callbacks.Callback):
         checks.number("seconds", seconds, zero=True)
         what, fix = "An exception is raised.", 'error=OSError("no network")'
         checks.instance("error", error, Exception | None, what, fix)
-        self._action, self._process, self._moment, self._step = (
-            action,
-            process,
-            moment,
-            step,
-        )
-        self._error, self._seconds = (
-            error or RuntimeError("a fault that was injected"),
-            seconds,
-        )
+        self._action, self._process, self._step = action, process, step
+        self._error = error or RuntimeError("a fault that was injected")
+        self._seconds = seconds
         self.came = False
         setattr(self, f"on_{moment}", self._at_the_moment)
 
-    def _at_the_moment(self, *place: Any, **logs: Any) -> None:
+    def _at_the_moment(self, *_: Any, **logs: Any) -> None:
         model: Any = self.model
         self.now(int(model.optimizer.iterations))
 
@@ -103,22 +96,13 @@ class Fault(keras.callbacks.Callback):
         """
         checks.count("step", step)
         first = os.environ.get("KERAS_DISTRIBUTE_RESTARTS", "0") == "0"
-        if (
-            self.came
-            or not first
-            or step < self._step
-            or self._process not in (None, process_index())
-        ):
+        here = self._process in (None, process_index())
+        if self.came or not first or not here or step < self._step:
             return
         self.came = True
         if self._action == "raise":
             raise self._error
         if self._action == "delay":
             time.sleep(self._seconds)
-            return
-        number = {
-            "kill": signal.SIGKILL,
-            "terminate": signal.SIGTERM,
-            "freeze": signal.SIGSTOP,
-        }[self._action]
-        os.kill(os.getpid(), number)
+        else:
+            os.kill(os.getpid(), _SIGNALS[self._action])

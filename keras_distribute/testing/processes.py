@@ -1,6 +1,4 @@
-"""Runs a function in several processes of this host, as one job, and brings back what
-each returned.
-"""
+"""Runs a function in several processes of this host, and returns their results."""
 
 from __future__ import annotations
 
@@ -24,23 +22,22 @@ from keras_distribute.cluster.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
 from keras_distribute.testing.folders import check_private
 
-_MOST_PROCESSES = 2**12  # And virtual devices of each: more are a slip.
+_MOST = 2**12  # Processes, or virtual devices of each: more are a typing error.
 _STOP_SECONDS = 2.0
 _FOLLOWING_SECONDS = 10.0  # Until the others have heard of a failure, and ended.
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessResult:
-    """What came of one process.
+    """The result of one process.
 
     Args:
         index: Its number.
         exit_code: 0 where the function returned; 128 and the number of the signal for
             one that was killed.
         value: What the function returned, else `None`.
-        error: The exception that it raised, as text; `None` where it returned, or was
-            killed.
-        log: What it wrote, the last lines of it.
+        error: The exception that it raised, as text, else `None`.
+        log: The last lines that it wrote.
     """
 
     index: int
@@ -51,25 +48,23 @@ class ProcessResult:
 
 
 class MultiProcessRunner:
-    """Runs a function in several processes of this host, which find each other as those
-    of a cluster do.
+    """Runs a function in several processes of this host, as in a cluster.
 
     In each, `kd.MultiWorkerMirroredStrategy()` spans all of them. Used as a `with`
     block, it never leaves a process behind.
 
     Args:
-        function: At the top of a module, and with a name: each process imports it from
-            its file.
-        num_processes: How many.
-        args: For the function; they can be pickled, as its result can.
-        kwargs: Likewise.
+        function: A named function at the top of a module: each process imports it.
+        num_processes: The number of processes.
+        args: The function's arguments; picklable, as its result.
+        kwargs: The function's keyword arguments; picklable.
         cpu_devices: The virtual CPU devices of each; `None` for the accelerators of
             this host, shared by all.
         timeout: Seconds until all are killed.
-        environment: Further variables.
-        echo: Whether to print what they write, with the number of the process in front.
+        environment: Further environment variables.
+        echo: Whether to print their output, with the number of the process in front.
         by_value: Whether to send the function itself, by `cloudpickle`, and not its
-            name: for one that is no part of a file, such as a cell of a notebook.
+            name: for a function without a file, such as one of a notebook.
 
     Raises:
         BackendError: For `by_value` without `cloudpickle`.
@@ -98,7 +93,7 @@ class MultiProcessRunner:
     ) -> None:
         fix = "run_in_processes(function, 2)"
         checks.function("function", function, "Processes run a function.", fix)
-        checks.count("num_processes", num_processes, 1, most=_MOST_PROCESSES)
+        checks.count("num_processes", num_processes, 1, most=_MOST)
         checks.instance("args", args, list | tuple, "Arguments come as a tuple.", fix)
         for given, names in (("kwargs", kwargs), ("environment", environment)):
             what = f"{given} is a dict by name."
@@ -108,7 +103,7 @@ class MultiProcessRunner:
                 if given == "environment":
                     checks.instance(given, value, str, f"{what}, of texts", fix)
         if cpu_devices is not None:
-            checks.count("cpu_devices", cpu_devices, 1, most=_MOST_PROCESSES)
+            checks.count("cpu_devices", cpu_devices, 1, most=_MOST)
         checks.number("timeout", timeout)
         for given, flag in (("echo", echo), ("by_value", by_value)):
             checks.flag(given, flag)
@@ -132,30 +127,10 @@ class MultiProcessRunner:
             "function": _pickled(function) if by_value else None,
         }
         (self._folder / "call").write_bytes(pickle.dumps(call))
-        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        cpus = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(cpu_devices),
-            "XLA_FLAGS": "",
-            "NPROC": "",
-        }
-        own = gpus() if cpu_devices is None else []
-
-        def variables(place: int) -> Mapping[str, str]:
-            return {
-                **paths,
-                **(
-                    share_of_gpus(own, place, num_processes)
-                    if cpu_devices is None
-                    else cpus
-                ),
-                **(environment or {}),
-            }
-
         self._job = Job(
             [sys.executable, "-m", "keras_distribute.testing.child", str(self._folder)],
             num_processes,
-            environment=variables,
+            environment=_environment_of(num_processes, cpu_devices, environment or {}),
             on_line=_echo if echo else None,
         )
 
@@ -177,7 +152,7 @@ class MultiProcessRunner:
 
     @property
     def num_running(self) -> int:
-        """How many have not ended."""
+        """The number of processes that have not ended."""
         return len(self._job.running())
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> None:
@@ -185,27 +160,25 @@ class MultiProcessRunner:
         self._job.send(number, index)
 
     def freeze(self, index: int) -> None:
-        """Makes one process stand still, as if its host did."""
+        """Stops one process, as if its host were frozen."""
         self._job.send(signal.SIGSTOP, index)
 
     def thaw(self, index: int) -> None:
-        """Lets it go on."""
+        """Continues a process that `freeze` has stopped."""
         self._job.send(signal.SIGCONT, index)
 
     def log(self, index: int) -> str:
-        """What a process has written so far, the last lines of it."""
+        """The last lines that a process has written so far."""
         return "".join(self._job.workers[index].lines)
 
     def join(
         self, timeout: float | None = None, *, until_failure: bool = False
     ) -> list[ProcessResult]:
-        """Waits until all have ended, and kills those that have not when the time is
-        up.
+        """Waits until all have ended; kills the rest when the time is up.
 
         Args:
             timeout: Seconds; by default that of the runner.
-            until_failure: Whether those that have not ended some seconds after another
-                one has failed are killed, too.
+            until_failure: Whether to kill the rest, too, some seconds after one failed.
 
         Returns:
             One result for each process.
@@ -213,20 +186,19 @@ class MultiProcessRunner:
         Raises:
             ClusterError: When the time was up; with the logs of all.
         """
-        in_time = self._job.wait(
-            self._timeout if timeout is None else timeout, until_failure=until_failure
-        )
+        timeout = self._timeout if timeout is None else timeout
+        in_time = self._job.wait(timeout, until_failure=until_failure)
         if until_failure and self._job.first_failure():
             self._job.wait(_FOLLOWING_SECONDS, until_failure=False)
         running = [worker.index for worker in self._job.running()]
         self._job.stop(0.0)
         results = [self._result(index) for index in range(self._num_processes)]
         if not in_time:
+            names = ", ".join(map(str, running))
+            limits = f"{self._num_processes} processes, {self._timeout:.0f} seconds."
             raise ClusterError(
-                f"{self._name} did not end in time in process "
-                f"{', '.join(map(str, running))}.",
-                received=f"{self._num_processes} processes, {self._timeout:.0f} "
-                "seconds." + _logs(results),
+                f"{self._name} did not end in time in process {names}.",
+                received=limits + _logs(results),
                 fix="look at the logs; the process that waits is not always the one "
                 "that is wrong.",
             )
@@ -261,13 +233,13 @@ def run_in_processes(
     """Runs a function in several processes, and returns what each returned.
 
     Args:
-        function: As for `MultiProcessRunner`.
-        num_processes: How many.
-        *args: For the function.
-        cpu_devices: As for `MultiProcessRunner`.
-        timeout: Likewise.
-        environment: Likewise.
-        **kwargs: For the function.
+        function: A named function at the top of a module: each process imports it.
+        num_processes: The number of processes.
+        *args: The function's arguments.
+        cpu_devices: The virtual CPU devices of each process.
+        timeout: Seconds until all are killed.
+        environment: Further environment variables.
+        **kwargs: The function's keyword arguments.
 
     Raises:
         ClusterError: Where one failed or the time was up; with the error and the logs.
@@ -299,18 +271,31 @@ def values_of(results: Sequence[ProcessResult]) -> list[Any]:
     """
     failed = [result for result in results if result.exit_code]
     if failed:
-        own = [
-            result for result in failed if result.exit_code != FOLLOWING_CODE
-        ] or failed
-        first = next((result for result in own if result.error), own[0])
+        own = [each for each in failed if each.exit_code != FOLLOWING_CODE] or failed
+        first = next((each for each in own if each.error), own[0])
         raise ClusterError(
             f"{len(failed)} of {len(results)} processes failed; process {first.index} "
-            "with exit code "
-            f"{first.exit_code}.",
+            f"with exit code {first.exit_code}.",
             received=(first.error or "no exception.") + _logs(failed),
             fix="look at the first exception; the others often follow from it.",
         )
     return [result.value for result in results]
+
+
+def _environment_of(
+    num_processes: int, cpu_devices: int | None, environment: Mapping[str, str]
+) -> Callable[[int], Mapping[str, str]]:
+    """A function from the index of a process to its environment variables."""
+    common = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if cpu_devices is not None:
+        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
+        common |= {"XLA_FLAGS": "", "NPROC": ""}
+    visible = gpus() if cpu_devices is None else []
+    return lambda index: {
+        **common,
+        **share_of_gpus(visible, index, num_processes),
+        **environment,
+    }
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:
@@ -318,8 +303,7 @@ def _pickled(function: Callable[..., Any]) -> bytes:
         import cloudpickle
     except ImportError as error:
         raise BackendError(
-            "A function that is no part of a file is sent to other processes by "
-            "cloudpickle.",
+            "A function without a file is sent to other processes by cloudpickle.",
             received=f"{error}.",
             fix="pip install cloudpickle",
         ) from error

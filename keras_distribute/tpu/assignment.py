@@ -5,8 +5,8 @@ replica.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +15,16 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute.errors import DeviceError
 from keras_distribute.tpu.rings import ring
-from keras_distribute.tpu.topology import RANK, Array, Topology, integers
+from keras_distribute.tpu.topology import (
+    RANK,
+    Array,
+    Topology,
+    coordinates_in,
+    integers,
+)
 
-_Numbers = Sequence[int] | np.ndarray[Any, Any]
+_AnyArray = np.ndarray[Any, Any]
+_Numbers = Sequence[int] | _AnyArray
 
 
 class DeviceOrderMode(enum.IntEnum):
@@ -49,7 +56,8 @@ class DeviceAssignment:
 
     Example:
         >>> import keras_distribute as kd
-        >>> topology = kd.tpu.experimental.initialize_tpu_system(kd.cluster_resolver.TPUClusterResolver("cpu"))
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver("cpu")
+        >>> topology = kd.tpu.experimental.initialize_tpu_system(resolver)
         >>> assignment = kd.tpu.experimental.DeviceAssignment.build(
         ...     topology, computation_shape=[1, 2, 1, 1], num_replicas=4)
         >>> assignment.num_replicas, assignment.num_cores_per_replica
@@ -60,27 +68,19 @@ class DeviceAssignment:
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
         self._topology = _checked_topology(topology)
-        cores = integers("core_assignment", core_assignment)
-        if cores.ndim != 3 or cores.shape[2] != RANK:
-            raise DeviceError(
-                "An assignment has the shape (replicas, logical devices of each, 4).",
-                received=f"core_assignment of shape {cores.shape}.",
-                fix="DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], "
-                "num_replicas=4)",
-            )
-        outside = cores[((cores < 0) | (cores >= topology.mesh_shape)).any(-1)]
-        missing = [
-            place
-            for place in cores.reshape(-1, RANK)
-            if not len(outside) and _missing(topology, place)
-        ]
-        for place in [*outside, *missing]:
-            raise DeviceError(
-                "A logical device is one of the mesh's.",
-                received=f"the coordinates {place.tolist()} in {topology!r}.",
-                fix="coordinates of topology.device_coordinates.",
-            )
-        self._cores = cores
+        self._cores = coordinates_in(
+            topology.mesh_shape,
+            "core_assignment",
+            core_assignment,
+            "replicas, logical devices of each",
+        )
+        for place in self._cores.reshape(-1, RANK):
+            if topology.task_ordinal_at_coordinates(place) < 0:
+                raise DeviceError(
+                    "A logical device is one of the mesh's.",
+                    received=f"the coordinates {place.tolist()} in {topology!r}.",
+                    fix="coordinates of topology.device_coordinates.",
+                )
 
     @property
     def topology(self) -> Topology:
@@ -124,15 +124,9 @@ class DeviceAssignment:
         """
         checks.count("task_id", task_id, error=DeviceError)
         checks.count("logical_core", logical_core, error=DeviceError)
-        found = [
-            replica
-            for replica in range(self.num_replicas)
-            if logical_core in range(self.num_cores_per_replica)
-            and self._topology.task_ordinal_at_coordinates(
-                self._cores[replica, logical_core]
-            )
-            == task_id
-        ]
+        task_of = self._topology.task_ordinal_at_coordinates
+        places = self._cores[:, logical_core : logical_core + 1].reshape(-1, RANK)
+        found = [i for i, place in enumerate(places) if task_of(place) == task_id]
         if not found:
             raise DeviceError(
                 f"No replica has its logical device {logical_core} in task {task_id}.",
@@ -201,62 +195,20 @@ class DeviceAssignment:
         )
         shape = _four(computation_shape, "computation_shape")
         stride = _four(computation_stride, "computation_stride")
-        mesh = tuple(topology.mesh_shape.tolist())
-        footprint = tuple(a * b for a, b in zip(shape, stride, strict=True))
-        if any(size > room for size, room in zip(footprint, mesh, strict=True)):
-            raise DeviceError(
-                "A replica's block of devices is larger than the mesh.",
-                received=f"computation_shape={list(shape)} x "
-                f"computation_stride={list(stride)} in {topology!r}.",
-                fix=f"a computation_shape of at most {list(mesh)}.",
-            )
-        room = tuple(
-            m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True)
-        )
-        if num_replicas > math.prod(room):
-            raise DeviceError(
-                f"Only {math.prod(room)} replica(s) of this shape fit.",
-                received=f"num_replicas={num_replicas}, "
-                f"computation_shape={list(shape)}, "
-                f"computation_stride={list(stride)} in {topology!r}.",
-                fix=f"num_replicas={math.prod(room)}",
-            )
-        if len(topology.missing_devices):
-            return DeviceAssignment(
-                topology, _in_task_order(topology, shape, stride, num_replicas)
-            )
-        grid = _grid(num_replicas, room)
-        as_rings = (
-            shape[-1] == mesh[-1]
-            and math.prod(stride) == 1
-            and num_replicas == math.prod(room)
-        )
-        if device_order_mode is DeviceOrderMode.RING and not as_rings:
-            raise DeviceError(
-                "Replicas form rings where they fill the mesh, without strides, with "
-                "all cores of each chip.",
-                received=f"DeviceOrderMode.RING for {num_replicas} replica(s) of "
-                f"computation_shape={list(shape)}, "
-                f"computation_stride={list(stride)} in {topology!r}.",
-                fix="DeviceOrderMode.AUTO",
-            )
-        if as_rings and device_order_mode is not DeviceOrderMode.MESH:
-            return DeviceAssignment(topology, _rings(shape, grid))
-        return DeviceAssignment(topology, _blocks(num_replicas, shape, stride, grid))
+        cores = _cores(topology, shape, stride, num_replicas, device_order_mode)
+        return DeviceAssignment(topology, cores)
 
 
 def _checked_topology(topology: Any) -> Topology:
-    if isinstance(topology, Topology):
-        return topology
-    raise DeviceError(
+    checks.instance(
+        "topology",
+        topology,
+        Topology,
         "A device assignment is for a Topology.",
-        received=f"{checks.shown(topology)}.",
-        fix="topology = kd.tpu.experimental.initialize_tpu_system(resolver)",
+        "topology = kd.tpu.experimental.initialize_tpu_system(resolver)",
+        DeviceError,
     )
-
-
-def _missing(topology: Topology, place: Array) -> bool:
-    return topology.task_ordinal_at_coordinates(place) < 0
+    return topology
 
 
 def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
@@ -267,7 +219,53 @@ def _four(numbers: _Numbers | None, name: str) -> tuple[int, ...]:
             received=f"{name}={checks.shown(numbers)}.",
             fix=f"{name}=[1, 1, 1, 2]",
         )
-    return tuple(int(number) for number in given)
+    return tuple(given.tolist())
+
+
+def _cores(
+    topology: Topology,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    num_replicas: int,
+    mode: DeviceOrderMode,
+) -> Any:
+    """The coordinates of the devices of each replica."""
+    mesh = tuple(topology.mesh_shape.tolist())
+    footprint = tuple(map(operator.mul, shape, stride))
+    # How many blocks fit along each axis; strided ones are interleaved.
+    room = tuple(m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True))
+    most = math.prod(room)
+    given = (
+        f"num_replicas={num_replicas}, computation_shape={list(shape)}, "
+        f"computation_stride={list(stride)} in {topology!r}."
+    )
+    if not most:
+        raise DeviceError(
+            "A replica's block of devices is larger than the mesh.",
+            received=given,
+            fix=f"a computation_shape of at most {list(mesh)}.",
+        )
+    if num_replicas > most:
+        raise DeviceError(
+            f"Only {most} replica(s) of this shape fit.",
+            received=given,
+            fix=f"num_replicas={most}",
+        )
+    if len(topology.missing_devices):
+        return _in_task_order(topology, shape, stride, num_replicas)
+    grid = _grid(num_replicas, room)
+    fill_mesh = num_replicas == most and math.prod(stride) == 1
+    as_rings = fill_mesh and shape[-1] == mesh[-1]
+    if mode is DeviceOrderMode.RING and not as_rings:
+        raise DeviceError(
+            "Replicas form rings where they fill the mesh, without strides, with "
+            "all cores of each chip.",
+            received=f"DeviceOrderMode.RING for {given}",
+            fix="DeviceOrderMode.AUTO",
+        )
+    if as_rings and mode is not DeviceOrderMode.MESH:
+        return _rings(shape, grid)
+    return _blocks(num_replicas, shape, stride, grid)
 
 
 def _grid(num_replicas: int, room: tuple[int, ...]) -> tuple[int, ...]:
@@ -279,11 +277,7 @@ def _grid(num_replicas: int, room: tuple[int, ...]) -> tuple[int, ...]:
     """
     grid = [0] * RANK
     left = num_replicas
-    order = (
-        sorted(range(RANK), key=lambda axis: (room[axis], (axis + 1) % RANK))
-        if num_replicas
-        else []
-    )
+    order = sorted(range(RANK), key=lambda axis: (room[axis], (axis + 1) % RANK))
     for position, axis in enumerate(order):
         grid[axis] = min(math.ceil(left ** (1 / (RANK - position))), room[axis])
         left = -(-left // grid[axis])
@@ -298,7 +292,7 @@ def _rings(
     inner = [(*chip, core) for chip in ring(x, y, z) for core in range(cores)]
     return [
         [(a * x + i, b * y + j, c * z + k, core) for i, j, k, core in inner]
-        for a, b, c in ring(grid[0], grid[1], grid[2])
+        for a, b, c in ring(*grid[:3])
     ]
 
 
@@ -307,28 +301,16 @@ def _blocks(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     grid: tuple[int, ...],
-) -> np.ndarray[Any, Any]:
+) -> _AnyArray:
     """Replicas row by row, the cores of a chip before x, y, z; strided ones interleaved
     with their neighbours.
     """
     x, y, z, cores = map(range, grid)
-    numbers = itertools.islice(
-        ((i, j, k, core) for k in z for j in y for i in x for core in cores),
-        num_replicas,
-    )
-    own = np.asarray(
-        list(
-            itertools.product(
-                *(range(0, n * s, s) for n, s in zip(shape, stride, strict=True))
-            )
-        )
-    )
-    place, steps = (
-        np.asarray(list(numbers)).reshape(num_replicas, RANK),
-        np.asarray(stride),
-    )
+    places = [(i, j, k, core) for k in z for j in y for i in x for core in cores]
+    place, steps = np.asarray(places[:num_replicas]), np.asarray(stride)
     corners = place // steps * (steps * np.asarray(shape)) + place % steps
-    return own + corners[:, None, :]
+    offsets = np.stack(np.unravel_index(range(math.prod(shape)), shape), -1) * steps
+    return offsets + corners[:, None, :]
 
 
 def _in_task_order(
@@ -336,7 +318,7 @@ def _in_task_order(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     num_replicas: int,
-) -> np.ndarray[Any, Any]:
+) -> _AnyArray:
     """The devices of a mesh with gaps, one after the other."""
     size, places = math.prod(shape), topology.device_coordinates.reshape(-1, RANK)
     if math.prod(stride) > 1 or num_replicas * size > len(places):
@@ -344,8 +326,7 @@ def _in_task_order(
             "In a mesh with missing devices replicas take the devices one after the "
             "other.",
             received=f"{num_replicas} replica(s) of {size} with "
-            f"computation_stride={list(stride)}, of {len(places)} "
-            "devices.",
+            f"computation_stride={list(stride)}, of {len(places)} devices.",
             fix=f"computation_stride=None and num_replicas={len(places) // size}",
         )
     return places[: num_replicas * size].reshape(num_replicas, size, RANK)

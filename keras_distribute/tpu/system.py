@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +18,7 @@ from keras_distribute.cluster.choice import automatic_resolver
 from keras_distribute.cluster.google_cloud import TPUClusterResolver
 from keras_distribute.cluster.resolver import ClusterResolver
 from keras_distribute.errors import DeviceError
-from keras_distribute.tpu.topology import RANK, Topology
+from keras_distribute.tpu.topology import RANK, Array, Topology
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
@@ -66,7 +67,8 @@ def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None
 
     Example:
         >>> import keras_distribute as kd
-        >>> kd.tpu.experimental.shutdown_tpu_system(kd.cluster_resolver.TPUClusterResolver("cpu"))
+        >>> resolver = kd.cluster_resolver.TPUClusterResolver("cpu")
+        >>> kd.tpu.experimental.shutdown_tpu_system(resolver)
     """
     tpu_devices(resolver_or_default(cluster_resolver))
     jax.clear_caches()
@@ -102,52 +104,41 @@ def tpu_devices(resolver: ClusterResolver) -> list[list[jax.Device]]:
             received=f"{type(resolver).__name__} where JAX has {len(devices)} "
             f"{devices[0].platform} device(s).",
             fix="to run the same program on CPU devices, kd.config.set_cpu_devices(8) "
-            "first thing in it, and "
-            'kd.TPUStrategy(tpu="cpu"), or TPU_NAME=cpu in the environment. On Colab '
-            "or Kaggle choose a TPU for the "
-            "notebook; on a TPU virtual machine, pip install 'jax[tpu]', and leave "
-            "JAX_PLATFORMS unset.",
+            'first thing in it, and kd.TPUStrategy(tpu="cpu"), or TPU_NAME=cpu in the '
+            "environment. On Colab or Kaggle choose a TPU for the notebook; on a TPU "
+            "virtual machine, pip install 'jax[tpu]', and leave JAX_PLATFORMS unset.",
         )
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return [
-        list(group)
-        for _, group in itertools.groupby(
-            ordered, key=lambda device: device.process_index
-        )
-    ]
+    process_of = operator.attrgetter("process_index")
+    ordered = sorted(devices, key=operator.attrgetter("process_index", "id"))
+    return [list(group) for _, group in itertools.groupby(ordered, process_of)]
 
 
 def topology_of(devices: Sequence[Sequence[jax.Device]]) -> Topology:
-    """The mesh of the devices of each process. Several slices follow each other in z."""
-    counts = {len(own) for own in devices}
-    if len(counts) > 1:
+    """The mesh of the devices of each process; slices follow each other in z."""
+    counts = [len(own) for own in devices]
+    if len(set(counts)) > 1:
         raise DeviceError(
             "The processes have different numbers of devices.",
-            received=f"{[len(own) for own in devices]} devices.",
+            received=f"{counts} devices.",
             fix="hosts of one kind.",
         )
     flat = [device for own in devices for device in own]
-    places = np.asarray(
-        _places_of_chips(flat)
-        if hasattr(flat[0], "coords")
-        else _places_in_plane(len(flat))
-    )
+    has_coordinates = hasattr(flat[0], "coords")
+    places = _places_of_chips(flat) if has_coordinates else _places_in_plane(len(flat))
     return Topology(
         mesh_shape=places.max(0) + 1,
-        device_coordinates=places.reshape(len(devices), len(devices[0]), RANK),
+        device_coordinates=places.reshape(len(devices), counts[0], RANK),
     )
 
 
-def _places_of_chips(devices: Sequence[jax.Device]) -> list[tuple[int, ...]]:
+def _places_of_chips(devices: Sequence[jax.Device]) -> Array:
     chips = np.asarray([(*device.coords, device.core_on_chip) for device in devices])
     chips -= chips.min(0)
-    slices = np.asarray(
-        [getattr(device, "slice_index", None) or 0 for device in devices]
-    )
-    chips[:, 2] += slices * (chips[:, 2].max() + 1)
-    return [tuple(map(int, chip)) for chip in chips]
+    slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+    chips[:, 2] += np.asarray(slices) * (chips[:, 2].max() + 1)
+    return chips
 
 
-def _places_in_plane(count: int) -> list[tuple[int, ...]]:
+def _places_in_plane(count: int) -> Array:
     width = next(size for size in range(math.isqrt(count), 0, -1) if count % size == 0)
-    return [(i % width, i // width, 0, 0) for i in range(count)]
+    return np.asarray([(i % width, i // width, 0, 0) for i in range(count)])

@@ -14,7 +14,8 @@ from keras_distribute.tpu import wire
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 RANK = 4  # x, y, z, and the core of a chip.
-_LARGEST = 2**24  # Places of a mesh; the largest slice that there is has some 2**14.
+# Devices of a mesh; the largest slice that there is has some 2**14.
+_LARGEST = 2**24
 
 
 class Topology:
@@ -38,7 +39,8 @@ class Topology:
     Example:
         >>> import keras_distribute as kd
         >>> topology = kd.tpu.experimental.Topology(
-        ...     mesh_shape=[1, 2, 1, 1], device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]])
+        ...     mesh_shape=[1, 2, 1, 1],
+        ...     device_coordinates=[[[0, 0, 0, 0], [0, 1, 0, 0]]])
         >>> topology.num_tasks, topology.num_tpus_per_task
         (1, 2)
         >>> topology.tpu_device_name_at_coordinates([0, 1, 0, 0], job="worker")
@@ -56,42 +58,21 @@ class Topology:
             checks.instance("serialized", serialized, bytes, what, fix, DeviceError)
         if serialized:
             mesh_shape, device_coordinates = _parsed(serialized)
-        self._mesh_shape = integers("mesh_shape", mesh_shape)
-        if self._mesh_shape.shape != (RANK,) or np.any(self._mesh_shape < 1):
+        self._mesh_shape = shape = integers("mesh_shape", mesh_shape)
+        valid = shape.shape == (RANK,) and bool(np.all(shape >= 1))
+        if not valid or math.prod(shape.tolist()) > _LARGEST:
             raise DeviceError(
                 "The shape of a TPU's mesh is four positive integers: x, y, z, and the "
-                "cores of a chip.",
+                f"cores of a chip, with a product of at most {_LARGEST}.",
                 received=f"mesh_shape={checks.shown(mesh_shape)}.",
                 fix="mesh_shape=[2, 2, 1, 2]",
             )
-        coordinates = integers("device_coordinates", device_coordinates)
-        if coordinates.ndim != 3 or coordinates.shape[2] != RANK:
-            raise DeviceError(
-                "The coordinates of the devices have the shape (tasks, devices of each "
-                "task, 4).",
-                received=f"device_coordinates of shape {coordinates.shape}.",
-                fix="device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]",
-            )
-        outside = coordinates[
-            ((coordinates < 0) | (coordinates >= self._mesh_shape)).any(-1)
-        ]
-        if len(outside):
-            raise DeviceError(
-                "Each device is inside of the mesh.",
-                received=f"coordinates {outside[0].tolist()} in a mesh of shape "
-                f"{self._mesh_shape.tolist()}.",
-                fix="coordinates from 0 to the size of the mesh less 1.",
-            )
-        if math.prod(self._mesh_shape.tolist()) > _LARGEST:
-            raise DeviceError(
-                f"A mesh has at most {_LARGEST} places.",
-                received=f"mesh_shape={self._mesh_shape.tolist()}.",
-                fix="mesh_shape=[2, 2, 1, 2]",
-            )
-        self._coordinates = coordinates
-        self._tasks: Array = np.full(self._mesh_shape, -1, np.int32)
-        self._ordinals: Array = np.full(self._mesh_shape, -1, np.int32)
-        for task, devices in enumerate(coordinates):
+        self._coordinates = coordinates_in(
+            shape, "device_coordinates", device_coordinates, "tasks, devices of each"
+        )
+        self._tasks: Array = np.full(shape, -1, np.int32)
+        self._ordinals: Array = np.full(shape, -1, np.int32)
+        for task, devices in enumerate(self._coordinates):
             for ordinal, place in enumerate(devices):
                 self._tasks[tuple(place)], self._ordinals[tuple(place)] = task, ordinal
 
@@ -145,8 +126,7 @@ class Topology:
 
     def _place(self, device_coordinates: Any) -> tuple[int, ...]:
         place = integers("device_coordinates", device_coordinates)
-        four, shape = place.shape == (RANK,), self._mesh_shape
-        if not four or not ((place >= 0) & (place < shape)).all():
+        if place.shape != (RANK,) or not _are_inside(self._mesh_shape, place):
             raise DeviceError(
                 "The coordinates of a device are four integers inside of the mesh.",
                 received=f"device_coordinates={checks.shown(device_coordinates)} in "
@@ -161,7 +141,8 @@ class Topology:
         """The name of the host's CPU for the device at these coordinates, as TensorFlow
         writes it.
         """
-        return f"{_of_job(job)}/task:{self.task_ordinal_at_coordinates(device_coordinates)}/device:CPU:0"
+        task = self.task_ordinal_at_coordinates(device_coordinates)
+        return f"{_job_name(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int] | Array, job: str | None = None
@@ -169,21 +150,18 @@ class Topology:
         """The name of the device at these coordinates, as TensorFlow writes it."""
         task = self.task_ordinal_at_coordinates(device_coordinates)
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
-        return f"{_of_job(job)}/task:{task}/device:TPU:{ordinal}"
+        return f"{_job_name(job)}/task:{task}/device:TPU:{ordinal}"
 
     def serialized(self) -> bytes:
         """The topology as bytes, which TensorFlow reads, too."""
         tasks, devices, _ = self._coordinates.shape
-        return wire.encoded(
-            self._mesh_shape.tolist(),
-            tasks,
-            devices,
-            self._coordinates.ravel().tolist(),
-        )
+        coordinates = self._coordinates.ravel().tolist()
+        return wire.encoded(self._mesh_shape.tolist(), tasks, devices, coordinates)
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self._mesh_shape.tolist()))
-        return f"Topology({shape}; {self.num_tasks} task(s) x {self.num_tpus_per_task} device(s))"
+        tasks = f"{self.num_tasks} task(s) x {self.num_tpus_per_task} device(s)"
+        return f"Topology({shape}; {tasks})"
 
 
 def integers(name: str, given: Any) -> Array:
@@ -208,7 +186,35 @@ def integers(name: str, given: Any) -> Array:
     return small
 
 
-def _of_job(job: str | None) -> str:
+def coordinates_in(mesh_shape: Array, name: str, given: Any, axes: str) -> Array:
+    """The coordinates of devices, as an array of shape `(axes, 4)`.
+
+    Raises:
+        DeviceError: For another shape, and for coordinates outside of the mesh.
+    """
+    found = integers(name, given)
+    if found.ndim != 3 or found.shape[2] != RANK:
+        raise DeviceError(
+            f"{name} has the shape ({axes}, 4).",
+            received=f"{name} of shape {found.shape}.",
+            fix=f"{name}=[[[0, 0, 0, 0], [0, 0, 0, 1]]]",
+        )
+    for place in found.reshape(-1, RANK):
+        if not _are_inside(mesh_shape, place):
+            raise DeviceError(
+                "Each device is inside of the mesh.",
+                received=f"coordinates {place.tolist()} in a mesh of shape "
+                f"{mesh_shape.tolist()}.",
+                fix="coordinates from 0 to the size of the mesh less 1.",
+            )
+    return found
+
+
+def _are_inside(mesh_shape: Array, place: Array) -> bool:
+    return bool(np.all((place >= 0) & (place < mesh_shape)))
+
+
+def _job_name(job: str | None) -> str:
     what, fix = "A job has a name.", 'job="worker"'
     checks.instance("job", job, str | None, what, fix, DeviceError)
     return "" if job is None else f"/job:{job}"

@@ -13,28 +13,24 @@ from collections.abc import Iterator
 from keras_distribute.errors import DeviceError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_LISTS, _NUMBERS = (1, 4), (2, 3)
 
 
 def encoded(
     shape: list[int], num_tasks: int, devices_per_task: int, coordinates: list[int]
 ) -> bytes:
-    """The bytes of a topology; numbers that are 0 and empty lists are left out, as
-    protocol buffers do.
-    """
-    parts: list[bytes] = []
-    for field, value in (
-        (1, shape),
-        (2, num_tasks),
-        (3, devices_per_task),
-        (4, coordinates),
-    ):
-        if isinstance(value, list) and value:
-            packed = b"".join(map(_varint, value))
-            parts.append(_varint(field << 3 | _BYTES) + _varint(len(packed)) + packed)
-        elif not isinstance(value, list) and value:
-            parts.append(_varint(field << 3 | _VARINT) + _varint(value))
-    return b"".join(parts)
+    """The bytes of a topology."""
+    fields = enumerate((shape, num_tasks, devices_per_task, coordinates), 1)
+    return b"".join(_field(number, value) for number, value in fields)
+
+
+def _field(number: int, value: int | list[int]) -> bytes:
+    # Protocol buffers leave out numbers that are 0, and empty lists.
+    if not value:
+        return b""
+    if isinstance(value, int):
+        return _varint(number << 3 | _VARINT) + _varint(value)
+    packed = b"".join(map(_varint, value))
+    return _varint(number << 3 | _BYTES) + _varint(len(packed)) + packed
 
 
 def decoded(data: bytes) -> tuple[list[int], int, int, list[int]]:
@@ -43,14 +39,12 @@ def decoded(data: bytes) -> tuple[list[int], int, int, list[int]]:
     Raises:
         DeviceError: For bytes that are no topology.
     """
-    lists: dict[int, list[int]] = {field: [] for field in _LISTS}
-    numbers = dict.fromkeys(_NUMBERS, 0)
+    lists: dict[int, list[int]] = {1: [], 4: []}
+    numbers = {2: 0, 3: 0}
     try:
         for field, value in _fields(data):
             if field in lists:
-                lists[field] += (
-                    [value] if isinstance(value, int) else list(_varints(value))
-                )
+                lists[field] += [value] if isinstance(value, int) else _varints(value)
             elif field in numbers and isinstance(value, int):
                 numbers[field] = value
     except (IndexError, ValueError) as error:
@@ -63,50 +57,51 @@ def decoded(data: bytes) -> tuple[list[int], int, int, list[int]]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(data):
-        key, at = _read(data, at)
+    start = 0
+    while start < len(data):
+        key, start = _read(data, start)
         kind = key & 7
-        if kind == _VARINT:
-            value, at = _read(data, at)
-            yield key >> 3, _signed(value)
-            continue
-        size = {_FIXED64: 8, _FIXED32: 4}.get(kind)
-        if kind == _BYTES:
-            size, at = _read(data, at)
-        if size is None or at + size > len(data):
+        if kind in (_VARINT, _BYTES):
+            value, start = _read(data, start)
+            if kind == _VARINT:
+                yield key >> 3, value
+                continue
+            size = value
+        else:
+            size = {_FIXED64: 8, _FIXED32: 4}.get(kind, len(data))
+        end = start + size
+        if not start <= end <= len(data):
             raise ValueError("the end of a field is missing")
-        yield key >> 3, data[at : at + size]
-        at += size
+        yield key >> 3, data[start:end]
+        start = end
 
 
 def _varints(data: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(data):
-        value, at = _read(data, at)
-        yield _signed(value)
+    start = 0
+    while start < len(data):
+        value, start = _read(data, start)
+        yield value
 
 
-def _read(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, seven bits a byte, and where it ends."""
+def _read(data: bytes, start: int) -> tuple[int, int]:
+    """The number that begins at `start`, seven bits a byte, and where it ends; one of
+    64 bits is signed.
+    """
     value = shift = 0
     while True:
-        byte = data[at]
+        byte = data[start]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        start, shift = start + 1, shift + 7
         if byte < 0x80:
-            return value, at
+            return value - (1 << 64) if value >= 1 << 63 else value, start
 
 
 def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # A negative number is that of 64 bits.
+    # A negative number is that of 64 bits.
+    value &= (1 << 64) - 1
     result = bytearray()
     while value >= 0x80:
         result.append(value & 0x7F | 0x80)
         value >>= 7
     result.append(value)
     return bytes(result)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

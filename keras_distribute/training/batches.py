@@ -29,7 +29,8 @@ from keras_distribute.mesh import ReplicaMesh
 
 Rows = tuple[int | tuple[int, ...], ...]
 Spread = tuple[int, int]
-WHOLE = -1  # In place of a number of rows: the array is on every replica, and all of it is meant.
+# In place of a number of rows: the array is on every replica, and all of it is meant.
+WHOLE = -1
 
 
 class Placed(NamedTuple):

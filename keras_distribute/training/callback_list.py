@@ -1,9 +1,9 @@
 """Keras's list of callbacks under a strategy: a subclass that `fit` makes its lists of.
 
 - A callback cannot see the others of its `fit`, nor be called after all of them. One
-  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list, and
-  given it, before the training begins; one with an attribute `_keras_distribute_first`
-  is moved to the front.
+  with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list,
+  and given it, before the training begins; one with an attribute
+  `_keras_distribute_first` is moved to the front.
 - Keras hands the logs of each step to a thread, which waits for their values, even
   where no callback is called with them. There the step is left alone. Goes when Keras
   does that.

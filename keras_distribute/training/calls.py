@@ -1,4 +1,6 @@
-"""The public methods of trainers that a thread is in, and the feeds that they opened."""
+"""The public methods of trainers that a thread is in, and the feeds that
+they opened.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ class CompiledStep:
         return logs, state
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them at once."""
+        """The compiled program for a batch of this form, or for `size` of them
+        at once.
+        """
         key = (size, _form(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
@@ -197,7 +199,7 @@ class CompiledStep:
         program.compile()  # Before `lock` is taken: others may run steps meanwhile.
         with timing.of("dispatch"), launches.lock:
             state = holder.take()
-            liveness.at(_PLACE, self._mesh.num_processes)
+            liveness.current.begin_step(_PLACE, self._mesh.num_processes)
             program.launch(holder.landing, state, data)
             return jax.tree.unflatten(program.logs, holder.landed())
 
@@ -289,7 +291,9 @@ class CompiledStep:
         return global_steps
 
     def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not be read."""
+        """Where logs and predictions are: as XLA likes, unless that could not
+        be read.
+        """
         # An uneven split cannot leave a program; of what is split over processes, no
         # one of them could read all.
         even = all(count == batches.WHOLE for count in placed.rows)

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
-from keras_distribute.input.agreed import sizes_of
+from keras_distribute.input.agreed import replica_rows
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.generators import Stream
@@ -144,12 +144,12 @@ def feed(
 
     def placed(batch: Batch) -> batches.Placed:
         data = whole(batch)
-        sizes = sizes_of(batch, mesh.num_replicas) if several else None
+        sizes = replica_rows(batch, mesh.num_replicas) if several else None
         empty = any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data))
         if empty and not any(sizes or ()):
             raise InputError(
                 "A batch without rows has no loss.",
-                received=f"shapes {[np.shape(leaf) for leaf in jax.tree.leaves(data)]}.",
+                received=f"shapes {list(map(np.shape, jax.tree.leaves(data)))}.",
                 fix="leave such batches out of the dataset.",
             )
         return batches.place(data, mesh, sizes, traced=traced)

@@ -89,7 +89,9 @@ class FlatStep:
             strategy.placement.shard_optimizer_state
             and strategy.replica_mesh.num_processes > 1
         ):
-            return None  # To take divided buffers apart needs all processes, and one that fails is alone.
+            # To take divided buffers apart needs all processes, and one that fails is
+            # alone.
+            return None
         divided = {i for group, i in places if group == _WEIGHTS}
         small = [
             i

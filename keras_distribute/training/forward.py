@@ -184,7 +184,9 @@ def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
 
 
 def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
-    """The sums over the replicas of gradients with respect to copies, on every replica."""
+    """The sums over the replicas of gradients with respect to copies, on
+    every replica.
+    """
     ops, dtype = (
         strategy.extended.cross_device_ops,
         strategy.placement.communication_dtype,

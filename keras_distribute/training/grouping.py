@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 SIZES = (1, 8, 32)
 LIVELY_SECONDS = 0.1  # The longest group.
-GAIN = 0.97  # A step takes this share of the time before, at most, or the smaller size stays.
+# A step takes this share of the time before, at most, or the smaller size stays.
+GAIN = 0.97
 _STEPS, _GROUPS = 24, 3  # To measure of each size, at least.
 
 

@@ -21,7 +21,8 @@ from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.training import parts
 
 SMALL_BYTES = 64 * 1024
-MANY = 64  # Fewer small arrays are carried one by one: to take a buffer apart costs time, too.
+# Fewer small arrays are carried one by one: to take a buffer apart costs time, too.
+MANY = 64
 
 Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
@@ -134,7 +135,9 @@ class Packing:
         return Packed(self._join(arrays), self.without_packed(state))
 
     def form_packed(self, state: State) -> Packed:
-        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with its sharding."""
+        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with
+        its sharding.
+        """
         buffers = jax.eval_shape(lambda groups: self.pack(groups).buffers, state)
         placed = [
             jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=own)

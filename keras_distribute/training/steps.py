@@ -152,7 +152,8 @@ def refuse_empty() -> None:
     raise ValueStructureError(
         "There is nothing to train, evaluate or predict on: the data has no batch.",
         received="arrays without rows, or a dataset that ends at once.",
-        fix="pass at least one row; check the paths, filters and `take` of the dataset.",
+        fix="pass at least one row; check the paths, filters and `take` of the "
+        "dataset.",
     )
 
 

@@ -42,7 +42,9 @@ _training: dict[int, tuple[int, str, str]] = {}
 
 
 class StrategyTrainer(JAXTrainer):
-    """The trainer of every `keras.Model`: on all replicas where a strategy is in force."""
+    """The trainer of every `keras.Model`: on all replicas where a strategy is
+    in force.
+    """
 
     def __init__(self) -> None:
         steps.adopt(self)
@@ -103,7 +105,9 @@ class StrategyTrainer(JAXTrainer):
         metrics_variables: bool = False,
         purge_model_variables: bool = False,
     ) -> tuple[Any, ...]:
-        """What Keras hands to a step: the values, which stay with whoever holds them."""
+        """What Keras hands to a step: the values, which stay with whoever
+        holds them.
+        """
         wanted = {
             "trainable_variables": trainable_variables,
             "non_trainable_variables": non_trainable_variables,
@@ -328,7 +332,9 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
 
 
 def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The next `size` batches, or those that are left; `StopIteration` where none is."""
+    """The next `size` batches, or those that are left; `StopIteration` where
+    none is.
+    """
     batches = [next(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < size:

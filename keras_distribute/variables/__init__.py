@@ -1,11 +1,13 @@
 """The two kinds of distributed variable, and which one a creation under a scope yields.
 
-|                         | `MirroredVariable`              | `SyncOnReadVariable`                               |
-| stored as               | one replicated array            | `(num_replicas, *shape)`, split over the replicas  |
-| read in a replica       | the value                       | this replica's component                           |
-| read across replicas    | the value                       | the components, aggregated                         |
-| assigned in a replica   | aggregated first                | this replica's component                           |
-| assigned across replicas| every copy                      | so that a read across replicas gives the value back|
+|                          | `MirroredVariable`        | `SyncOnReadVariable`      |
+| ------------------------ | ------------------------- | ------------------------- |
+| stored as                | one replicated array      | `(num_replicas, *shape)`, |
+|                          |                           | split over the replicas   |
+| read in a replica        | the value                 | the replica's component   |
+| read across replicas     | the value                 | components, aggregated    |
+| assigned in a replica    | aggregated first          | the replica's component   |
+| assigned across replicas | every copy                | so that it reads back     |
 
 Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice.
 Inside a program a stateless scope carries their values, as Keras does it; this room

@@ -88,7 +88,9 @@ class DistributedVariable(compat.Variable):
 
     @property
     def _value(self) -> jax.Array | None:
-        """Keras's name for the array, which is `None` in the middle of Keras's loops."""
+        """Keras's name for the array, which is `None` in the middle of
+        Keras's loops.
+        """
         link = self._link
         return None if link is not None and link[0].is_running else self.stored
 

@@ -115,7 +115,9 @@ class Holder:
         raise NotImplementedError
 
     def _array(self, place: Place, variable: DistributedVariable) -> Any:
-        """The array at a place as the variable stores it; `None` if it cannot be had."""
+        """The array at a place as the variable stores it; `None` if it cannot
+        be had.
+        """
         raise NotImplementedError
 
 

@@ -32,7 +32,8 @@ class MirroredVariable(DistributedVariable):
         >>> with strategy.scope():
         ...     total = keras.Variable(1.0, aggregation="sum")
         >>> def fn():
-        ...     total.assign_add(kd.get_replica_context().replica_id_in_sync_group + 1.0)
+        ...     context = kd.get_replica_context()
+        ...     total.assign_add(context.replica_id_in_sync_group + 1.0)
         >>> strategy.run(fn)
         >>> float(total.numpy())
         4.0
@@ -90,7 +91,7 @@ class MirroredVariable(DistributedVariable):
         if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
             return super().__array__(dtype)
         if is_divided_over_processes(value):
-            liveness.together(self.replica_mesh.num_processes)
+            liveness.current.begin_program(self.replica_mesh.num_processes)
         return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:

@@ -1,4 +1,6 @@
-"""Which arrays belong to a variable alone: each step is given them, and deletes them."""
+"""Which arrays belong to a variable alone: each step is given them, and
+deletes them.
+"""
 
 from __future__ import annotations
 

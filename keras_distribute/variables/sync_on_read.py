@@ -148,7 +148,7 @@ class SyncOnReadVariable(DistributedVariable):
             held = None if link is None else link[0].across(link[1], self)
         if held is not None:
             return held
-        liveness.together(self.replica_mesh.num_processes)
+        liveness.current.begin_program(self.replica_mesh.num_processes)
         return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
             self.stored
         )
@@ -181,5 +181,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     def __repr__(self) -> str:
         if self.aggregation == "none":
-            return f"<SyncOnReadVariable path={self.path}, shape={self.shape}, dtype={self.dtype}, aggregation=none>"
+            return (
+                f"<SyncOnReadVariable path={self.path}, shape={self.shape}, "
+                f"dtype={self.dtype}, aggregation=none>"
+            )
         return super().__repr__()

@@ -116,6 +116,20 @@ def test_what_was_saved_last_stays_below_later_steps(value: Value) -> None:
     assert value.files == ["11", "20", "30"]
 
 
+def test_a_save_without_a_number_follows_the_latest_step(value: Value) -> None:
+    """Also after an earlier step was restored: the number after that one may be taken,
+    and the user has not asked for it.
+    """
+    with value.manager() as manager:
+        for step in (0, 2, 3):
+            value.save(manager, step)
+        manager.restore(2)
+        assert manager.save() == str(value.directory / "4")
+        manager.restore(0)
+        assert manager.save() == str(value.directory / "5")
+    assert manager.all_steps() == [0, 2, 3, 4, 5]
+
+
 def test_interval(value: Value) -> None:
     with value.manager(save_interval_steps=10, max_to_keep=None) as manager:
         saved = [step for step in range(3, 40, 3) if value.save(manager, step)]

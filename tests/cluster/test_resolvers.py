@@ -126,7 +126,7 @@ def test_the_keras_variables_must_agree(environment):
         CR.KerasClusterResolver()
     environment(KERAS, {"KERAS_DISTRIBUTION_NUM_PROCESSES": "3"})
     with pytest.raises(
-        kd.errors.ClusterError, match="2 addresses are none for each of 3 processes"
+        kd.errors.ClusterError, match="2 addresses do not fit 3 processes"
     ):
         CR.KerasClusterResolver()
     environment(
@@ -182,7 +182,7 @@ def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fails)
     with pytest.raises(
-        kd.errors.ClusterError, match="GPUs could not be had from nvidia-smi"
+        kd.errors.ClusterError, match="GPUs could not be read from nvidia-smi"
     ):
         CR.SlurmClusterResolver()
 

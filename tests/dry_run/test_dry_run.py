@@ -390,7 +390,10 @@ def test_the_command_line(tmp_path, capsys):
     )
     for wrong, message in (
         (["--model", "mlp", "--batch", "8"], "not of the form module:function"),
-        (["--model", "tests.dry_run.models:nothing", "--batch", "8"], "cannot be had"),
+        (
+            ["--model", "tests.dry_run.models:nothing", "--batch", "8"],
+            "cannot be imported",
+        ),
         (
             ["--model", model, "--batch", "8", "--topology", "v9:1x1"],
             "no hardware 'v9'",

@@ -12,6 +12,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.cluster import liveness
+from keras_distribute.cluster.heartbeats import Heartbeat, Heartbeats
 
 pytestmark = pytest.mark.timeout(120)
 SECONDS = 6.0
@@ -30,7 +31,7 @@ def training(raises=None, error=KeyError, text="a bug of the user's"):
     class Telling(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if not said and all(
-                told.split("|")[1] != "0" for told, _ in liveness._watch._heard.values()
+                beat.steps for beat, _ in liveness.current.heard.last.values()
             ):
                 said.append("running")  # It has heard of steps of all.
                 print("running", flush=True)
@@ -190,13 +191,17 @@ def test_whoever_is_done_waits_for_the_others():
     assert "goes on" in results[0].log
 
 
-def test_whoever_has_begun_one_program_more_has_been_left(monkeypatch):
-    watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
-    watch.hear({"x/1": "5|7|9|ended", "x/2": "5|7|9|in run"})
-    monkeypatch.setattr(liveness, "_together", 9)
-    assert watch.left_behind() is None and watch.has_ended(1) and not watch.has_ended(2)
-    monkeypatch.setattr(liveness, "_together", 10)
-    assert watch.left_behind() == (
+def heard(*texts, start=0):
+    """What `Heartbeats.hear` gets: the heartbeats in these texts, by process."""
+    return {i: Heartbeat.parse(text) for i, text in enumerate(texts, start)}
+
+
+def test_whoever_has_begun_one_program_more_has_been_left():
+    beats = Heartbeats(0, 3)
+    beats.hear(heard("5|7|9|ended", "5|7|9|in run", start=1))
+    assert beats.left_behind(9) is None
+    assert beats.has_ended(1) and not beats.has_ended(2)
+    assert beats.left_behind(10) == (
         1,
         "process 1 has ended after step 7 of its program, others have not",
     )
@@ -214,20 +219,14 @@ def clock(monkeypatch):
 
 
 def test_silence_is_judged_by_what_was_last_heard(clock):
-    watch = liveness._Watch(0, 3, 10.0, end=lambda code: None)
-    watch.hear(
-        {"x/0": "1|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"}
-    )
+    watch = Heartbeats(0, 3)
+    watch.hear(heard("1|0|0|at the start", "1|7|7|in run", "1|7|7|in run"))
     clock.now = 8.0
-    watch.hear(
-        {"x/0": "2|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"}
-    )
+    watch.hear(heard("2|0|0|at the start", "1|7|7|in run", "2|8|8|ended"))
     assert watch.silent(10.0) is None
     clock.now = 12.0
     assert watch.silent(5.0)[0] == 1  # The longest of all.
-    watch.hear(
-        {"x/0": "3|0|0|at the start", "x/1": "1|7|7|in run", "x/2": "2|8|8|ended"}
-    )
+    watch.hear(heard("3|0|0|at the start", "1|7|7|in run", "2|8|8|ended"))
     assert (
         watch.silent(10.0)[1]
         == "process 1 gave its last sign of life 12 seconds ago, in run (step 7 of its program)"
@@ -240,10 +239,10 @@ def test_silence_is_judged_by_what_was_last_heard(clock):
 
 
 def test_where_process_0_is_silent_nobody_else_is_blamed(clock):
-    watch = liveness._Watch(2, 3, 10.0, end=lambda code: None)
-    watch.hear({"x/0": "1|7|7|in run", "x/1": "1|7|7|in run", "x/2": "1|7|7|in run"})
+    watch = Heartbeats(2, 3)
+    watch.hear(heard("1|7|7|in run", "1|7|7|in run", "1|7|7|in run"))
     clock.now = 1.0  # Process 1 has told nothing new since, and process 0 freezes now.
-    watch.hear({"x/0": "2|7|7|in run", "x/1": "1|7|7|in run", "x/2": "2|7|7|in run"})
+    watch.hear(heard("2|7|7|in run", "1|7|7|in run", "2|7|7|in run"))
     clock.now = 10.5
     assert watch.silent(10.0) is None
     clock.now = 11.5
@@ -251,17 +250,18 @@ def test_where_process_0_is_silent_nobody_else_is_blamed(clock):
 
 
 def test_time_in_which_it_stood_still_itself_does_not_count(clock):
-    watch = liveness._Watch(1, 2, 10.0, end=lambda code: None)
+    watch = Heartbeats(1, 2)
     clock.now = 60.0
-    watch.pass_over(57.0)
+    watch.discount(57.0)
     assert watch.silent(10.0) is None and watch.silent(2.0)[0] == 0
 
 
-def test_where_nobody_gets_on_all_places_are_shown_once(clock, monkeypatch, capsys):
-    monkeypatch.setattr(liveness, "_steps", 3)
-    watch = liveness._Watch(0, 2, 10.0)
+def test_where_nobody_gets_on_all_places_are_shown_once(clock, capsys):
+    watch = liveness.Processes(0, 2, 10.0)
+    for _ in range(3):
+        watch.begin_step("in run", 2)
     watch.show_if_slow()
-    watch.hear({"x/0": "1|3|3|in run", "x/1": "1|2|2|in fit, evaluate or predict"})
+    watch.heard.hear(heard("1|3|3|in run", "1|2|2|in fit, evaluate or predict"))
     for clock.now in (100.0, 130.0, 200.0):
         watch.show_if_slow()
     said = capsys.readouterr().err
@@ -294,16 +294,15 @@ def test_whoever_has_ended_the_runtime_goes_on_alone():
 
 def test_where_all_are_over_nobody_ends_because_of_another_one():
     ended = []
-    watch = liveness._Watch(1, 2, 10.0, end=ended.append)
-    watch._end_because(liveness._OVER, "")
-    watch.claim()  # Nobody has.
+    watch = liveness.Processes(1, 2, 10.0, end=ended.append)
+    watch._end_because(liveness._ALL_ENDED, "")
+    watch.claim_the_end()  # No other thread has.
     assert not ended
 
 
 def test_one_process_listens_to_nobody():
-    assert liveness.reason("an error", 0.1) is None
-    liveness.claim_the_end()
-    liveness.leave()
-    liveness.wait_for_the_end()
-    liveness.at("in run", 1)
-    assert not liveness.has_ended(0)
+    assert type(liveness.current) is liveness.Alone
+    assert sys.excepthook is sys.__excepthook__  # An error waits for no other process.
+    liveness.current.begin_step("in run", 1)
+    liveness.current.begin_program(1)
+    assert not liveness.current.has_ended(0)

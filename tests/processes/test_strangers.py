@@ -212,7 +212,7 @@ def test_processes_of_different_tokens_say_so_within_seconds(tokens, reason, tmp
             first=i,
             num_processes=2,
             coordinator=address,
-            environment={"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+            environment=lambda _: {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
             token=token,
         )
         for i, token in enumerate(tokens)
