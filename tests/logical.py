@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
+from tests.support import without_tensorflow
 
 COMPUTATION_SHAPES = {
     1: [1, 1, 1, 1],
@@ -105,6 +106,7 @@ def on_hosts(folder: Any) -> dict[str, Any]:
     """What one of several processes trains, saves and gets back, with two logical
     devices a replica.
     """
+    without_tensorflow()
     strategy = tpu_strategy(2, layout_map=HIDDEN)
     with strategy.scope():
         model = dense_classifier()

@@ -11,6 +11,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import context
 from keras_distribute.training import batches, steps
+from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -18,10 +19,6 @@ RNG = np.random.RandomState(0)
 TOKENS = RNG.randint(0, 10, (70, 6))
 TARGETS = RNG.randn(70, 6, 1).astype("float32")
 WEIGHTS = RNG.rand(70, 6).astype("float32")
-
-
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
 
 
 class Scaled(keras.layers.Layer):

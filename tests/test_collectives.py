@@ -10,23 +10,14 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import distributed, mirrored
 
 RNG = np.random.RandomState(0)
-
-
-def mirrored(n, ops=None):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)], ops)
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
 def strategy(request):
     return mirrored(request.param)
-
-
-def distributed(strategy, parts):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: parts[c.replica_id_in_sync_group]
-    )
 
 
 def parts_of(n, shape=(3, 4)):
@@ -486,7 +477,7 @@ def test_communication_options():
         errors.StructureTypeError, match="one of CommunicationImplementation"
     ):
         options(implementation="NCCL")
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     value = strategy.experimental_distribute_values_from_function(
         lambda context: np.ones(2)
     )

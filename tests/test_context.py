@@ -10,11 +10,12 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 
 @pytest.fixture
 def strategy():
-    return kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    return mirrored(2)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute._compat.rows import set_keras_mask
+from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -19,10 +20,6 @@ ROWS = 24
 X = RNG.randn(4, ROWS, 5).astype("float32")
 Y = RNG.randn(4, ROWS, 2).astype("float32")
 REPLICAS = [1, 2, 3, 8]
-
-
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
 
 
 def distributed(strategy, array):

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(40, 3).astype("float32"), RNG.randn(40, 1).astype("float32")
@@ -15,7 +15,7 @@ X, Y = RNG.randn(40, 3).astype("float32"), RNG.randn(40, 1).astype("float32")
 
 @pytest.fixture
 def model():
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(4)]).scope():
+    with mirrored(4).scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential(
             [

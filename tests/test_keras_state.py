@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-import keras_distribute as kd
 from keras_distribute.training import packing
+from tests.support import mirrored_or_default
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -26,10 +26,7 @@ X = np.random.RandomState(0).randn(26, 5).astype("float32")
 
 def built(replicas: int, cls: Any = keras.Sequential) -> keras.Model:
     keras.utils.set_random_seed(0)
-    strategy = kd.get_strategy()
-    if replicas:
-        strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
-    with strategy.scope():
+    with mirrored_or_default(replicas).scope():
         blocks = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
         model = cls([keras.Input((5,)), *blocks, layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])

@@ -30,6 +30,7 @@ from tests.logical import (
     names_of_a_nan,
     tpu_strategy,
 )
+from tests.support import mirrored
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(2)]
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
@@ -75,7 +76,7 @@ def test_a_divided_model_is_trained_like_one_on_as_many_replicas(
     last batch has six rows.
     """
     replicas = 8 // num_logical
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+    with mirrored(replicas).scope():
         expected = image_classifier()
     with tpu_strategy(num_logical, layout_map=HIDDEN).scope():
         model = image_classifier(parts)
@@ -315,7 +316,7 @@ def test_packed_and_accumulating_steps(
 
     options: dict[str, Any] = {} if accumulation else {"shard_optimizer_state": True}
     strategies = [
-        kd.MirroredStrategy(["cpu:0", "cpu:1"]),
+        mirrored(2),
         tpu_strategy(4, layout_map=HIDDEN, **options),
     ]
     models = [built(strategy) for strategy in strategies]

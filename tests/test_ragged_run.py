@@ -16,6 +16,7 @@ from jax import lax
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute._compat.rows import set_keras_mask
+from tests import support
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -33,9 +34,7 @@ FEW = [(3, 2), (2, 2, 2, 0)]
 identify = functools.partial(pytest.mark.parametrize, "sizes", ids=str)
 
 
-@functools.cache
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+mirrored = functools.cache(support.mirrored)
 
 
 def split(strategy, value, sizes):

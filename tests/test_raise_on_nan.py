@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from tests.support import mirrored
 
 
 def model_of(strategy, loss="mse"):
@@ -15,7 +16,7 @@ def model_of(strategy, loss="mse"):
 
 
 def fit(x, y, **options):
-    model = model_of(kd.MirroredStrategy(["cpu:0", "cpu:1"]), **options)
+    model = model_of(mirrored(2), **options)
     guard = kd.callbacks.RaiseOnNaN()
     return model.fit(
         x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[guard]
@@ -66,7 +67,7 @@ def test_rows_that_fill_up_a_batch_name_no_replica(steps_per_execution):
     """Of 5 rows on 4 replicas the third has the last one, and the fourth has none."""
     x = np.ones((10, 3))
     x[9] = np.nan
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(4)]).scope():
+    with mirrored(4).scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     guard = kd.callbacks.RaiseOnNaN()

@@ -10,6 +10,7 @@ from jax import lax
 
 import keras_distribute as kd
 from keras_distribute import replication
+from tests.support import mirrored
 
 AXIS = "replica"
 
@@ -114,7 +115,7 @@ def test_groups_of_outputs_are_told_apart():
 
 def test_a_false_proof_would_show():
     """Each function that is called equal really is: run it, and look at every replica."""
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     x = jnp.arange(4.0)
     y = strategy.experimental_distribute_values_from_function(
         lambda c: x * (c.replica_id_in_sync_group + 1)

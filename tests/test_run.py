@@ -13,21 +13,12 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
-
-
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+from tests.support import distributed, mirrored
 
 
 @pytest.fixture(params=[1, 2, 8])
 def strategy(request):
     return mirrored(request.param)
-
-
-def distributed(strategy, fn):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: fn(c.replica_id_in_sync_group)
-    )
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -327,7 +318,7 @@ def test_per_replica_of_several_replicas_is_no_array():
 
 def test_a_loop_copies_no_variable(monkeypatch):
     """Unless somebody holds its array, which the next call would delete."""
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         variables = [
             keras.Variable(np.zeros(3, "float32"), trainable=False) for _ in range(5)

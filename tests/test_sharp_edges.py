@@ -13,13 +13,14 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 X = np.ones((4, 2), "float32")
 
 
 @pytest.fixture
 def strategy():
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    return mirrored(4)
 
 
 def distributed(strategy, array):

@@ -14,10 +14,7 @@ from rich.console import Console
 import keras_distribute as kd
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.summary import facts, picture, tables
-
-
-def mirrored(replicas, **options):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], **options)
+from tests.support import mirrored
 
 
 def built(strategy):

@@ -5,13 +5,15 @@ Both in the step over the global batch: with local gradients, which a tail canno
 a full batch needs less.
 """
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
 
-import keras_distribute as kd
 from keras_distribute import context
-from keras_distribute.training import batches, local, steps
+from keras_distribute.training import batches, steps
+from tests.support import mirrored
 
 
 def temporary_bytes(model, strategy, rows):
@@ -28,8 +30,13 @@ def temporary_bytes(model, strategy, rows):
 
 @pytest.mark.parametrize("tail", [62, 61, 33])
 def test_a_tail_needs_no_more_than_a_full_batch(tail, monkeypatch):
-    monkeypatch.setattr(local, "is_possible", lambda trainer, strategy: False)
-    strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    plan_of = steps.plan_of
+    monkeypatch.setattr(
+        steps,
+        "plan_of",
+        lambda *of: dataclasses.replace(plan_of(*of), is_local=False),
+    )
+    strategy = mirrored(4)
     with strategy.scope():
         model = keras.Sequential(
             [

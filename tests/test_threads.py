@@ -14,14 +14,11 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute.errors import ContextError
+from tests.support import mirrored
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(64, 6).astype("float32")
 Y = RNG.randn(64, 1).astype("float32")
-
-
-def strategy_of(replicas: int) -> kd.Strategy:
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
 
 
 def built(strategy: kd.Strategy, seed: int = 0) -> keras.Model:
@@ -54,7 +51,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_predicting_as_a_web_server_does(replicas: int) -> None:
     """Requests of several sizes from several threads, the first of which compile."""
-    model = built(strategy_of(replicas))
+    model = built(mirrored(replicas))
     expected = {rows: model.predict(X[:rows], verbose=0) for rows in (1, 4, 7, 64)}
 
     def requests(shift: int) -> Callable[[], Any]:
@@ -69,7 +66,7 @@ def test_predicting_as_a_web_server_does(replicas: int) -> None:
         return run
 
     together(*map(requests, range(4)))
-    with strategy_of(replicas).scope():
+    with mirrored(replicas).scope():
         unbuilt = keras.Sequential([layers.Dense(3), layers.Dense(2)])
     results = together(*[lambda: unbuilt.predict_on_batch(X)] * 3)
     for result in results:
@@ -83,7 +80,7 @@ def silently(predict: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_predicting_while_the_model_is_trained() -> None:
     """The training is what it is alone, and each prediction is that of a whole step."""
-    alone, model = built(strategy_of(4)), built(strategy_of(4))
+    alone, model = built(mirrored(4)), built(mirrored(4))
     possible = [alone.predict(X, verbose=0)]
 
     class Note(keras.callbacks.Callback):
@@ -129,7 +126,7 @@ CALLS = {
 def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
     name: str,
 ) -> None:
-    alone, model = built(strategy_of(2)), built(strategy_of(2))
+    alone, model = built(mirrored(2)), built(mirrored(2))
     begun, tried = threading.Event(), threading.Event()
 
     class Wait(keras.callbacks.Callback):
@@ -163,7 +160,7 @@ def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_two_models_of_one_strategy_are_trained_in_two_threads(replicas: int) -> None:
-    strategy = strategy_of(replicas)
+    strategy = mirrored(replicas)
     models = [built(strategy, seed) for seed in (1, 2)]
     alone = [built(strategy, seed) for seed in (1, 2)]
     options = {"batch_size": 10, "epochs": 3, "shuffle": False, "verbose": 0}
@@ -177,7 +174,7 @@ def test_two_models_of_one_strategy_are_trained_in_two_threads(replicas: int) ->
 
 def test_loops_of_two_threads_with_collectives_between() -> None:
     """`run` and `reduce` of one strategy: their programs meet on the devices."""
-    strategy = strategy_of(4)
+    strategy = mirrored(4)
     with strategy.scope():
         totals = [
             keras.Variable(0.0, aggregation="sum", trainable=False) for _ in range(3)

@@ -21,6 +21,7 @@ from keras.src.utils.tracking import TrackedDict
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 ARRAY = np.array([1.0, 4.0, 8.0], "float32")
 BINARY = (
@@ -49,12 +50,10 @@ OTHERS = {
 }
 
 
-@functools.cache
-def strategy_of(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
+strategy_of = functools.cache(mirrored)
 
 
-def mirrored(value, n=2):
+def on_all(value, n=2):
     strategy = strategy_of(n)
     return strategy.extended.reduce_to(
         "MEAN", strategy.run(lambda: jnp.asarray(value)), None
@@ -75,9 +74,9 @@ def per_replica(n=2):
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", BINARY)
 def test_mirrored_computes_like_its_array(name, n):
-    value, function = mirrored(ARRAY, n), getattr(operator, name)
+    value, function = on_all(ARRAY, n), getattr(operator, name)
     assert isinstance(value, kd.Mirrored)
-    for other in (*OTHERS.values(), mirrored(ARRAY, n)):
+    for other in (*OTHERS.values(), on_all(ARRAY, n)):
         if name == "matmul" and np.ndim(other) == 0:
             continue
         plain = jnp.asarray(ARRAY) if isinstance(other, kd.Mirrored) else other
@@ -90,7 +89,7 @@ def test_mirrored_computes_like_its_array(name, n):
 
 
 def test_mirrored_is_used_like_its_array():
-    value, count = mirrored(ARRAY), number()
+    value, count = on_all(ARRAY), number()
     for result, expected in (
         (-value, -ARRAY),
         (+value, ARRAY),
@@ -136,12 +135,12 @@ def test_mirrored_is_used_like_its_array():
 @pytest.mark.parametrize("module", [jnp, np, keras.ops], ids=["jax", "numpy", "keras"])
 def test_functions_take_mirrored(module, name):
     np.testing.assert_allclose(
-        getattr(module, name)(mirrored(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5
+        getattr(module, name)(on_all(ARRAY)), getattr(np, name)(ARRAY), rtol=1e-5
     )
 
 
 def test_transformations_take_mirrored():
-    value = mirrored(ARRAY)
+    value = on_all(ARRAY)
     np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(value), ARRAY + 1)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * x))(value), 2 * ARRAY)
     np.testing.assert_array_equal(
@@ -164,7 +163,7 @@ USES = {
     "reflected +": lambda x: 1 + x,
     "+ of an array": lambda x: jnp.ones(2) + x,
     "+ of NumPy's": lambda x: np.ones(2) + x,
-    "+ of a Mirrored": lambda x: mirrored(ARRAY[:2]) + x,
+    "+ of a Mirrored": lambda x: on_all(ARRAY[:2]) + x,
     "-": lambda x: -x,
     "==": lambda x: x == 1,
     "<": lambda x: x < 1,
@@ -211,7 +210,7 @@ def test_per_replica_of_one_replica_is_computed_with():
 
 def test_values_can_be_kept_in_sets():
     value = per_replica()
-    assert {value: 1}[value] == 1 and len({mirrored(ARRAY), mirrored(ARRAY)}) == 2
+    assert {value: 1}[value] == 1 and len({on_all(ARRAY), on_all(ARRAY)}) == 2
 
 
 Point = collections.namedtuple("Point", "x y")

@@ -10,12 +10,9 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 REPLICAS = (1, 2, 3, 8)
-
-
-def mirrored(n):
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
 
 
 @pytest.fixture(params=REPLICAS)

@@ -15,6 +15,7 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute._compat.checkpoint import stored_array
 from keras_distribute.checkpoint.tracking import track
+from tests.support import mirrored
 
 SEED = 7
 
@@ -22,7 +23,7 @@ SEED = 7
 @functools.cache
 def strategy_of(place: int) -> Any:
     """The one strategy of that many replicas."""
-    return kd.MirroredStrategy([f"cpu:{index}" for index in range(place)])
+    return mirrored(place)
 
 
 def scope(place: int) -> Any:

@@ -25,6 +25,8 @@ import keras_distribute as kd
 kd.config.set_cpu_devices(8)
 import keras
 
+from tests.support import without_tensorflow
+
 from . import interrupting, support
 from .support import data
 
@@ -207,6 +209,8 @@ def main() -> None:
     parser.add_argument("--grace", type=float)
     parser.add_argument("--pause", type=float, default=0.0)
     arguments = parser.parse_args()
+    if "tf.data" not in arguments.kinds:
+        without_tensorflow()
     config = (
         None
         if arguments.grace is None

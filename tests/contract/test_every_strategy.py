@@ -8,6 +8,7 @@ import pytest
 
 import keras_distribute as kd
 from tests.logical import HIDDEN, tpu_strategy
+from tests.support import mirrored
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -15,10 +16,7 @@ Y = RNG.randint(0, 3, 46)
 STRATEGIES = {
     "default": kd.get_strategy,
     "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
-    **{
-        f"{n} replicas": lambda n=n: kd.MirroredStrategy([f"cpu:{i}" for i in range(n)])
-        for n in (1, 2, 3, 4, 8)
-    },
+    **{f"{n} replicas": lambda n=n: mirrored(n) for n in (1, 2, 3, 4, 8)},
     **{f"tpu, {n} logical": lambda n=n: tpu_strategy(n) for n in (1, 2, 4)},
     **{
         f"tpu, divided over {n} logical": lambda n=n: tpu_strategy(n, layout_map=HIDDEN)

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from keras import tree
 
-import keras_distribute as kd
+from tests.support import mirrored
 
 SEED = 1301
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -45,11 +45,6 @@ class Outcome:
     optimizer: list[tuple[str, np.ndarray]]
     result: Any
     model: keras.Model
-
-
-def mirrored(num_replicas: int) -> Any:
-    """A strategy over the first `num_replicas` virtual CPU devices."""
-    return kd.MirroredStrategy([f"cpu:{index}" for index in range(num_replicas)])
 
 
 def snapshot(variables: list[keras.Variable]) -> list[tuple[str, np.ndarray]]:

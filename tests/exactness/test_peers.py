@@ -213,14 +213,15 @@ def test_reduction_none(reduction: str | None) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
     )
-    errors = []
-    for strategy in (None, harness.mirrored(4)):
-        run = fit_only(X, Y, epochs=1)
-        errors.append(
-            harness.error_class(
-                lambda: harness.observe(lambda: dense(loss=loss), run, strategy)
+
+    def error_under(strategy: Any) -> type[BaseException] | None:
+        return harness.error_class(
+            lambda: harness.observe(
+                lambda: dense(loss=loss), fit_only(X, Y, epochs=1), strategy
             )
         )
+
+    errors = [error_under(strategy) for strategy in (None, harness.mirrored(4))]
     assert errors == [TypeError, TypeError]
 
 

@@ -111,6 +111,7 @@ def assert_continues(model: keras.Model, uninterrupted: Any) -> None:
     harness.assert_close_tree(model.predict(X, verbose=0), predictions, "predictions")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("source", "target"), [(4, 0), (0, 4), (8, 2), (1, 8), (2, 1), (4, 4)]
 )
@@ -125,6 +126,7 @@ def test_load_model_in_scope_continues(
     assert_continues(model, uninterrupted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("source", "target", "inside"),
     [(4, 8, True), (8, 0, False), (0, 2, False), (2, 4, False)],
@@ -180,7 +182,9 @@ def test_files_do_not_know_the_number_of_replicas(halfway: Any) -> None:
         shapes: list[Any] = []
         with h5py.File(folder / "model.weights.h5") as file:
             file.visititems(
-                lambda name, item: shapes.append((name, getattr(item, "shape", None)))
+                lambda name, item, shapes=shapes: shapes.append(
+                    (name, getattr(item, "shape", None))
+                )
             )
         listings[place] = (names, shapes)
     for place in PLACES:

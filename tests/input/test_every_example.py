@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import keras_distribute as kd
 from keras_distribute.input import sharing
+from tests.support import mirrored
 
 from . import kinds
 
@@ -101,7 +102,7 @@ def test_every_example_once_in_order(kind: str) -> None:
         options = kd.InputOptions(
             experimental_per_replica_buffer_size=case["ahead"], auto_shard_policy=policy
         )
-        strategy = kd.MirroredStrategy([f"cpu:{i}" for i in range(own)])
+        strategy = mirrored(own)
         iterators = [
             sharing.distribute(
                 kinds.KINDS[kind](*make),
@@ -166,7 +167,7 @@ def test_files_are_read_once_by_one_process(tmp_path: Any, policy: str) -> None:
         dataset = dataset.map(lambda line: tf.strings.to_number(line, tf.int32)).batch(
             4
         )
-        strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy = mirrored(2)
         options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy[policy])
         distributed = sharing.distribute(
             dataset, strategy.replica_mesh, kd.InputContext(2, process, 4), options

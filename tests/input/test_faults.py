@@ -15,6 +15,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 X, Y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
 
@@ -33,7 +34,7 @@ def ahead(request: Any) -> Any:
 
 
 def model() -> Any:
-    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    with mirrored(2).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     return model
@@ -41,9 +42,7 @@ def model() -> Any:
 
 def distributed(dataset: Any, ahead: int) -> Any:
     options = kd.InputOptions(experimental_per_replica_buffer_size=ahead)
-    return kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(
-        dataset, options
-    )
+    return mirrored(2).experimental_distribute_dataset(dataset, options)
 
 
 def the_users_own_function(index: int) -> Any:
@@ -281,7 +280,7 @@ def test_a_wrong_array_dataset(arguments: Any) -> None:
 
 
 def test_inside_run_there_is_no_dataset() -> None:
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
 
     def step() -> Any:
         return strategy.experimental_distribute_dataset(kd.ArrayDataset(X, 4))
@@ -377,7 +376,7 @@ def test_off_reads_all_of_a_process(kind: str, taken: int) -> None:
         "arrays": kd.ArrayDataset((x,), 8),
     }
     options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
-    mesh = kd.MirroredStrategy(["cpu:0", "cpu:1"]).replica_mesh
+    mesh = mirrored(2).replica_mesh
     dataset = sharing.distribute(made[kind], mesh, kd.InputContext(2, 1, 4), options)
 
     def rows(element: Any) -> list[float]:

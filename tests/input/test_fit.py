@@ -15,6 +15,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -37,7 +38,7 @@ def both(fit: Any, replicas: int = 4) -> tuple[Any, Any]:
     replicas.
     """
     results = []
-    for strategy in (None, kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])):
+    for strategy in (None, mirrored(replicas)):
         if strategy is None:
             model = make()
         else:
@@ -84,7 +85,7 @@ class Pairs(keras.utils.PyDataset):
 
 @pytest.mark.parametrize("dataset", [array_dataset, tf_dataset, Pairs])
 def test_fit_takes_a_distributed_dataset(dataset: Any) -> None:
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
 
     def fit(model: Any) -> Any:
         data = strategy.experimental_distribute_dataset(dataset())
@@ -241,7 +242,7 @@ def test_py_datasets_see_their_epochs(workers: int, ahead: int) -> None:
             events.append(str(index))
             return super().__getitem__(index)
 
-    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    with mirrored(2).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     model.build((None, 3))
@@ -265,7 +266,7 @@ def test_reading_ahead_ends_with_what_it_was_for() -> None:
             t.name for t in threading.enumerate() if t.name == "keras_distribute input"
         ]
 
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = make()
     model.fit(X, Y, epochs=2, validation_data=(X, Y), verbose=0)
@@ -292,7 +293,7 @@ def test_batches_are_ready_before_they_are_asked_for() -> None:
                 reached.set()
             yield (np.full((2, 1), i),)
 
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     options = kd.InputOptions(experimental_per_replica_buffer_size=2)
     iterator = iter(strategy.experimental_distribute_dataset(batches(), options))
     next(iterator)
@@ -311,7 +312,7 @@ def test_a_pipeline_sees_the_strategy_and_the_policy_of_its_caller() -> None:
             seen.append((kd.get_strategy(), keras.config.dtype_policy().name))
             yield X[:8], Y[:8]
 
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = make()
         before = keras.config.dtype_policy()
@@ -339,7 +340,7 @@ def test_memory_does_not_grow() -> None:
     """10,000 steps of a custom loop hold no more than 1,000 did."""
     import resource
 
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     dataset = strategy.experimental_distribute_dataset(
         kd.ArrayDataset(np.zeros((8000, 512), np.float32), 8)
     )
@@ -362,7 +363,7 @@ def firsts(elements: Any) -> list[int]:
 @pytest.mark.parametrize("taken", [0, 1, 2, 4])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None:
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     generator = numbers(9)
     dataset = strategy.experimental_distribute_dataset(generator)
     assert dataset.element_spec == (kd.ElementSpec((None, 1), "float32"),)
@@ -385,7 +386,7 @@ def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None
 @pytest.mark.parametrize("count", [5, 7, 8, 9])
 def test_generators_in_rounds_go_on(count: int, taken: int, mode: Any) -> None:
     """Consecutive batches go to consecutive replicas, and the last round may be short."""
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     streams = [numbers(count), numbers(3)]
     left = [0] if mode is kd.InputReplicationMode.PER_WORKER else [0, 1]
     calls = iter(left * 2)
@@ -422,9 +423,7 @@ def test_generators_in_rounds_go_on(count: int, taken: int, mode: Any) -> None:
 
 
 def test_an_empty_generator_has_no_elements() -> None:
-    dataset = kd.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(
-        numbers(0)
-    )
+    dataset = mirrored(2).experimental_distribute_dataset(numbers(0))
     assert list(dataset) == []
     with pytest.raises(errors.InputError, match="is known only when one has been read"):
         _ = dataset.element_spec

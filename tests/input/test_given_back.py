@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_distribute as kd
 from keras_distribute import dropped
 from keras_distribute.input import feeding
+from tests.support import mirrored
 
 X, Y = np.ones((70, 6), "float32"), np.ones((70, 3), "float32")
 
@@ -52,7 +52,7 @@ def failing(x):
     "data", [tf_data, unknown_length, grain_data], ids=lambda data: data.__name__
 )
 def test_by_the_methods_of_a_model(data, no_collection):
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
@@ -69,7 +69,7 @@ def test_by_the_methods_of_a_model(data, no_collection):
 
 
 def test_arrays_end_with_fit(no_collection):
-    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    with mirrored(2).scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
     x = X.copy()
@@ -80,7 +80,7 @@ def test_arrays_end_with_fit(no_collection):
 
 
 def test_by_loops(no_collection):
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     dataset = strategy.experimental_distribute_dataset(unknown_length())
     for _ in dataset:
         pass
@@ -91,7 +91,7 @@ def test_by_loops(no_collection):
 
 
 def test_by_a_pass_that_fails(no_collection):
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     dataset = strategy.experimental_distribute_dataset(
         tf_data().map(lambda x, y: tf.py_function(failing, [x], tf.float32))
     )

@@ -20,6 +20,7 @@ from keras_distribute import errors
 from keras_distribute._compat import adapters
 from keras_distribute.input.feeding import Feed
 from keras_distribute.input.kinds import source_of_adapter
+from tests.support import mirrored
 
 from . import kinds
 
@@ -27,7 +28,7 @@ MAKE = (23, 4, True, 2, False)
 
 
 def strategy(replicas: int = 2) -> Any:
-    return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    return mirrored(replicas)
 
 
 def ids(element: Any) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from tests import support
 
 from .differences import because
 from .encoding import DISTRIBUTED, JSON, decode, encode, is_distributed, is_error
@@ -65,10 +66,8 @@ def cases(topic: str, name: str = "name") -> Any:
     return pytest.mark.parametrize(("entry", "case"), list(all_cases()))
 
 
-@cache
-def mirrored(replicas: int) -> kd.MirroredStrategy:
-    """The strategy on the first `replicas` CPUs."""
-    return kd.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+mirrored = cache(support.mirrored)
+"""The one strategy on the first `replicas` CPUs."""
 
 
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:

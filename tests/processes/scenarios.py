@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
+from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -53,6 +54,7 @@ def weights_of(model):
 
 def contracts(folder):
     """The contracts of every strategy, by the name of the test; `None` where one holds."""
+    without_tensorflow()
     from tests.contract import test_every_strategy as contract
 
     strategy = kd.MultiWorkerMirroredStrategy()
@@ -133,12 +135,11 @@ def kinds_of_data():
             )
             with scope:
                 model = linear(int(group) if group.isdigit() else group)
-
-            def distribute(g):
-                distributing = strategy.experimental_distribute_dataset
-                return distributing(g, same) if distributed else g
-
-            positional, named = arguments(distribute)
+            positional, named = arguments(
+                (lambda g: strategy.experimental_distribute_dataset(g, same))
+                if distributed
+                else (lambda g: g)
+            )
             history = model.fit(*positional, verbose=0, **named).history
             weights.append(
                 (
@@ -191,11 +192,15 @@ def own_data(unequal):
     }
 
 
-def loops_broken_off(taken):
-    """Loops over a generator that each process has, one of them far fewer batches: the
-    first rows, and the rest.
+def loops_broken_off(broken_off):
+    """Loops over a generator that each process has, one of them far fewer batches,
+    broken off behind each of these numbers of steps: the first rows, and the rest.
     """
     strategy = kd.MultiWorkerMirroredStrategy()
+    return [loop_broken_off(strategy, taken) for taken in broken_off]
+
+
+def loop_broken_off(strategy, taken):
     count = 4 * (1 + 4 * kd.process_index())
     own = np.arange(count, dtype=np.float32)[:, None] + 100 * kd.process_index()
     off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
@@ -399,6 +404,7 @@ def a_nan():
 
 def interrupted(tries):
     """A `fit` that is interrupted at the same place in all processes; and what is left."""
+    without_tensorflow()
     from tests.interruptions import Interrupter
 
     gc.disable()  # Finalizers would be counted, and do not run at the same place in all.
@@ -456,6 +462,7 @@ def interrupted(tries):
 
 def different_programs():
     """What is said where the processes do not do the same."""
+    without_tensorflow()
     strategy = kd.MultiWorkerMirroredStrategy()
     errors = {}
 
@@ -521,6 +528,7 @@ def runtime_of_ones_own(seed):
     """The program starts JAX's runtime itself, and names no cluster: who takes part,
     and what each draws.
     """
+    without_tensorflow()
     names = [
         f"KERAS_DISTRIBUTION_{name}"
         for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")

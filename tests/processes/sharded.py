@@ -8,6 +8,7 @@ import numpy as np
 
 import keras_distribute as kd
 from keras_distribute.training import forward, packing
+from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(84, 32).astype("float32"), RNG.randint(0, 4, 84)
@@ -106,6 +107,7 @@ def num_sums(strategy, *shapes):
 
 def training(folder):
     """Trains with divided and with whole slots; saves, loads, and goes on."""
+    without_tensorflow()
     whole = kd.MultiWorkerMirroredStrategy()
     strategy = kd.MultiWorkerMirroredStrategy(shard_optimizer_state=True)
     model = built(strategy)

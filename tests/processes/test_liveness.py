@@ -81,6 +81,7 @@ def survivors_of(num_processes, victim, number):
     return seconds, [result.log for result in others]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_processes", "victim", "number", "name"),
     [

@@ -23,6 +23,7 @@ from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import agreement, signing
 from keras_distribute.cluster.job import Job, free_port
 from tests import attacks
+from tests.support import mirrored
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = str(pathlib.Path(__file__).parents[2])
@@ -155,7 +156,7 @@ def attacked(what, tmp_path, *, token=True):
 def test_what_strangers_write_is_passed_over(tmp_path):
     results = attacked("beforehand,alive,verdict", tmp_path)
     assert [result.exit_code for result in results] == [0, 0], results
-    said, weights = trained(kd.MirroredStrategy(["cpu:0", "cpu:1"]))
+    said, weights = trained(mirrored(2))
     for result in results:
         assert result.value[0] == said == list(range(8))
         for ours, theirs in zip(result.value[1], weights, strict=True):
@@ -315,7 +316,7 @@ def test_a_job_of_two_hosts_goes_its_way_while_all_attacks_go_on(tmp_path):
     assert not any(
         token.read_text() in text or "without a token" in text for text in said
     )
-    turns, weights = trained(kd.MirroredStrategy(["cpu:0", "cpu:1"]))
+    turns, weights = trained(mirrored(2))
     for index in (0, 1):
         result = json.loads((tmp_path / f"{index}.json").read_text())
         assert result[:3] == [2, "1", turns]

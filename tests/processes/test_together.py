@@ -102,13 +102,14 @@ def test_unequal_data_end_together(job):
     assert all(shape == (rows, 5) for rows, _, shape in first["loop"])
 
 
-@pytest.mark.parametrize("taken", [2, 4, 6])
-def test_what_is_read_ahead_of_a_loop_that_is_broken_off_comes_again(taken):
-    for own, (first, rest) in kd.testing.run_in_processes(
-        scenarios.loops_broken_off, 2, taken, timeout=100
+def test_what_is_read_ahead_of_a_loop_that_is_broken_off_comes_again():
+    broken_off = [2, 4, 6]
+    for outcomes in kd.testing.run_in_processes(
+        scenarios.loops_broken_off, 2, broken_off, timeout=100
     ):
-        assert len(first) == taken
-        assert list(itertools.chain(*first, *rest)) == own
+        for taken, (own, (first, rest)) in zip(broken_off, outcomes, strict=True):
+            assert len(first) == taken
+            assert list(itertools.chain(*first, *rest)) == own
 
 
 def test_files_are_shared(job):

@@ -11,6 +11,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute.training import grouping
 from keras_distribute.training.grouping import GroupSize
+from tests.support import mirrored_or_default
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(1604, 6).astype("float32"), RNG.randint(0, 3, 1604)
@@ -66,11 +67,7 @@ def test_short_groups_and_interruptions_do_not_count() -> None:
 
 def built(replicas: int, size: Any) -> keras.Model:
     keras.utils.set_random_seed(3)
-    with (
-        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
-        if replicas
-        else kd.get_strategy().scope()
-    ):
+    with mirrored_or_default(replicas).scope():
         model = keras.Sequential(
             [
                 keras.Input((6,)),

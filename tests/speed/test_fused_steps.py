@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-import keras_distribute as kd
 from keras_distribute.training import compiled
+from tests.support import mirrored_or_default
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -22,11 +22,7 @@ X, Y = RNG.randn(70, 4, 4, 1).astype("float32"), RNG.randint(0, 3, 70)
 
 def built(replicas: int, size: int, convolution: bool = False) -> keras.Model:
     keras.utils.set_random_seed(3)
-    with (
-        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
-        if replicas
-        else kd.get_strategy().scope()
-    ):
+    with mirrored_or_default(replicas).scope():
         first = (
             layers.Conv2D(3, 2, use_bias=False)
             if convolution

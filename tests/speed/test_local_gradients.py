@@ -16,6 +16,7 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute.training import compiled
 from keras_distribute.training.plan import plan_of
+from tests.support import mirrored
 
 pytestmark = pytest.mark.timeout(200)
 RNG = np.random.RandomState(0)
@@ -37,7 +38,7 @@ INSIDE = {
 
 def built(replicas: int, inside: str = "dense", **more: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+    with mirrored(replicas).scope():
         model = keras.Sequential(
             [keras.Input((12,)), layers.Dense(16), INSIDE[inside](), layers.Dense(3)]
         )
@@ -91,13 +92,13 @@ def test_gradients_are_summed_in_the_shape_of_their_weights(
 )
 def test_which_models_allow_it(inside: str, is_local: bool) -> None:
     model = built(4, inside)
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     assert plan_of(model, strategy).is_local is is_local
     assert not plan_of(model, kd.MirroredStrategy(["cpu:0"])).is_local
 
 
 def test_a_scaled_loss_takes_keras_step() -> None:
-    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((12,)), layers.Dense(3)])
         model.compile(
@@ -187,7 +188,7 @@ def test_a_callback_given_its_method_afterwards_is_called() -> None:
 )
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_pieces_arrive_as_jax_would_put_them(dtype: str, replicas: int) -> None:
-    mesh = kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).replica_mesh
+    mesh = mirrored(replicas).replica_mesh
     rows = (RNG.rand(8, 3) * 5).astype(dtype)
     placed = mesh.put_split(rows)
     expected = jax.device_put(rows.astype(rows.dtype.newbyteorder("=")), mesh.split)

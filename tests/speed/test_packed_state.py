@@ -14,6 +14,7 @@ from keras import layers, optimizers
 
 import keras_distribute as kd
 from keras_distribute.training import packing
+from tests.support import mirrored, mirrored_or_default
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -30,11 +31,7 @@ def packed(request: Any, monkeypatch: Any) -> bool:
 def built(replicas: int, make: Any, *inside: Any, **compiled: Any) -> keras.Model:
     """Small weights beside a large one, where `SMALL_BYTES` is small."""
     keras.utils.set_random_seed(3)
-    with (
-        kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope()
-        if replicas
-        else kd.get_strategy().scope()
-    ):
+    with mirrored_or_default(replicas).scope():
         blocks = [
             layers.Dense(8, activation="tanh"),
             *(make_layer() for make_layer in inside),
@@ -220,7 +217,7 @@ def test_steps_of_ones_own(packed: bool) -> None:
             )
         return trained(model)
 
-    assert_close(run(kd.MirroredStrategy(["cpu:0", "cpu:1"])), run(kd.get_strategy()))
+    assert_close(run(mirrored(2)), run(kd.get_strategy()))
 
 
 class Meddling(keras.callbacks.Callback):
@@ -362,7 +359,7 @@ def test_a_step_of_ones_own_may_return_tuples(packed: bool) -> None:
             logs, state = super().train_step(state, data)
             return logs, tuple(map(tuple, state))
 
-    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    with mirrored(2).scope():
         model = Tuples([keras.Input((6,)), layers.Dense(3)])
         model.compile(
             "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -13,12 +13,13 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute._compat import libtpu
+from tests.support import mirrored
 
 X, Y = np.ones((160, 4), np.float32), np.ones((160, 1), np.float32)
 
 
 def built(replicas: int = 2, **compiled: Any) -> keras.Model:
-    with kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).scope():
+    with mirrored(replicas).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", **compiled)
     return model

@@ -1,0 +1,53 @@
+"""What tests of many rooms share: strategies by their size, values of each replica, and
+comparisons.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+import keras_distribute as kd
+
+
+def without_tensorflow() -> None:
+    """In processes that tests start: Keras would import TensorFlow for
+    `set_random_seed`, which is 40 % (3 s) of the time that such a process takes.
+    """
+    sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
+
+
+def mirrored(replicas: int, *args: Any, **options: Any) -> kd.MirroredStrategy:
+    """The strategy on the first `replicas` CPU devices; the rest goes to its class."""
+    return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], *args, **options)
+
+
+def mirrored_or_default(replicas: int) -> kd.Strategy:
+    """The strategy of that many replicas; for 0 the default one, which is plain Keras."""
+    return mirrored(replicas) if replicas else kd.get_strategy()
+
+
+def distributed(
+    strategy: kd.Strategy, components: Sequence[Any] | Callable[[int], Any]
+) -> Any:
+    """A value with a component for each replica: an item of a sequence, or what a
+    function makes of the replica's number.
+    """
+    component = components if callable(components) else components.__getitem__
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: component(context.replica_id_in_sync_group)
+    )
+
+
+def assert_all_close(
+    actual: Iterable[Any],
+    expected: Iterable[Any],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Each array is close to its counterpart, and there are as many."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
