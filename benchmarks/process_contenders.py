@@ -297,7 +297,7 @@ class Job:
     def __init__(
         self, names: Sequence[str], model: str, count: int, steps: int, log: Path
     ) -> None:
-        from keras_distribute.cluster.job import free_port
+        from keras_distribute.launch.job import free_port
 
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
         root = str(Path(__file__).resolve().parents[1])

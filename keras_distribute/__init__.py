@@ -21,9 +21,9 @@ with _seams.loaded():
 
     config.size_pool_for_requested_devices()
 
-    from keras_distribute import _install
+    from keras_distribute.training import install
 
-    _install.install()
+    install.install()
 
 from keras_distribute import callbacks as callbacks
 from keras_distribute import cluster_resolver as cluster_resolver
@@ -40,12 +40,6 @@ from keras_distribute.cluster.processes import print_on_chief as print_on_chief
 from keras_distribute.cluster.processes import process_count as process_count
 from keras_distribute.cluster.processes import process_index as process_index
 from keras_distribute.cluster.processes import run_on_chief as run_on_chief
-from keras_distribute.collectives import CrossDeviceOps as CrossDeviceOps
-from keras_distribute.collectives import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from keras_distribute.collectives import NcclAllReduce as NcclAllReduce
-from keras_distribute.collectives import ReductionToOneDevice as ReductionToOneDevice
 from keras_distribute.context import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -64,8 +58,9 @@ from keras_distribute.input.options import ElementSpec as ElementSpec
 from keras_distribute.input.options import InputContext as InputContext
 from keras_distribute.input.options import InputOptions as InputOptions
 from keras_distribute.input.options import InputReplicationMode as InputReplicationMode
-from keras_distribute.notebook import notebook_launcher as notebook_launcher
-from keras_distribute.replica_context import ReplicaContext as ReplicaContext
+from keras_distribute.launch.notebook import notebook_launcher as notebook_launcher
+from keras_distribute.run.gradients import value_and_grad as value_and_grad
+from keras_distribute.run.replica_context import ReplicaContext as ReplicaContext
 from keras_distribute.strategies.base import Strategy as Strategy
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction
 from keras_distribute.strategies.base import get_strategy as get_strategy
@@ -79,14 +74,21 @@ from keras_distribute.strategies.one_device import (
 )
 from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy
 from keras_distribute.summary import StrategySummary as StrategySummary
-from keras_distribute.training.gradients import value_and_grad as value_and_grad
 from keras_distribute.types import ReduceOp as ReduceOp
 from keras_distribute.types import RunOptions as RunOptions
 from keras_distribute.types import VariableAggregation as VariableAggregation
 from keras_distribute.types import VariableSynchronization as VariableSynchronization
-from keras_distribute.values import DistributedValues as DistributedValues
-from keras_distribute.values import Mirrored as Mirrored
-from keras_distribute.values import PerReplica as PerReplica
+from keras_distribute.values.per_replica import DistributedValues as DistributedValues
+from keras_distribute.values.per_replica import Mirrored as Mirrored
+from keras_distribute.values.per_replica import PerReplica as PerReplica
+from keras_distribute.values.reductions import CrossDeviceOps as CrossDeviceOps
+from keras_distribute.values.reductions import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from keras_distribute.values.reductions import NcclAllReduce as NcclAllReduce
+from keras_distribute.values.reductions import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from keras_distribute.variables import MirroredVariable as MirroredVariable
 from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar
 
 from keras_distribute import checks
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ContextError
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.placement import Placement
-from keras_distribute.told import RaggedTrace
 
 _S = TypeVar("_S", bound="AnyStrategy")
 
@@ -116,7 +115,7 @@ class Frame:
     batch: GlobalBatch | None = None
     placement: Placement | None = None
     named: bool = False
-    ragged: RaggedTrace | None = None
+    ragged: Any = None
 
 
 class _Stack(threading.local):
@@ -168,7 +167,7 @@ def in_ragged_program() -> bool:
     return ragged_trace() is not None
 
 
-def ragged_trace() -> RaggedTrace | None:
+def ragged_trace() -> Any:
     """The trace of this thread, if its replicas hold different shapes."""
     traces = (entry.ragged for entry in reversed(stack.frames))
     return next((trace for trace in traces if trace is not None), None)

@@ -1,10 +1,12 @@
 """The names that TensorFlow keeps under `tf.distribute.experimental`."""
 
-from keras_distribute.input.datasets import Optional as Optional
-from keras_distribute.preemption import (
+from keras_distribute.checkpoint.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
-from keras_distribute.preemption import TerminationConfig as TerminationConfig
+from keras_distribute.checkpoint.preemption import (
+    TerminationConfig as TerminationConfig,
+)
+from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.types import (
     CommunicationImplementation as CommunicationImplementation,
 )

@@ -11,14 +11,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from keras_distribute import collectives, context
+from keras_distribute import context
 from keras_distribute.context import Mode
-from keras_distribute.cross_device import as_array
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
     ValueStructureError,
 )
+from keras_distribute.values import reductions
+from keras_distribute.values.cross_device_ops import as_array
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
@@ -90,7 +91,7 @@ def compute_average_loss(
     if global_batch_size is None:
         per_replica = context.frame().per_replica
         size: Any = (
-            collectives.total_count(losses.shape[0]) if per_replica else losses.shape[0]
+            reductions.total_count(losses.shape[0]) if per_replica else losses.shape[0]
         )
     else:
         size = _checked_size(global_batch_size)

@@ -18,9 +18,8 @@ import keras_distribute as kd  # First: it chooses Keras's backend.
 # isort: split
 import keras
 
-from keras_distribute.dry_run import examples, targets
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.training import planning
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.dry_run import examples, planning, targets
 
 ROWS, TOPOLOGY = 64, "v5e:2x4"
 LAYOUTS = {".*hidden/kernel": (None, "logical"), ".*hidden/bias": ("logical",)}

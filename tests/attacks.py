@@ -11,8 +11,8 @@ import struct
 import threading
 import time
 
-from keras_distribute.cluster.reception import joining
 from keras_distribute.cluster.signing import Seal, new_nonce
+from keras_distribute.launch.reception import joining
 
 MOST_BYTES = 300_000_000
 WRONG = Seal(b"a token that is another one")

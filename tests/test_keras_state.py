@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_distribute.training import packing
+from keras_distribute.training.steps import packed_state
 from tests.support import mirrored_or_default
 
 pytestmark = pytest.mark.sampled(3)
@@ -35,7 +35,7 @@ def built(replicas: int, cls: Any = keras.Sequential) -> keras.Model:
 
 @pytest.fixture(params=["packed", "one by one"])
 def packed(request: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(packing, "MANY", 2 if request.param == "packed" else 10**9)
+    monkeypatch.setattr(packed_state, "MANY", 2 if request.param == "packed" else 10**9)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
 from keras_distribute.dry_run import collectives
-from keras_distribute.training import packing
-from keras_distribute.training.compiled import CompiledStep
+from keras_distribute.training.steps import packed_state
+from keras_distribute.training.steps.compiled_step import CompiledStep
 from tests.logical import (
     HIDDEN,
     IMAGES,
@@ -296,7 +296,7 @@ def test_packed_and_accumulating_steps(
     """What is divided over logical devices stays by itself; slots may be divided among
     the replicas, too.
     """
-    monkeypatch.setattr(packing, "MANY", many)
+    monkeypatch.setattr(packed_state, "MANY", many)
 
     def built(strategy: Any) -> Any:
         with strategy.scope():

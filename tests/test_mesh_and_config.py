@@ -8,7 +8,8 @@ import jax
 import pytest
 
 import keras_distribute as kd
-from keras_distribute import errors, mesh
+from keras_distribute import errors
+from keras_distribute.devices import mesh
 
 
 @pytest.mark.parametrize(

@@ -54,16 +54,16 @@ class OfModel(keras.Model):
 bases = [c.__bases__ for c in (keras.Model, OfTrainer, OfModel)]
 before = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 import keras_distribute
-from keras_distribute import _install
+from keras_distribute.training import install
 during = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 assert sum(a != b for a, b in zip(before, during)) > 10, "nothing was installed"
 assert [type(m).__mro__.index(keras_distribute.training.trainer.StrategyTrainer) for m in (keras.Model(), OfModel(), OfTrainer())] == [1, 2, 1]
-_install.uninstall()
+install.uninstall()
 assert bases == [c.__bases__ for c in (keras.Model, OfTrainer, OfModel)]
 after = [{k: v for k, v in vars(o).items() if callable(v)} for o in owners]
 for owner, a, b in zip(owners, before, after):
     assert a == b, (owner, {k for k in a.keys() | b.keys() if a.get(k) is not b.get(k)})
-_install.install()
+install.install()
 with keras_distribute.MirroredStrategy(["cpu:0"]).scope():
     assert type(keras.Variable(1.0)).__name__ == "MirroredVariable"
 """

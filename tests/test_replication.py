@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import keras_distribute as kd
-from keras_distribute import replication
+from keras_distribute.run import replication_proof
 from tests.support import mirrored
 
 AXIS = "replica"
@@ -21,7 +21,7 @@ def proved(fn, *same):
     """
     arguments = [jnp.ones(4) for _ in same]
     program = jax.make_jaxpr(fn, axis_env=[(AXIS, 2)])(*arguments)
-    result = replication.equal_on_all_replicas(program, list(same))
+    result = replication_proof.equal_on_all_replicas(program, list(same))
     return result[0] if len(result) == 1 else result
 
 

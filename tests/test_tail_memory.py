@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from keras_distribute import context
-from keras_distribute.training import batches, steps
+from keras_distribute.training import batches
+from keras_distribute.training.steps import choose
 from tests.support import mirrored
 
 
@@ -21,18 +22,18 @@ def temporary_bytes(model, strategy, rows):
     arguments and results.
     """
     x, y = np.zeros((rows, 32, 32, 3), "float32"), np.zeros((rows, 10), "float32")
-    with context.entered(steps.frame_for(strategy)):
+    with context.entered(choose.frame_for(strategy)):
         model.train_on_batch(x, y)
         placed = batches.place((x, y, None), strategy.replica_mesh)
-        program = steps.compile_step(model, "train").executable(placed).compile()
+        program = choose.compile_step(model, "train").executable(placed).compile()
         return program.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("tail", [62, 61, 33])
 def test_a_tail_needs_no_more_than_a_full_batch(tail, monkeypatch):
-    plan_of = steps.plan_of
+    plan_of = choose.plan_of
     monkeypatch.setattr(
-        steps,
+        choose,
         "plan_of",
         lambda *of: dataclasses.replace(plan_of(*of), is_local=False),
     )

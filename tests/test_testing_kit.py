@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.launch.modules import module_of
 from keras_distribute.testing import combinations
-from keras_distribute.testing.modules import module_of
 
 pytestmark = pytest.mark.timeout(200)
 

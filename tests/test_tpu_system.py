@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.cluster import google_cloud
-from keras_distribute.mesh import ReplicaMesh
+from keras_distribute.cluster.resolvers import google_cloud
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.tpu import system
 from tests.cluster.test_services import serving
 from tests.logical import tpu_strategy

@@ -9,8 +9,8 @@ import keras
 
 from keras_distribute import checks
 from keras_distribute.callbacks.run import Options, Run
+from keras_distribute.checkpoint.preemption import TerminationConfig
 from keras_distribute.errors import CheckpointError
-from keras_distribute.preemption import TerminationConfig
 
 
 class BackupAndRestore(keras.callbacks.Callback):

@@ -17,12 +17,12 @@ from keras_distribute._compat import epochs as compat_epochs
 from keras_distribute.callbacks import random_streams, states
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.manifest import Manifest
+from keras_distribute.checkpoint.preemption import Reaction, TerminationConfig, Watch
 from keras_distribute.checkpoint.reading import Reading
 from keras_distribute.checkpoint.step_folder import StepFolder
 from keras_distribute.cluster import agreement, processes
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import CheckpointError, InputError
-from keras_distribute.preemption import Reaction, TerminationConfig, Watch
 
 _STEP, _EPOCH, _VALIDATION = "between steps", "after an epoch", "before validation"
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import keras
 
-from keras_distribute import encoding
 from keras_distribute._compat import callbacks as compat
 from keras_distribute.checkpoint.tracking import is_stateful
+from keras_distribute.cluster import encoding
 
 _NO_STATE = frozenset({"params", "_model", "model", "validation_data"})
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_distribute import checks, timing
+from keras_distribute import checks
 from keras_distribute._compat import libtpu
 from keras_distribute.cluster.processes import is_chief
+from keras_distribute.devices import timing
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import BackendError, DeviceError, ValueStructureError
-from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable
 
 PARTS = {

@@ -9,14 +9,14 @@ from typing import Any
 
 import keras
 
-from keras_distribute import checks, context, encoding
+from keras_distribute import checks, context
 from keras_distribute.checkpoint import matching, tracking, under_way, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import RestoreStatus
 from keras_distribute.checkpoint.reading import EACH_PROCESS, Reading
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.cluster import agreement, messages
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster import agreement, encoding, messages
+from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
 

@@ -17,7 +17,7 @@ from orbax.checkpoint import future as futures
 
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
 
 # Orbax waits for items by name, and stops at the first error: the large one, which
 # takes longest, comes first.

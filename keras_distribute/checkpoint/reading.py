@@ -8,13 +8,12 @@ from typing import Any
 
 import keras
 
-from keras_distribute import encoding
 from keras_distribute.checkpoint import tracking, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
 from keras_distribute.checkpoint.tracking import Tracked
-from keras_distribute.cluster import processes
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster import encoding, processes
+from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import CheckpointError
 
 # The key of a state that was another one in each process: a list of them is under it.

@@ -18,7 +18,7 @@ from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.reading import Reading
 from keras_distribute.cluster import agreement
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:  # It needs Orbax.

@@ -37,7 +37,7 @@ from keras_distribute.checkpoint.manifest_item import (
     ManifestSave,
     sync,
 )
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would

@@ -17,10 +17,10 @@ import numpy as np
 from keras_distribute import context
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
+from keras_distribute.devices.mesh import on_every_replica, on_host
 from keras_distribute.errors import CheckpointError, ContextError, VariableScopeError
-from keras_distribute.mesh import on_every_replica, on_host
-from keras_distribute.values import PerReplica
+from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
 

@@ -27,7 +27,7 @@ from keras_distribute.checkpoint.storage import (
     sync_names,
     writing,
 )
-from keras_distribute.encoding import Arrays
+from keras_distribute.cluster.encoding import Arrays
 
 
 @dataclasses.dataclass

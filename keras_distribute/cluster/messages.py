@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.cluster import signing
-from keras_distribute.encoding import Arrays, decode, encode
+from keras_distribute.cluster.encoding import Arrays, decode, encode
 from keras_distribute.errors import ClusterError, StructureTypeError
 
 _MOST_SHOWN = 200

@@ -26,7 +26,7 @@ from keras_distribute._compat import jax_internals
 from keras_distribute._compat import seeds as compat
 from keras_distribute.cluster import agreement, liveness, signing
 from keras_distribute.cluster.liveness import Processes
-from keras_distribute.cluster.topology import Topology
+from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
 
 SILENCE_SECONDS = 30.0

@@ -15,6 +15,7 @@ import keras
 from jax.errors import JaxRuntimeError
 
 from keras_distribute import checks
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.dry_run import (
     collectives,
     compiling,
@@ -25,6 +26,7 @@ from keras_distribute.dry_run import (
     hlo,
     memory,
     models,
+    planning,
     targets,
     traffic,
 )
@@ -36,9 +38,7 @@ from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
 )
-from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import planning
 
 
 def dry_run(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from keras_distribute.training.planning import GROUPS, Plan
+from keras_distribute.dry_run.planning import GROUPS, Plan
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"

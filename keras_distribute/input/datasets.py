@@ -10,22 +10,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute import checks, values
+from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
 from keras_distribute.context import require_cross_replica
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import (
     InputError,
     OutOfRangeError,
     StructureTypeError,
     ValueStructureError,
 )
-from keras_distribute.input.agreed import Specs, replica_specs
-from keras_distribute.input.feeding import Feed
-from keras_distribute.input.layouts import Layout
+from keras_distribute.input.lockstep import Specs, replica_specs
 from keras_distribute.input.options import ElementSpec, InputOptions
+from keras_distribute.input.prefetch import Feed
+from keras_distribute.input.shares import Layout
 from keras_distribute.input.source import Batch
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.values import PerReplica
+from keras_distribute.values import per_replica
+from keras_distribute.values.per_replica import PerReplica
 
 _FORMAT = 1
 
@@ -252,7 +253,7 @@ class _Prepare:
                 fix="yield the same structure for every batch.",
             )
         specs = self._specs(batch, pieces[0])
-        element = values.regroup(pieces, lambda parts: self._group(parts, specs))
+        element = per_replica.regroup(pieces, lambda parts: self._group(parts, specs))
         self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
         return element
 

@@ -10,21 +10,21 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute._compat import tensorflow as compat_tf
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
-from keras_distribute.input.agreed import agreed
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.kinds import source_of
-from keras_distribute.input.layouts import CutSource, Layout, RoundLayout, SplitLayout
+from keras_distribute.input.lockstep import agreed
 from keras_distribute.input.options import (
     AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
 )
+from keras_distribute.input.shares import CutSource, Layout, RoundLayout, SplitLayout
 from keras_distribute.input.source import Source
 from keras_distribute.input.splitting import worker_sizes
 from keras_distribute.input.tensorflow_data import TensorFlowSource
-from keras_distribute.mesh import ReplicaMesh
 
 
 def distribute(

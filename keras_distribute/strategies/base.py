@@ -11,20 +11,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_distribute import (
-    checks,
-    collectives,
-    context,
-    program,
-    replica_context,
-    structures,
-    values,
-)
+from keras_distribute import checks, context
 from keras_distribute.cluster import agreement, liveness
-from keras_distribute.cluster.resolver import ClusterResolver
-from keras_distribute.collectives import CrossDeviceOps
+from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.context import Frame, Mode, Scope
-from keras_distribute.cross_device import as_array
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Layouts, Placement
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
@@ -32,9 +24,8 @@ from keras_distribute.errors import (
 )
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.placement import Layouts, Placement
-from keras_distribute.replica_context import ReplicaContext
+from keras_distribute.run import program, replica_context
+from keras_distribute.run.replica_context import ReplicaContext
 from keras_distribute.strategies.extended import (
     StrategyExtended,
     check_arguments,
@@ -42,7 +33,10 @@ from keras_distribute.strategies.extended import (
 )
 from keras_distribute.summary import StrategySummary
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
-from keras_distribute.values import DistributedValues, Mirrored, PerReplica
+from keras_distribute.values import per_replica, reductions, structures
+from keras_distribute.values.cross_device_ops import as_array
+from keras_distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from keras_distribute.values.reductions import CrossDeviceOps
 from keras_distribute.variables import DistributedVariable
 
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
@@ -88,7 +82,7 @@ class Strategy:
             )
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(
-            self, cross_device_ops or collectives.NcclAllReduce(num_packs=0)
+            self, cross_device_ops or reductions.NcclAllReduce(num_packs=0)
         )
 
     @property
@@ -282,9 +276,9 @@ class Strategy:
         def gather_leaf(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
                 self._check_complete(leaf)
-                return collectives.gather_values(leaf, axis)
+                return reductions.gather_values(leaf, axis)
             array = self._plain(leaf)
-            collectives.check_axis(axis, array.ndim)
+            reductions.check_axis(axis, array.ndim)
             return array
 
         return structures.mapped(gather_leaf, value, is_value)
@@ -344,7 +338,7 @@ class Strategy:
         ]
 
         def distributed(components: Sequence[Any]) -> PerReplica:
-            own = list(map(values.form_of, components))
+            own = list(map(per_replica.form_of, components))
             forms = agreement.exchange(
                 "experimental_distribute_values_from_function", own, mesh.num_processes
             )
@@ -352,7 +346,7 @@ class Strategy:
                 components, mesh, [form for part in forms for form in part]
             )
 
-        return values.regroup(made, distributed)
+        return per_replica.regroup(made, distributed)
 
     @property
     def input_context(self) -> InputContext:
@@ -532,7 +526,7 @@ class Strategy:
         """`reduce` of one value, for both halves of the strategy."""
         if isinstance(leaf, PerReplica):
             self._check_complete(leaf)
-            return collectives.reduce_values(
+            return reductions.reduce_values(
                 self.extended.cross_device_ops, op, leaf, axes
             )
         array = self._plain(leaf)
@@ -543,7 +537,7 @@ class Strategy:
                 received=f"{leaf!r} in {context.describe(context.frame())}",
                 fix="use the value as it is: a step of fit sees the global batch.",
             )
-        axes = collectives.check_axes(axes, array.ndim)
+        axes = reductions.check_axes(axes, array.ndim)
         if op is ReduceOp.MEAN:
             return jnp.mean(array, axes) if axes else array
         if self.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):
@@ -574,7 +568,7 @@ class Strategy:
         if isinstance(leaf, Mirrored | keras.Variable):
             leaf = leaf.value
         what = "Only arrays can be reduced or gathered over the replicas."
-        if not values.is_array(leaf) and not hasattr(leaf, "__array__"):
+        if not per_replica.is_array(leaf) and not hasattr(leaf, "__array__"):
             raise StructureTypeError(
                 what,
                 received=f"a {type(leaf).__name__}.",

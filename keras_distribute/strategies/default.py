@@ -12,11 +12,11 @@ import jax
 
 from keras_distribute import context
 from keras_distribute.context import Frame, Mode
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Placement
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.placement import Placement
-from keras_distribute.replica_context import ReplicaContext
+from keras_distribute.run.replica_context import ReplicaContext
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
 

@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import keras
 
-from keras_distribute import checks, context, program
+from keras_distribute import checks, context
 from keras_distribute.cluster import liveness
-from keras_distribute.collectives import CrossDeviceOps
 from keras_distribute.context import Frame, Mode
-from keras_distribute.cross_device import checked_pairs
 from keras_distribute.errors import VariableScopeError
+from keras_distribute.run import program
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values import DistributedValues, PerReplica
+from keras_distribute.values.cross_device_ops import checked_pairs
+from keras_distribute.values.per_replica import DistributedValues, PerReplica
+from keras_distribute.values.reductions import CrossDeviceOps
 
 
 class StrategyExtended:

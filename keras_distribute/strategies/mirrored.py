@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from keras_distribute import config
-from keras_distribute.collectives import CrossDeviceOps
-from keras_distribute.mesh import ReplicaMesh, parse_devices
+from keras_distribute.devices.mesh import ReplicaMesh, parse_devices
 from keras_distribute.strategies.base import Strategy
+from keras_distribute.values.reductions import CrossDeviceOps
 
 
 class MirroredStrategy(Strategy):

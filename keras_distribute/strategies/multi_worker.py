@@ -8,13 +8,13 @@ import jax
 
 from keras_distribute import checks, config
 from keras_distribute.cluster import processes
-from keras_distribute.cluster.choice import automatic_resolver
-from keras_distribute.cluster.resolver import ClusterResolver
-from keras_distribute.collectives import NcclAllReduce
+from keras_distribute.cluster.resolvers.automatic import automatic_resolver
+from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import DeviceError
-from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
+from keras_distribute.values.reductions import NcclAllReduce
 
 # Gloo sums each array by itself, and takes about 0.4 ms or more for it
 # (`benchmarks/processes.py`).

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from keras_distribute import checks, context
-from keras_distribute.cluster.google_cloud import TPUClusterResolver
-from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.cluster.resolvers.google_cloud import TPUClusterResolver
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import DeviceError, ValueStructureError
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.strategies import logical
+from keras_distribute.strategies import logical_devices
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.layouts import LayoutMap, LayoutMapLayouts
+from keras_distribute.strategies.layout_maps import LayoutMap, LayoutMapLayouts
 from keras_distribute.tpu import system
 from keras_distribute.tpu.assignment import DeviceAssignment
 
@@ -177,7 +177,7 @@ class TPUStrategy(Strategy):
             error=ValueStructureError,
         )
         context.require_own("experimental_assign_to_logical_device", self)
-        return logical.replicate(
+        return logical_devices.replicate(
             self.replica_mesh, tensor, "experimental_assign_to_logical_device"
         )
 
@@ -207,7 +207,7 @@ class TPUStrategy(Strategy):
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
         context.require_own("experimental_split_to_logical_devices", self)
-        return logical.split(self.replica_mesh, tensor, partition_dimensions)
+        return logical_devices.split(self.replica_mesh, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """`tensor`, whole on every logical device of its replica: each works on all of
@@ -225,7 +225,7 @@ class TPUStrategy(Strategy):
             StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
         """
         context.require_own("experimental_replicate_to_logical_devices", self)
-        return logical.replicate(self.replica_mesh, tensor)
+        return logical_devices.replicate(self.replica_mesh, tensor)
 
     def __repr__(self) -> str:
         mesh = self.replica_mesh

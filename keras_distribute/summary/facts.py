@@ -14,8 +14,8 @@ import keras
 
 from keras_distribute import checks, context
 from keras_distribute.context import AnyStrategy
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import StructureTypeError
-from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
 
 # How each group of variables is called, in the order in which they are shown.

@@ -1,13 +1,13 @@
 """For tests of distributed programs: several processes on this host, and faults."""
 
-from keras_distribute.testing import combinations
-from keras_distribute.testing.combinations import NamedStrategy, combine, cpu_devices
-from keras_distribute.testing.faults import Fault
-from keras_distribute.testing.processes import (
+from keras_distribute.launch.functions import (
     MultiProcessRunner,
     ProcessResult,
     run_in_processes,
 )
+from keras_distribute.testing import combinations
+from keras_distribute.testing.combinations import NamedStrategy, combine, cpu_devices
+from keras_distribute.testing.faults import Fault
 
 __all__ = [
     "Fault",

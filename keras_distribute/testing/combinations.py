@@ -18,13 +18,13 @@ import jax
 
 from keras_distribute import checks
 from keras_distribute.errors import DeviceError, StructureTypeError
+from keras_distribute.launch.functions import run_in_processes
+from keras_distribute.launch.modules import module_of
 from keras_distribute.strategies import default
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_distribute.strategies.one_device import OneDeviceStrategy
-from keras_distribute.testing.modules import module_of
-from keras_distribute.testing.processes import run_in_processes
 
 _TEST_SECONDS = 240.0
 

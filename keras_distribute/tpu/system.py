@@ -14,9 +14,9 @@ import numpy as np
 
 from keras_distribute import checks, config
 from keras_distribute.cluster import processes
-from keras_distribute.cluster.choice import automatic_resolver
-from keras_distribute.cluster.google_cloud import TPUClusterResolver
-from keras_distribute.cluster.resolver import ClusterResolver
+from keras_distribute.cluster.resolvers.automatic import automatic_resolver
+from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.cluster.resolvers.google_cloud import TPUClusterResolver
 from keras_distribute.errors import DeviceError
 from keras_distribute.tpu.topology import RANK, Array, Topology
 

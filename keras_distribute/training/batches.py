@@ -5,7 +5,7 @@ The rows of an array are split over the replicas. Where their number does not di
 rows are added for the transfer and sliced off inside the compiled step, before anything
 is computed: each replica holds at most `ceil(rows / num_replicas)` of them, none enters
 a number, and XLA keeps the uneven split throughout the step; or each replica has them
-all (`compiled.py`).
+all (`steps/compiled_step.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jax.experimental import sparse
 from jax.sharding import NamedSharding
 
 from keras_distribute.cluster import agreement
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
 from keras_distribute.input.splitting import piece_sizes
-from keras_distribute.mesh import ReplicaMesh
 
 Rows = tuple[int | tuple[int, ...], ...]
 Spread = tuple[int, int]

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 
 from keras_distribute._compat import adapters as compat
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
-from keras_distribute.input.agreed import replica_rows
 from keras_distribute.input.datasets import DistributedDataset
-from keras_distribute.input.feeding import Feed
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
+from keras_distribute.input.lockstep import replica_rows
 from keras_distribute.input.options import InputOptions
+from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.sharing import distribute_source
 from keras_distribute.input.source import Batch, Reader, Source
-from keras_distribute.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
 from keras_distribute.training.fit_arguments import check_fit_arguments

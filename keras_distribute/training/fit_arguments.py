@@ -9,7 +9,7 @@ import jax
 
 from keras_distribute import checks
 from keras_distribute.errors import InputError
-from keras_distribute.values import DistributedValues
+from keras_distribute.values.per_replica import DistributedValues
 
 _NAMES = ("y", "sample_weight")
 

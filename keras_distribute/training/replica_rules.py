@@ -26,13 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_distribute import collectives, context
+from keras_distribute import context
 from keras_distribute._compat import layers as compat_layers
 from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import StatelessScope
 from keras_distribute.context import Frame, Mode
-from keras_distribute.cross_device import of_this_replica
-from keras_distribute.mesh import REPLICA_AXIS
+from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.values import reductions
+from keras_distribute.values.cross_device_ops import of_this_replica
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -157,7 +158,7 @@ def _mean_of_means(x: Any, axes: Any) -> Any:
 
 
 def _weighted_mean(x: Any, axes: Any) -> Any:
-    count = collectives.total_count(math.prod(x.shape[axis] for axis in axes))
+    count = reductions.total_count(math.prod(x.shape[axis] for axis in axes))
     return lax.psum(jnp.sum(x, axes, keepdims=True), REPLICA_AXIS) / jnp.asarray(
         count, x.dtype
     )
@@ -181,7 +182,7 @@ def _summed(grads: list[Any]) -> list[Any]:
 
 def _sum(gradients: list[Any]) -> list[Any]:
     strategy = context.get_strategy()
-    return collectives.sum_gradients(
+    return reductions.sum_gradients(
         strategy.extended.cross_device_ops,
         gradients,
         strategy.placement.communication_dtype,

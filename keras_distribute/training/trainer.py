@@ -1,8 +1,9 @@
 """Keras's trainer under a strategy: a subclass that `keras.Model` gets as its base.
 
 Keras's loop, callbacks and history are used as they are. What is ours: how a step is
-compiled (`steps.py`), where batches come from (`epoch_iterator.py`), and who holds the
-values of the variables (`state.py`). A model without a strategy is trained by Keras.
+compiled (`steps/choose.py`), where batches come from (`epoch_iterator.py`), and who
+holds the values of the variables (`steps/state.py`). A model without a strategy is
+trained by Keras.
 
 However a call ends, the thread is left as it was found: `_called` puts back what the
 call has opened with assignments that no exception from outside can come between.
@@ -21,17 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from keras.callbacks import CallbackList
 
-from keras_distribute import checks, context, launches
+from keras_distribute import checks, context
 from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
+from keras_distribute.devices import launches
 from keras_distribute.errors import ContextError
-from keras_distribute.training import calls, steps
+from keras_distribute.training import calls
 from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
-from keras_distribute.training.plan import plan_of
-from keras_distribute.training.state import StateGroup
+from keras_distribute.training.steps import choose
+from keras_distribute.training.steps.plan import plan_of
+from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.variables import given_away
 
 # These use a model's metrics or change its weights.
@@ -47,7 +50,7 @@ class StrategyTrainer(JAXTrainer):
     """
 
     def __init__(self) -> None:
-        steps.adopt(self)
+        choose.adopt(self)
         super().__init__()
 
     @functools.wraps(JAXTrainer.fit)
@@ -87,7 +90,7 @@ class StrategyTrainer(JAXTrainer):
         """How a step of `fit` is made, and why; `None` before `compile`, and without a
         strategy.
         """
-        strategy = steps.strategy_of(self)
+        strategy = choose.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
         if not compat.is_traced(self):
@@ -114,7 +117,7 @@ class StrategyTrainer(JAXTrainer):
             "optimizer_variables": optimizer_variables,
             "metrics_variables": metrics_variables,
         }
-        if steps.strategy_of(self) is None:
+        if choose.strategy_of(self) is None:
             return super()._get_jax_state(
                 **wanted, purge_model_variables=purge_model_variables
             )
@@ -129,7 +132,7 @@ class StrategyTrainer(JAXTrainer):
         them.
         """
         state = self._jax_state
-        if steps.strategy_of(self) is None:
+        if choose.strategy_of(self) is None:
             compat.sync(self)
         elif state and not self._jax_state_synced:
             for group in state.values():
@@ -195,8 +198,8 @@ def install() -> compat.Undo:
 
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.adopt(self)
-        sizes, size = steps.group_sizes(self), compat.steps_per_execution(args, kwargs)
+        choose.adopt(self)
+        sizes, size = choose.group_sizes(self), compat.steps_per_execution(args, kwargs)
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'
@@ -213,7 +216,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _host_batch(original: Callable[..., Any], data: Any, layouts: Any) -> Any:
     """The batch as it is, but for Python numbers: Keras asks the leaves for a shape."""
-    if not steps.takes_host_batches():
+    if not choose.takes_host_batches():
         return original(data, layouts)
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data
@@ -231,8 +234,8 @@ def _called(
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
     try:
-        strategy = steps.strategy_of(trainer)
-        frame = steps.frame_for(strategy)
+        strategy = choose.strategy_of(trainer)
+        frame = choose.frame_for(strategy)
         if strategy is not None and name in _ALONE:
             claim = threading.get_ident(), name, thread.name
             _check_alone(name, _training.setdefault(id(trainer), claim))
@@ -274,7 +277,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     name = f"{kind}_function"
     if getattr(trainer, name) is not None and not force:
         return getattr(trainer, name)
-    step = steps.compile_step(trainer, kind)
+    step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
     size: int | None = trainer.steps_per_execution
@@ -282,7 +285,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
         size = None
     if kind == "predict":
         function = _joining(step, size or 1)
-    elif size == 1 or isinstance(step, steps.EagerStep):
+    elif size == 1 or isinstance(step, choose.EagerStep):
         function = _repeating(step, size or 1)
     else:
         function = _grouped(step.several, size)

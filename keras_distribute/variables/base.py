@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding
 
-from keras_distribute import context, launches
+from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame
+from keras_distribute.devices import launches
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Layout
 from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.placement import Layout
-from keras_distribute.values import DistributedValues
+from keras_distribute.values.per_replica import DistributedValues
 from keras_distribute.variables import reading
 from keras_distribute.variables.holding import Holder, Link, lost_error
 from keras_distribute.variables.ownership import owned

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from keras_distribute import launches
-from keras_distribute.cross_device import of_this_replica
-from keras_distribute.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices import launches
+from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.values.cross_device_ops import of_this_replica
 
 
 def of_first(value: Any) -> Any:

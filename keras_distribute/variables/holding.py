@@ -18,17 +18,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from keras_distribute import launches
 from keras_distribute._compat import jax_internals
+from keras_distribute.devices import launches
 from keras_distribute.errors import ContextError
-
-if TYPE_CHECKING:
-    from keras_distribute.variables.base import DistributedVariable
 
 Place = Any
 Link = tuple["Holder", Place]
@@ -44,7 +41,7 @@ class Holder:
         is_running: Whether Keras's loop goes on, which has not synchronized yet.
     """
 
-    def __init__(self, variables: Iterable[tuple[Place, DistributedVariable]]) -> None:
+    def __init__(self, variables: Iterable[tuple[Place, Any]]) -> None:
         self.landing: launches.Landing = []
         self.changed = dict(variables)
         self.is_running = False
@@ -72,7 +69,7 @@ class Holder:
         self.landing[:] = [(None, state)]  # Outputs may be large, and are the caller's.
         return outputs
 
-    def stored(self, place: Place, variable: DistributedVariable) -> Any:
+    def stored(self, place: Place, variable: Any) -> Any:
         """The array of one of the variables.
 
         Raises:
@@ -85,16 +82,14 @@ class Holder:
         to one array would have it copied before it is given away."""
         del place
 
-    def across(self, place: Place, variable: DistributedVariable) -> Any:
+    def across(self, place: Place, variable: Any) -> Any:
         """What the variable reads across replicas, if that is in the state; else
         `None`.
         """
         del place, variable
         return None
 
-    def _read(
-        self, place: Place, variable: DistributedVariable, find: Callable[..., Any]
-    ) -> Any:
+    def _read(self, place: Place, variable: Any, find: Callable[..., Any]) -> Any:
         with launches.lock:
             launches.settle()
             if not jax_internals.is_tracing():
@@ -102,19 +97,19 @@ class Holder:
             with jax.ensure_compile_time_eval():  # It takes 15 µs.
                 return self._checked(find(place, variable), variable)
 
-    def _checked(self, array: Any, variable: DistributedVariable) -> Any:
+    def _checked(self, array: Any, variable: Any) -> Any:
         if array is None or array.is_deleted():
             raise lost_error(variable)
         # The thread that launches the next step gives the state's own arrays away.
         return array if self._thread == threading.get_ident() else _copied(array)
 
-    def _with(self, changed: dict[Place, DistributedVariable]) -> Any:
+    def _with(self, changed: dict[Place, Any]) -> Any:
         """The state with the values of these variables, which are all at the first
         call.
         """
         raise NotImplementedError
 
-    def _array(self, place: Place, variable: DistributedVariable) -> Any:
+    def _array(self, place: Place, variable: Any) -> Any:
         """The array at a place as the variable stores it; `None` if it cannot
         be had.
         """

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
-from keras_distribute.mesh import copies, is_divided_over_processes, on_host
+from keras_distribute.devices.mesh import copies, is_divided_over_processes, on_host
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import combined, strong
 

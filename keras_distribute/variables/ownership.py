@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import keras
 
-from keras_distribute.values import Mirrored
+from keras_distribute.values.per_replica import Mirrored
 
 
 class _Giving(threading.local):

@@ -7,14 +7,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
-from keras_distribute.mesh import on_host
-
-if TYPE_CHECKING:
-    from keras_distribute.variables.base import DistributedVariable
+from keras_distribute.devices.mesh import on_host
 
 
 class _Known(threading.local):
@@ -25,13 +22,13 @@ class _Known(threading.local):
 _known = _Known()
 
 
-def known(variable: DistributedVariable) -> Any:
+def known(variable: Any) -> Any:
     """The value that was read before; `None` where none was."""
     return _known.values.get(id(variable))
 
 
 @contextlib.contextmanager
-def read_before(variables: Sequence[DistributedVariable]) -> Generator[None]:
+def read_before(variables: Sequence[Any]) -> Generator[None]:
     """Reads the values of `variables` now, with all processes; in the `with` block each
     can read on its own.
     """

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Sequence
 
 from keras_distribute.cluster import agreement
+from keras_distribute.devices.mesh import on_host
 from keras_distribute.errors import VariableScopeError
-from keras_distribute.mesh import on_host
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.mirrored import MirroredVariable
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_distribute import launches
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
+from keras_distribute.devices import launches
+from keras_distribute.devices.mesh import components
 from keras_distribute.errors import AggregationError
-from keras_distribute.mesh import components
-from keras_distribute.values import PerReplica
+from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import (
     aggregated,

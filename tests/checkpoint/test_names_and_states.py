@@ -16,7 +16,7 @@ from keras import layers
 
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
-from keras_distribute.encoding import decode, encode
+from keras_distribute.cluster.encoding import decode, encode
 from keras_distribute.errors import (
     CheckpointError,
     ContextError,

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from keras_distribute.cluster import rendezvous
-from keras_distribute.cluster.job import free_port
-from keras_distribute.cluster.rendezvous import Meeting
 from keras_distribute.cluster.signing import Seal, new_nonce
 from keras_distribute.errors import ClusterError
+from keras_distribute.launch import rendezvous
+from keras_distribute.launch.job import free_port
+from keras_distribute.launch.rendezvous import Meeting
 from tests import attacks
 
 pytestmark = pytest.mark.timeout(60)

@@ -3,7 +3,10 @@
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from keras_distribute.cluster.resolvers.slurm import (
+    expand_hostlist,
+    expand_tasks_per_node,
+)
 
 CR = kd.cluster_resolver
 LAUNCHERS = (

@@ -7,9 +7,9 @@ import stat
 import pytest
 
 from keras_distribute.cluster import signing
-from keras_distribute.cluster.job import Job
 from keras_distribute.cluster.signing import Seal, seal_of_job, token_of_job
 from keras_distribute.errors import ClusterError
+from keras_distribute.launch.job import Job
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -134,7 +134,7 @@ def test_runners_and_their_processes_want_a_folder_of_the_user_alone(
     import math
 
     import keras_distribute as kd
-    from keras_distribute.testing import folders
+    from keras_distribute.launch import folders
 
     runner = kd.testing.MultiProcessRunner(math.factorial, 1, args=[3])
     folder = pathlib.Path(runner._folder)

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.dry_run import examples
-from keras_distribute.mesh import ReplicaMesh
-from keras_distribute.training import batches, planning
-from keras_distribute.training.compiled import CompiledStep
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.dry_run import examples, planning
+from keras_distribute.training import batches
+from keras_distribute.training.steps.compiled_step import CompiledStep
 from tests import logical
 from tests.dry_run import models
 

@@ -18,8 +18,8 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute._compat import adapters
-from keras_distribute.input.feeding import Feed
 from keras_distribute.input.kinds import source_of_adapter
+from keras_distribute.input.prefetch import Feed
 from tests.support import mirrored
 
 from . import kinds

@@ -83,9 +83,9 @@ def test_uninstalling_leaves_the_import_system_as_it_was(tmp_path: Any) -> None:
         before = list(sys.meta_path)
         import keras
         between = list(sys.meta_path)
-        from keras_distribute import _install
+        from keras_distribute.training import install
         assert len(sys.meta_path) == len(between) + 1
-        _install.uninstall()
+        install.uninstall()
         assert sys.meta_path == between
     """
     run(tmp_path, code)

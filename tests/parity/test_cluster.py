@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.cluster.topology import topology_of
+from keras_distribute.cluster.resolvers.topology import topology_of
 
 from .clusters import answers, spec_answers
 from .differences import because

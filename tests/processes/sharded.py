@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
-from keras_distribute.training import forward, packing
+from keras_distribute.training.steps import forward, packed_state
 from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
@@ -129,9 +129,9 @@ def training(folder):
     before = numbers(model)
     slot.assign(np.ones(slot.shape))
     ones = slot.numpy()
-    few, packing.MANY = packing.MANY, 4
+    few, packed_state.MANY = packed_state.MANY, 4
     packed = numbers(fitted(built(strategy)))
-    packing.MANY = few
+    packed_state.MANY = few
     return {
         "replicas": strategy.num_replicas_in_sync,
         "shares": shares,

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_distribute import launch as launching
 from keras_distribute.callbacks.run import Run
 from keras_distribute.cluster import signing
-from keras_distribute.cluster.job import Job, free_port
-from keras_distribute.launch import LaunchOptions, launch, main
+from keras_distribute.launch import __main__ as launching
+from keras_distribute.launch.__main__ import LaunchOptions, launch, main
+from keras_distribute.launch.job import Job, free_port
 
 pytestmark = pytest.mark.timeout(150)
 TRAINING = Path(__file__).with_name("training.py")

@@ -21,7 +21,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import agreement, signing
-from keras_distribute.cluster.job import Job, free_port
+from keras_distribute.launch.job import Job, free_port
 from tests import attacks
 from tests.support import mirrored
 

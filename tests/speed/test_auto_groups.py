@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.training import grouping
-from keras_distribute.training.grouping import GroupSize
+from keras_distribute.training.steps import group_size
+from keras_distribute.training.steps.group_size import GroupSize
 from tests.support import mirrored_or_default
 
 RNG = np.random.RandomState(0)
@@ -87,8 +87,8 @@ def sizes_of(model: keras.Model) -> Any:
 @pytest.fixture
 def eager_to_group(monkeypatch: Any) -> None:
     """Any size is a gain, so that groups are tried whatever this machine does."""
-    monkeypatch.setattr(grouping, "GAIN", 1000.0)
-    monkeypatch.setattr(grouping, "LIVELY_SECONDS", 1000.0)
+    monkeypatch.setattr(group_size, "GAIN", 1000.0)
+    monkeypatch.setattr(group_size, "LIVELY_SECONDS", 1000.0)
 
 
 def test_the_numbers_of_one_device(eager_to_group: None) -> None:

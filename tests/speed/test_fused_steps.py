@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_distribute.training import compiled
+from keras_distribute.training.steps import compiled_step
 from tests.support import mirrored_or_default
 
 pytestmark = pytest.mark.sampled(3)
@@ -102,17 +102,19 @@ def counting(monkeypatch: Any) -> dict[str, int]:
     count = {"one": 0, "fused": 0}
 
     def fused(
-        self: Any, *arguments: Any, fused: Any = compiled.CompiledStep._fused
+        self: Any, *arguments: Any, fused: Any = compiled_step.CompiledStep._fused
     ) -> Any:
         count["fused"] += 1
         return fused(self, *arguments)
 
-    def one(self: Any, *arguments: Any, one: Any = compiled.CompiledStep._one) -> Any:
+    def one(
+        self: Any, *arguments: Any, one: Any = compiled_step.CompiledStep._one
+    ) -> Any:
         count["one"] += 1
         return one(self, *arguments)
 
-    monkeypatch.setattr(compiled.CompiledStep, "_fused", fused)
-    monkeypatch.setattr(compiled.CompiledStep, "_one", one)
+    monkeypatch.setattr(compiled_step.CompiledStep, "_fused", fused)
+    monkeypatch.setattr(compiled_step.CompiledStep, "_one", one)
     return count
 
 

@@ -14,8 +14,8 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
-from keras_distribute.training import compiled
-from keras_distribute.training.plan import plan_of
+from keras_distribute.training.steps import compiled_step
+from keras_distribute.training.steps.plan import plan_of
 from tests.support import mirrored
 
 pytestmark = pytest.mark.timeout(200)
@@ -50,7 +50,7 @@ def built(replicas: int, inside: str = "dense", **more: Any) -> keras.Model:
 def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
     """The text of the program that `fit` runs."""
     texts: list[str] = []
-    original = compiled.CompiledStep._one
+    original = compiled_step.CompiledStep._one
 
     def one(self: Any, holder: Any, placed: Any) -> Any:
         texts.append(self.executable(placed).lowered.as_text())
@@ -58,7 +58,7 @@ def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
         return original(self, holder, placed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiled.CompiledStep, "_one", one)
+        patch.setattr(compiled_step.CompiledStep, "_one", one)
         model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
     return "\n".join(texts)
 

@@ -13,7 +13,7 @@ import pytest
 from keras import layers, optimizers
 
 import keras_distribute as kd
-from keras_distribute.training import packing
+from keras_distribute.training.steps import packed_state
 from tests.support import mirrored, mirrored_or_default
 
 pytestmark = pytest.mark.sampled(5)
@@ -24,7 +24,7 @@ X, Y = RNG.randn(42, 6).astype("float32"), RNG.randint(0, 3, 42)
 
 @pytest.fixture(params=["packed", "one by one"])
 def packed(request: Any, monkeypatch: Any) -> bool:
-    monkeypatch.setattr(packing, "MANY", 4 if request.param == "packed" else 10**9)
+    monkeypatch.setattr(packed_state, "MANY", 4 if request.param == "packed" else 10**9)
     return request.param == "packed"
 
 
@@ -126,7 +126,7 @@ def flat(model: keras.Model) -> bool:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_that_take_elements_one_by_one(name: str, monkeypatch: Any) -> None:
     expected = trained(built(0, OPTIMIZERS[name]))
-    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packed_state, "MANY", 4)
     model = built(2, OPTIMIZERS[name])
     assert_close(trained(model), expected)
     assert flat(model)
@@ -135,7 +135,7 @@ def test_optimizers_that_take_elements_one_by_one(name: str, monkeypatch: Any) -
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_look_at_whole_weights(name: str, monkeypatch: Any) -> None:
     expected = trained(built(0, WHOLE[name]))
-    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packed_state, "MANY", 4)
     model = built(2, WHOLE[name])
     assert_close(trained(model), expected)
     assert not flat(model)
@@ -148,8 +148,8 @@ def test_replica_counts_with_a_short_last_batch(
 ) -> None:
     """With `large`, some weights are too large for a buffer."""
     expected = trained(built(0, OPTIMIZERS["AdamW"]))
-    monkeypatch.setattr(packing, "MANY", 4)
-    monkeypatch.setattr(packing, "SMALL_BYTES", 160 if large else 10**6)
+    monkeypatch.setattr(packed_state, "MANY", 4)
+    monkeypatch.setattr(packed_state, "SMALL_BYTES", 160 if large else 10**6)
     assert_close(trained(built(replicas, OPTIMIZERS["AdamW"])), expected)
 
 
@@ -170,7 +170,7 @@ def test_layers(name: str, monkeypatch: Any) -> None:
     """
     adam = OPTIMIZERS["Adam"]
     expected = trained(built(4, adam, INSIDE[name]))
-    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packed_state, "MANY", 4)
     actual = trained(built(4, adam, INSIDE[name]))
     if name == "half":
         np.testing.assert_allclose(
@@ -298,12 +298,12 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
     """What the packing is for."""
     found: dict[bool, tuple[int, int]] = {}
     for many in (4, 10**9):
-        monkeypatch.setattr(packing, "MANY", many)
+        monkeypatch.setattr(packed_state, "MANY", many)
         model = built(4, OPTIMIZERS["Adam"])
         texts: list[str] = []
-        from keras_distribute.training import compiled
+        from keras_distribute.training.steps import compiled_step
 
-        original = compiled.CompiledStep._one
+        original = compiled_step.CompiledStep._one
 
         def one(
             self: Any,
@@ -316,9 +316,9 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
                 texts.append(self.executable(placed).compile().as_text())
             return original(self, holder, placed)
 
-        monkeypatch.setattr(compiled.CompiledStep, "_one", one)
+        monkeypatch.setattr(compiled_step.CompiledStep, "_one", one)
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
-        monkeypatch.setattr(compiled.CompiledStep, "_one", original)
+        monkeypatch.setattr(compiled_step.CompiledStep, "_one", original)
         entry = texts[0][texts[0].index("ENTRY") :]
         arrays = len(re.findall(r" parameter\(\d+\)", entry))
         reductions = re.findall(r"= (.*) all-reduce(?:-start)?\(", texts[0])
@@ -331,7 +331,7 @@ def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
 
 
 def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
-    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packed_state, "MANY", 4)
     model = built(2, OPTIMIZERS["Adam"])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.layers[0].trainable = False
@@ -343,7 +343,7 @@ def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
 
 
 def test_a_large_weight_of_another_dtype_keeps_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr(packing, "MANY", 4)
+    monkeypatch.setattr(packed_state, "MANY", 4)
     model = built(2, OPTIMIZERS["SGD"], INSIDE["half"])
     dtypes = [v.dtype for v in model.variables]
     model.fit(X, Y, batch_size=8, verbose=0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_distribute.training import parts
+from keras_distribute.training.steps import buffer_slices
 
 SHAPES = [(3, 4), (), (5,), (3, 4), (2, 1, 2), (5,)] * 20
 
@@ -28,9 +28,9 @@ def expected(buffer):
 
 
 def taken(buffer, by_calls):
-    return jax.jit(lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls))(
-        buffer
-    )
+    return jax.jit(
+        lambda buffer: buffer_slices.taken_apart(buffer, SHAPES, by_calls=by_calls)
+    )(buffer)
 
 
 @pytest.mark.parametrize("by_calls", [True, False])
@@ -41,7 +41,7 @@ def test_the_parts_are_what_was_joined(dtype, by_calls):
     assert len(found) == len(SHAPES)
     for one, other in zip(found, expected(buffer), strict=True):
         np.testing.assert_array_equal(one, other)
-    again = parts.joined(found, buffer.size)
+    again = buffer_slices.joined(found, buffer.size)
     np.testing.assert_array_equal(again[:-3], buffer[:-3])
     assert not again[-3:].any()
 
@@ -58,7 +58,7 @@ def test_gradients_are_joined():
         return sum(
             (i + 1) * (part**2).sum()
             for i, part in enumerate(
-                parts.taken_apart(buffer, SHAPES, by_calls=by_calls)
+                buffer_slices.taken_apart(buffer, SHAPES, by_calls=by_calls)
             )
         )
 
@@ -73,7 +73,7 @@ def test_gradients_are_joined():
 def test_parts_of_one_shape_share_a_kernel():
     def program(by_calls):
         compiled = jax.jit(
-            lambda buffer: parts.taken_apart(buffer, SHAPES, by_calls=by_calls)
+            lambda buffer: buffer_slices.taken_apart(buffer, SHAPES, by_calls=by_calls)
         )
         return compiled.lower(buffer_of("float32")).compile().as_text()
 

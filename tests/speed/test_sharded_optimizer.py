@@ -11,7 +11,7 @@ import pytest
 from keras import optimizers
 
 import keras_distribute as kd
-from keras_distribute.training import packing
+from keras_distribute.training.steps import packed_state
 from tests.processes import sharded
 
 pytestmark = pytest.mark.sampled(3)
@@ -38,7 +38,7 @@ def bytes_of_slots(model: keras.Model) -> tuple[int, int]:
 
 @pytest.fixture(params=["packed", "one by one"], autouse=True)
 def packed(request: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(packing, "MANY", 4 if request.param == "packed" else 10**9)
+    monkeypatch.setattr(packed_state, "MANY", 4 if request.param == "packed" else 10**9)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])

@@ -137,7 +137,7 @@ def test_refusals() -> None:
 
 
 def test_nothing_is_measured_afterwards() -> None:
-    from keras_distribute import timing
+    from keras_distribute.devices import timing
 
     measured(X)
     assert timing._running is None

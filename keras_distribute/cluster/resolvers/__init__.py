@@ -1,0 +1,1 @@
+"""Who trains together: one file for each place that says so."""

@@ -1,0 +1,65 @@
+"""The resolver for a user who names none, by the environment or what runs already."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from keras_distribute.cluster.resolvers import environment
+from keras_distribute.cluster.resolvers.base import (
+    ClusterResolver,
+    SimpleClusterResolver,
+)
+from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
+from keras_distribute.cluster.resolvers.google_cloud import (
+    TPUClusterResolver,
+    hosts_of_environment,
+)
+from keras_distribute.cluster.resolvers.launched import (
+    KerasClusterResolver,
+    OpenMPIClusterResolver,
+)
+from keras_distribute.cluster.resolvers.running import JaxClusterResolver
+from keras_distribute.cluster.resolvers.slurm import SlurmClusterResolver
+from keras_distribute.cluster.resolvers.tf_config import (
+    SageMakerClusterResolver,
+    TFConfigClusterResolver,
+)
+
+
+def automatic_resolver() -> ClusterResolver:
+    """The resolver for the environment of this process; the innermost launcher wins.
+
+    1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user):
+       `KerasClusterResolver`.
+    2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
+    3. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
+    4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
+       `SlurmClusterResolver`.
+    5. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
+    6. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
+    7. JAX's runtime of several processes, where the program has started it:
+       `JaxClusterResolver`.
+    8. Otherwise this process is on its own.
+
+    Returns:
+        A resolver; its `topology()` may still say that there is one process.
+    """
+    variables = os.environ
+    if variables.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"):
+        return KerasClusterResolver()
+    if variables.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        return TFConfigClusterResolver()
+    if "OMPI_COMM_WORLD_SIZE" in variables:
+        return OpenMPIClusterResolver()
+    tasks = "SLURM_STEP_NUM_TASKS"
+    if {"SLURM_PROCID", tasks} <= variables.keys() and environment.number(tasks) > 1:
+        return SlurmClusterResolver()
+    if variables.get("SM_HOSTS"):
+        return SageMakerClusterResolver()
+    if "," in hosts_of_environment():
+        return TPUClusterResolver()
+    if jax.distributed.is_initialized():
+        return JaxClusterResolver()
+    return SimpleClusterResolver(ClusterSpec({}))

@@ -1,0 +1,1 @@
+"""Device names, meshes, placements, and programs on their way to the devices."""

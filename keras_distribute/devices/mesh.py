@@ -1,0 +1,487 @@
+"""Device names to devices to a mesh, and the shardings that everything else uses. Knows
+no variables, no Keras.
+
+A replica is a device, or several logical devices (`strategies/tpu.py`): then the mesh
+has axes beside `replica`. A sharding that does not name them has the same on each
+logical device of a replica, so code that knows of replicas alone holds for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from keras_distribute import checks
+from keras_distribute._compat import jax_internals
+from keras_distribute.devices import launches
+from keras_distribute.errors import DeviceError
+
+REPLICA_AXIS = "replica"
+LOGICAL_AXIS = "logical"
+_PLACE = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
+_NAME = re.compile(rf"^{_PLACE}([a-z]+)(?::([0-9]{{1,9}}))?$")
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaMesh:
+    """The devices of a strategy, as a mesh with the axis `replica`, and axes for the
+    logical devices of each.
+
+    Every place that puts a value on devices goes through it, so that a mesh over
+    several processes needs no other code.
+    """
+
+    mesh: Mesh
+
+    @staticmethod
+    def of(devices: Sequence[jax.Device]) -> ReplicaMesh:
+        """A mesh over `devices`, one replica each, in their order."""
+        return ReplicaMesh.of_groups([[device] for device in devices])
+
+    @staticmethod
+    def of_groups(groups: Sequence[Sequence[jax.Device]]) -> ReplicaMesh:
+        """A mesh over groups of logical devices, one replica each, in their order.
+
+        The logical devices have one axis for each prime factor of their number, since
+        an axis is divided as a whole: four of them can then stand for a row of four, or
+        for two by two.
+
+        Args:
+            groups: The logical devices of each replica, equally many.
+
+        Raises:
+            DeviceError: Where a replica is spread over processes, or the replicas of a
+                process are not in a row.
+        """
+        _check_processes(groups)
+        factors = _prime_factors(len(groups[0]))
+        names = (
+            [LOGICAL_AXIS]
+            if len(factors) == 1
+            else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
+        )
+        devices = np.asarray(groups, dtype=object).reshape(len(groups), *factors)
+        axes = (REPLICA_AXIS, *names)
+        return ReplicaMesh(Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes)))
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        return self.mesh.shape[REPLICA_AXIS]
+
+    @functools.cached_property
+    def num_logical(self) -> int:
+        """How many logical devices each replica has."""
+        return self.mesh.size // self.num_replicas
+
+    @functools.cached_property
+    def logical_axes(self) -> tuple[str, ...]:
+        """The axes of the logical devices; together they number them. None where a
+        replica is one device.
+        """
+        return tuple(name for name in self.mesh.axis_names if name != REPLICA_AXIS)
+
+    @functools.cached_property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices, replica by replica."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def first_devices(self) -> tuple[jax.Device, ...]:
+        """The first logical device of each replica."""
+        return self.devices[:: self.num_logical]
+
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that the devices belong to, in replica order."""
+        return tuple(dict.fromkeys(device.process_index for device in self.devices))
+
+    @functools.cached_property
+    def num_processes(self) -> int:
+        """How many processes share the replicas."""
+        return len(self.processes)
+
+    @functools.cached_property
+    def process_index(self) -> int:
+        """The place of this process among them; 0 where they are all this one's."""
+        return (
+            self.processes.index(jax.process_index()) if self.num_processes > 1 else 0
+        )
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process, replica by replica."""
+        own = self.processes[self.process_index]
+        return tuple(device for device in self.devices if device.process_index == own)
+
+    @functools.cached_property
+    def local_replicas(self) -> range:
+        """The numbers of this process's replicas."""
+        first = self.devices.index(self.local_devices[0]) // self.num_logical
+        return range(first, first + len(self.local_devices) // self.num_logical)
+
+    def put(self, value: Any, sharding: NamedSharding) -> jax.Array:
+        """`value`, which every process has, divided as `sharding` says; without
+        communication.
+
+        Args:
+            value: A host array, or a JAX array that this process can read.
+            sharding: On this mesh.
+        """
+        if sharding == self.replicated:
+            return self.put_replicated(value)
+        if self.num_processes == 1 or (
+            isinstance(value, jax.Array) and not value.is_fully_addressable
+        ):
+            return jax.device_put(value, sharding)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(
+            host.shape, sharding, lambda index: host[index]
+        )
+
+    def put_replicated(self, value: Any) -> jax.Array:
+        """`value`, which every process has, on every replica; without communication.
+
+        Args:
+            value: A host array, or a JAX array that this process can read.
+        """
+        if self.num_processes == 1:
+            return jax.device_put(value, self.replicated)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return (
+                value
+                if value.sharding == self.replicated
+                else jax.device_put(value, self.replicated)
+            )
+        host = value if isinstance(value, jax.Array) else np.asarray(value)
+        shards = [jax.device_put(host, device) for device in self.local_devices]
+        return jax.make_array_from_single_device_arrays(
+            host.shape, self.replicated, shards
+        )
+
+    def put_split(self, rows: Any) -> jax.Array:
+        """The rows of this process, the same number on each replica, as its part of the
+        rows of all.
+
+        Args:
+            rows: An array whose axis 0 is the rows of this process's replicas.
+        """
+        if self.num_processes == 1 and isinstance(rows, jax.Array):
+            return jax.device_put(rows, self.split)
+        host = np.asarray(rows)
+        count = len(self.local_replicas)
+        each = host.shape[0] // count
+        return self._of_host([host[i * each : (i + 1) * each] for i in range(count)])
+
+    def joined(self, parts: Sequence[Any]) -> jax.Array:
+        """The parts of this process's replicas, of one shape, as its part of those of
+        all, joined along axis 0.
+        """
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return self._of_host(parts)
+        devices, each = self.local_devices, self.num_logical
+        shards = [
+            jax.device_put(part, d)
+            for i, part in enumerate(parts)
+            for d in devices[i * each : (i + 1) * each]
+        ]
+        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+
+    def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
+        """`joined` of NumPy arrays, in one transfer."""
+        dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
+        pieces = [
+            part.astype(dtype, copy=False)
+            for part in parts
+            for _ in range(self.num_logical)
+        ]
+        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        return jax_internals.array_of_pieces(
+            shape, self.split, pieces, self.local_devices
+        )
+
+    @property
+    def inside(self) -> AbstractMesh | Mesh:
+        """The mesh as the program of one replica sees it, in which the other replicas
+        are out of reach.
+        """
+        if self.num_replicas == 1:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types(
+            {REPLICA_AXIS: AxisType.Manual}
+        )
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the tracing of a program of one replica: what is inside of its loops
+        and calls notes the mesh.
+        """
+        inside = self.inside if self.logical_axes else None
+        return (
+            jax.sharding.use_abstract_mesh(inside)
+            if isinstance(inside, AbstractMesh)
+            else contextlib.nullcontext()
+        )
+
+    def over_replicas(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """The program of one replica as one over all: manual over the replicas,
+        automatic over their logical devices.
+
+        Args:
+            body: Takes and returns parts of arrays, as under `jax.shard_map`.
+            in_specs: As of `jax.shard_map`.
+            out_specs: Likewise.
+        """
+        if self.num_replicas > 1 or not self.logical_axes:
+            return jax.shard_map(
+                body,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names={REPLICA_AXIS},
+                check_vma=False,
+            )
+
+        def alone(
+            *arguments: Any,
+        ) -> Any:  # XLA has no collectives of one device beside automatic axes.
+            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(
+                jnp.zeros(1)
+            )
+            return jax.tree.map(lambda result: result[0], results)
+
+        return alone
+
+    @functools.cached_property
+    def replicated(self) -> NamedSharding:
+        """The whole array on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def split(self) -> NamedSharding:
+        """Axis 0 split over the replicas."""
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+    def divided(self, shape: Sequence[int], axes: Sequence[Any] = ()) -> NamedSharding:
+        """The longest axis that the number of replicas divides split over them; without
+        one, as `axes` say.
+
+        Args:
+            shape: Of the array.
+            axes: How it is divided over the logical devices: for each dimension mesh
+                axes or `None`; missing ones too.
+        """
+        own: list[Any] = [*axes, *[None] * (len(shape) - len(axes))]
+        taken = [axis is not None for axis in own]
+        sizes = zip(shape, taken, strict=True)
+        lengths = [
+            n if n and n % self.num_replicas == 0 and not used else 0
+            for n, used in sizes
+        ]
+        if any(lengths):
+            own[lengths.index(max(lengths))] = REPLICA_AXIS
+        return (
+            NamedSharding(self.mesh, PartitionSpec(*own))
+            if any(own)
+            else self.replicated
+        )
+
+    def stacked(self, axes: Sequence[Any]) -> NamedSharding:
+        """Of one array for each replica, on it: axis 0 split over the replicas, the
+        others divided by `axes`.
+        """
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS, *axes))
+
+
+def _prime_factors(number: int) -> list[int]:
+    for factor in range(2, math.isqrt(number) + 1):
+        if number % factor == 0:
+            return [factor, *_prime_factors(number // factor)]
+    return [number] if number > 1 else []
+
+
+def _check_processes(groups: Sequence[Sequence[jax.Device]]) -> None:
+    owners = [{device.process_index for device in group} for group in groups]
+    spread = [i for i, processes in enumerate(owners) if len(processes) > 1]
+    if spread:
+        raise DeviceError(
+            "The logical devices of a replica belong to one process.",
+            received=f"replica {spread[0]} on the processes "
+            f"{sorted(owners[spread[0]])}.",
+            fix="fewer logical devices a replica: a computation_shape that fits the "
+            "devices of one host.",
+        )
+    order = [process for processes in owners for process in processes]
+    if len(list(itertools.groupby(order))) > len(set(order)):
+        raise DeviceError(
+            "The replicas of a process come in a row.",
+            received=f"replicas of the processes {order}.",
+            fix="order the devices by their processes.",
+        )
+
+
+def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
+    """The replicas of this process, and what each has of an array that is split over
+    the replicas alone.
+    """
+    first: dict[int, jax.Array] = {}
+    for shard in stacked.addressable_shards:
+        first.setdefault(shard.index[0].start or 0, shard.data)
+    return sorted(first.items())
+
+
+def copies(array: jax.Array) -> tuple[jax.Array, ...]:
+    """The copies on this process's replicas of an array that is whole on every device,
+    in replica order.
+    """
+    sharding, shards = array.sharding, array.addressable_shards
+    if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
+        first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
+        shards = [shard for shard in shards if shard.device in first]
+    return tuple(shard.data for shard in shards)
+
+
+def on_host(array: jax.Array) -> np.ndarray[Any, Any]:
+    """The whole array; a copy, or the array's own memory. Of one that is divided over
+    processes, all take part.
+    """
+    if is_divided_over_processes(array):
+        array = on_every_replica(array)
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_data(0))
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+def is_divided_over_processes(array: jax.Array) -> bool:
+    """Whether another process has a part of the array that this one has not."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return False
+    own = array.sharding.addressable_devices_indices_map(array.shape)
+    every = array.sharding.devices_indices_map(array.shape)
+    return len({str(index) for index in own.values()}) < len(
+        {str(index) for index in every.values()}
+    )
+
+
+def on_every_replica(array: jax.Array) -> jax.Array:
+    """The array whole on every device; all processes take part."""
+    return _whole(ReplicaMesh(mesh_of_array(array)))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(mesh: ReplicaMesh) -> Any:
+    return launches.ordered(jax.jit(lambda array: array, out_shardings=mesh.replicated))
+
+
+def mesh_of_array(array: jax.Array) -> Mesh:
+    """The mesh that an array of this package's making lives on."""
+    assert isinstance(array.sharding, NamedSharding)
+    assert isinstance(array.sharding.mesh, Mesh)
+    return array.sharding.mesh
+
+
+def parse_device(name: str | jax.Device) -> jax.Device:
+    """The local device that a name of TensorFlow's or JAX's stands for.
+
+    Args:
+        name: `"GPU:0"`, `"/gpu:1"`, `"cpu:3"`, `"/job:worker/task:0/device:TPU:2"`,
+            `"tpu"` (the first one), or a `jax.Device`.
+
+    Raises:
+        DeviceError: For a name that is no device name, or a device that does not exist;
+            lists those that do.
+    """
+    if isinstance(name, jax.Device):
+        return name
+    match = _NAME.match(name.lower()) if isinstance(name, str) else None
+    if match is None:
+        raise DeviceError(
+            "A device is named by its kind and its number.",
+            received=f"{checks.shown(name)}.",
+            fix='"GPU:0", "/gpu:1", "cpu:3", "TPU:0", or a jax.Device.',
+        )
+    kind = _PLATFORMS.get(match.group(1), match.group(1))
+    index = int(match.group(2) or 0)
+    devices = _devices_of(kind)
+    if index < len(devices):
+        return devices[index]
+    raise DeviceError(
+        f"There is no device {kind}:{index}.",
+        received=f"{name!r}, with the devices {_available()}.",
+        fix=f"kd.config.set_cpu_devices({index + 1}) at the start of the program."
+        if kind == "cpu"
+        else "name one of the devices above.",
+    )
+
+
+def parse_devices(names: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
+    """Devices from their names; all local accelerators (else CPU devices) for `None`.
+
+    Raises:
+        DeviceError: For an empty list, an unknown name, a device named twice, or
+            devices of different kinds.
+    """
+    if names is None:
+        return tuple(jax.local_devices())
+    if isinstance(names, str | jax.Device):
+        names = [names]
+    if not isinstance(names, list | tuple):
+        raise DeviceError(
+            "The devices come as a list.",
+            received=f"devices={checks.shown(names)}.",
+            fix='["GPU:0", "GPU:1"], or None for all.',
+        )
+    devices = tuple(parse_device(name) for name in names)
+    if not devices:
+        raise DeviceError(
+            "A strategy needs at least one device.",
+            received="[].",
+            fix='["GPU:0", "GPU:1"], or None.',
+        )
+    twice = sorted({str(d) for d in devices if devices.count(d) > 1})
+    if twice:
+        raise DeviceError(
+            f"Each device can be named once; {', '.join(twice)} is named more often.",
+            received=f"{list(names)}.",
+            fix="name each device once.",
+        )
+    kinds = sorted({d.platform for d in devices})
+    if len(kinds) > 1:
+        raise DeviceError(
+            "The replicas of one strategy are devices of one kind.",
+            received=f"{list(names)} ({' and '.join(kinds)}).",
+            fix=f'only "{kinds[-1]}" devices.',
+        )
+    return devices
+
+
+def _devices_of(kind: str) -> Sequence[jax.Device]:
+    try:
+        return jax.local_devices(backend=kind)
+    except RuntimeError:  # JAX knows no such platform, or cannot start it.
+        return ()
+
+
+def _available() -> str:
+    kinds = dict.fromkeys([jax.default_backend(), "cpu"])
+    return ", ".join(
+        f"{kind}:{i}" for kind in kinds for i in range(len(_devices_of(kind)))
+    )

@@ -1,0 +1,255 @@
+"""Readers of several processes that take their steps together. Knows no devices.
+
+Ahead of each step every process tells the others the shapes of its batch, or that it
+has none left. A process without data goes on with batches of no rows until all have
+ended, so that all take every step. Where each keeps its rows of the same batches, and
+all know how many these are, they agree once for each pass instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from keras_distribute._compat import adapters as compat
+from keras_distribute.cluster import agreement, processes
+from keras_distribute.errors import InputError
+from keras_distribute.input.shares import Layout, RoundLayout, SplitLayout
+from keras_distribute.input.source import Batch, Reader
+from keras_distribute.input.splitting import piece_sizes
+
+# Shape and dtype of an array, and those of all arrays of a replica's piece.
+Spec = tuple[tuple[int, ...], str]
+Specs = list[Spec]
+
+
+class Announcement(NamedTuple):
+    """What a process tells the others of its next batch.
+
+    Args:
+        rows: The rows of the batch.
+        specs: For each replica of the process the shapes and dtypes of its piece.
+        structure: The structure of a piece, with zeros for leaves.
+    """
+
+    rows: int
+    specs: list[Specs]
+    structure: Any
+
+
+class AgreedLayout:
+    """The layout of one process, whose steps all processes take together."""
+
+    def __init__(self, layout: Layout, num_processes: int) -> None:
+        self._layout, self._num_processes = layout, num_processes
+        self.source, self.pieces, self.whole = (
+            layout.source,
+            layout.pieces,
+            layout.whole,
+        )
+        self._in_rounds = isinstance(layout, RoundLayout)
+        self._same_batches = isinstance(layout, SplitLayout)
+        topic = self.topic("its length")
+        counts = agreement.exchange(topic, layout.num_steps, num_processes)
+        known = [count for count in counts if count is not None]
+        # The steps of one pass, which ends when the last process has no data left.
+        self.num_steps = max(known) if len(known) == num_processes else None
+        if self._same_batches and len(set(counts)) > 1:
+            raise self.different("a dataset", [f"{count} batches" for count in counts])
+
+    def open(self) -> Reader:
+        """A pass that yields one batch for each step."""
+        return _AgreedReader(self)
+
+    def peek(self) -> Batch:
+        """The batch of the first step; of a process that has none, one without rows."""
+        try:
+            batch = self._layout.peek()
+        except StopIteration:
+            batch = None
+        announced = agreement.exchange(
+            self.topic("the first batch"), self.announce(batch), self._num_processes
+        )
+        first = next((each for each in announced if each is not None), None)
+        if first is None:
+            raise StopIteration
+        return self.without_rows(first) if batch is None else batch
+
+    def announce(self, batch: Batch | None) -> Announcement | None:
+        """What this process tells the others of a batch; `None` for none.
+
+        Raises:
+            InputError: For sparse arrays.
+        """
+        if batch is None:
+            return None
+        pieces = batch.data if self._in_rounds else [batch.data]
+        if any(compat.is_sparse(leaf) for piece in pieces for leaf in _leaves(piece)):
+            raise InputError(
+                "Sparse tensors cannot be shared by several processes.",
+                received=f"a batch of {self.source.kind}.",
+                fix="tf.sparse.to_dense in the pipeline.",
+            )
+        structure = jax.tree.map(lambda _: 0, pieces[0])
+        return Announcement(batch.rows, [_specs(piece) for piece in pieces], structure)
+
+    def without_rows(self, announced: Announcement) -> Batch:
+        """A batch without rows, like the one that another process has announced."""
+        specs = _with_rows(announced.specs[0], 0)
+        leaves = [np.zeros(shape, dtype) for shape, dtype in specs]
+        piece = jax.tree.unflatten(jax.tree.structure(announced.structure), leaves)
+        return Batch([piece] * len(announced.specs) if self._in_rounds else piece, 0)
+
+    def topic(self, what: str) -> str:
+        """What is agreed on, for the others to compare."""
+        return f"{what} ({self.source.kind})"
+
+    def different(self, what: str, found: Sequence[str]) -> InputError:
+        """The error for processes that should read the same, and do not."""
+        listed = "; ".join(f"process {i}: {text}" for i, text in enumerate(found))
+        return InputError(
+            f"The processes read {what} of their own, but each is to keep its rows of "
+            "the same batches.",
+            received=f"{listed}.",
+            fix="read the same data in every process, or "
+            "kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF) "
+            "for data of its own in each.",
+        )
+
+
+class _AgreedReader(Reader):
+    def __init__(self, layout: AgreedLayout) -> None:
+        self._layout = layout
+        self._inner = inner = layout._layout.open()
+        self.describe_as(inner)
+        self.seek, self.position, self.form = inner.seek, inner.position, inner.form
+        self._agrees_once = layout._same_batches and layout.num_steps is not None
+        self._channel: agreement.Channel | None = None
+        self._ended = False
+        # Batches without rows, after the last own one.
+        self._num_empty = 0
+        # Whether the last own batch was read, but not yet announced.
+        self._unannounced = False
+
+    def start(self, ahead: int) -> None:
+        self._inner.followed = self.followed
+        topic = self._layout.topic("reading")
+        self._channel = channel = agreement.Channel(topic, self._layout._num_processes)
+        # A shuffle that draws from NumPy's stream has to be the same everywhere.
+        if len(set(channel.exchange(processes.numpy_stream()))) > 1:
+            states = channel.exchange(processes.numpy_state())
+            processes.set_numpy_stream(states[0])
+        self._inner.start(ahead)
+
+    def __next__(self) -> Batch:
+        if self._agrees_once:
+            return next(self._inner)
+        batch = None if self._ended else next(self._inner, None)
+        self._ended = batch is None
+        return self._agree(batch)
+
+    def again(self, batch: Batch) -> Batch:
+        return batch if self._agrees_once else self._agree(batch)
+
+    def _agree(self, batch: Batch | None) -> Batch:
+        """The batch of the next step; `None` where this process has none left."""
+        assert self._channel is not None
+        self._unannounced = batch is not None
+        announced = self._channel.exchange(self._layout.announce(batch))
+        self._unannounced = False
+        first = next((each for each in announced if each is not None), None)
+        if first is None:
+            raise StopIteration
+        if self._layout._same_batches:
+            return self._check_same(batch, announced)
+        specs = self._specs_of_all(first, announced)
+        if batch is None:
+            batch = self._layout.without_rows(first)
+            self._num_empty += 1
+        return batch._replace(specs=specs)
+
+    def _check_same(
+        self, batch: Batch | None, announced: list[Announcement | None]
+    ) -> Batch:
+        found = [
+            "nothing left" if each is None else f"a batch of {each.rows} rows"
+            for each in announced
+        ]
+        if batch is None or len(set(found)) > 1:
+            raise self._layout.different("data", found)
+        return batch
+
+    def _specs_of_all(
+        self, first: Announcement, announced: list[Announcement | None]
+    ) -> list[Specs]:
+        """The specs of all replicas; those without data have no rows."""
+        empty = [_with_rows(specs, 0) for specs in first.specs]
+        specs = [s for each in announced for s in (each.specs if each else empty)]
+        kinds = [[(len(shape), dtype) for shape, dtype in each] for each in specs]
+        if any(kind != kinds[0] for kind in kinds):
+            listed = "; ".join(f"replica {i}: {each}" for i, each in enumerate(specs))
+            raise InputError(
+                "The elements of all processes have one structure, and one dtype and "
+                "rank for each array.",
+                received=f"{listed}.",
+                fix="yield the same structure in every process.",
+            )
+        if None in announced and not any(shape for shape, _ in specs[0]):
+            raise InputError(
+                "A process whose data has ended has no element to go on with.",
+                received="elements without rows.",
+                fix="batch the dataset: dataset.batch(64).",
+            )
+        return specs
+
+    def interrupt(self) -> None:
+        if self._channel is not None:
+            self._channel.give_up()
+
+    def close(self, unread: int) -> None:
+        self._inner.close(max(unread - self._num_empty, 0) + self._unannounced)
+
+
+def agreed(layout: Layout, num_processes: int) -> Layout:
+    """A layout whose steps all processes take together; of one process, itself."""
+    return layout if num_processes == 1 else AgreedLayout(layout, num_processes)
+
+
+def replica_rows(batch: Batch, num_replicas: int) -> tuple[int, ...]:
+    """The rows of each replica, over all processes."""
+    if batch.specs is None:
+        return tuple(piece_sizes(batch.rows, num_replicas))
+    return tuple(
+        next((shape[0] for shape, _ in specs if shape), 0) for specs in batch.specs
+    )
+
+
+def replica_specs(batch: Batch, piece: Any, num_replicas: int) -> list[Specs]:
+    """The specs of each replica's piece, over all processes.
+
+    Args:
+        batch: The batch of this process.
+        piece: The piece of it of one of its replicas.
+        num_replicas: The number of replicas of all processes.
+    """
+    if batch.specs is not None:
+        return batch.specs
+    specs = _specs(piece)
+    return [_with_rows(specs, rows) for rows in piece_sizes(batch.rows, num_replicas)]
+
+
+def _specs(piece: Any) -> Specs:
+    return [
+        (tuple(np.shape(leaf)), str(np.asarray(leaf).dtype)) for leaf in _leaves(piece)
+    ]
+
+
+def _with_rows(specs: Specs, rows: int) -> Specs:
+    return [((rows, *shape[1:]) if shape else (), dtype) for shape, dtype in specs]
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return jax.tree.leaves(structure, is_leaf=compat.is_sparse)

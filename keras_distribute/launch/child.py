@@ -1,0 +1,53 @@
+"""What each process of a `MultiProcessRunner` runs."""
+
+from __future__ import annotations
+
+import operator
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from keras_distribute.launch.folders import check_private
+from keras_distribute.launch.modules import module_of
+
+
+def main(folder: Path) -> int:
+    """Calls the function that `folder` names; returns the exit code."""
+    check_private(folder)
+    result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
+    call = pickle.loads((folder / "call").read_bytes())
+    sys.path[:] = list(dict.fromkeys([*call["path"], *sys.path]))
+    value: Any = None
+    caught: BaseException | None = None
+    error: str | None = None
+    try:
+        if call["function"] is not None:
+            function = pickle.loads(call["function"])
+        else:
+            module = module_of(call["module"], call["file"])
+            function = operator.attrgetter(call["name"])(module)
+        args, kwargs = pickle.loads(call["arguments"])
+        value = function(*args, **kwargs)
+    except BaseException as failure:
+        caught, error = failure, traceback.format_exc()
+    part = result.with_suffix(".part")
+    part.write_bytes(pickle.dumps((value, error)))
+    part.rename(result)
+    if caught is None:
+        return 0
+    if isinstance(caught, SystemExit):
+        raise caught  # It ends a script without `sys.excepthook`.
+    sys.excepthook(type(caught), caught, caught.__traceback__)  # As for a script.
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    if code:
+        # Skips the end of JAX's runtime, which would wait for the other processes.
+        sys.stderr.flush()
+        os._exit(code)

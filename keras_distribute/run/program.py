@@ -1,0 +1,333 @@
+"""From a traced function of one replica to a compiled program over all of them, with
+state in and out.
+
+A call of `Strategy.run` becomes `jax.jit(jax.shard_map(...))`, compiled once for the
+function, the structure, shapes and dtypes of its arguments, and their Python values.
+Mirrored variables that it assigns are proved to get the same value on every replica;
+`run/replication_proof.py` says how. Knows no trainer.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from keras_distribute.cluster import liveness
+from keras_distribute.context import AnyStrategy, Mode
+from keras_distribute.devices import launches
+from keras_distribute.devices.launches import Executable
+from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.errors import AggregationError
+from keras_distribute.run import replication_proof, tracing
+from keras_distribute.run.arguments import Call, Static
+from keras_distribute.run.tracing import Trace
+from keras_distribute.types import RunOptions
+from keras_distribute.values.per_replica import PerReplica
+from keras_distribute.variables import (
+    DistributedVariable,
+    Holder,
+    SyncOnReadVariable,
+    check_same_values,
+)
+
+_MANY_FUNCTIONS = 8
+
+
+class ProgramCache:
+    """The compiled programs of one strategy, by function and signature; forgotten with
+    the function.
+    """
+
+    def __init__(self) -> None:
+        self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
+        self._functions_of_code: collections.Counter[Any] = collections.Counter()
+
+    def programs_of(self, function: Callable[..., Any]) -> dict[Any, _Program]:
+        """The programs compiled from `function`, to look up and to add to."""
+        # A bound method is a new object at each access: its object and its function
+        # last. Equal is not the same here.
+        anchor, code = (
+            getattr(function, "__self__", function),
+            getattr(function, "__func__", None),
+        )
+        key = id(anchor)
+        if key not in self._by_anchor:
+            try:
+                reference = weakref.ref(
+                    anchor, lambda _: self._by_anchor.pop(key, None)
+                )
+            except TypeError:  # Nothing to hang the programs on.
+                return {}
+            self._by_anchor[key] = (reference, {})
+            self._warn_if_made_anew(function)
+        return self._by_anchor[key][1].setdefault(code, {})
+
+    def _warn_if_made_anew(self, function: Callable[..., Any]) -> None:
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return
+        self._functions_of_code[code] += 1
+        if self._functions_of_code[code] == _MANY_FUNCTIONS:
+            warnings.warn(
+                f"strategy.run has compiled {function.__qualname__!r} "
+                f"{_MANY_FUNCTIONS} times, since each call passed "
+                "a new function object. Define the function once, outside the loop.",
+                stacklevel=5,
+            )
+
+
+def run(
+    strategy: AnyStrategy,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mode: Mode = Mode.REPLICA,
+    options: RunOptions | None = None,
+) -> Any:
+    """Runs `function` on every replica of `strategy`.
+
+    Args:
+        strategy: Where to run.
+        function: Called, while traced, with one replica's arguments.
+        args: `PerReplica` become this replica's component; arrays are the same on every
+            replica; variables and other objects are passed as they are.
+        kwargs: Likewise.
+        mode: The context that `function` sees.
+        options: Compiler options.
+
+    Returns:
+        What `function` returns, with a `PerReplica` for each array.
+    """
+    call = Call(args, kwargs, strategy.replica_mesh)
+    programs = strategy.programs.programs_of(function)
+    key = (call.signature, mode, None if options is None else repr(options))
+    program = programs.get(key)
+    if program is None:
+        guess = next((list(other.variables) for other in programs.values()), [])
+        with strategy.replica_mesh.tracing():
+            trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        check_same_values(variables)
+        if any(variable.trainable for variable in variables):
+            strategy.placement.check_layouts([variable.path for variable in variables])
+        program = programs[key] = _Program(strategy, trace, call, variables, options)
+        if len(programs) == _MANY_FUNCTIONS and any(
+            isinstance(leaf, Static) for leaf in call.leaves
+        ):
+            warnings.warn(
+                "strategy.run has compiled "
+                f"{getattr(function, '__qualname__', function)!r} {len(programs)} "
+                "times, "
+                "once for each new shape and each new Python value among its "
+                "arguments. Pass numbers that change as "
+                "arrays: np.int32(step).",
+                stacklevel=3,
+            )
+    return program(call.arrays)
+
+
+class _Program:
+    """A compiled program with its variables."""
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        trace: Trace,
+        call: Call,
+        variables: Sequence[Any],
+        options: RunOptions | None,
+    ) -> None:
+        self.variables = tuple(variables)
+        self._trace, program = trace, trace.program
+        self._num_processes = strategy.replica_mesh.num_processes
+        self.written = [
+            i
+            for v in trace.written
+            for i, known in enumerate(self.variables)
+            if known is v
+        ]
+        self.read = [
+            i for i in range(len(self.variables)) if i not in set(self.written)
+        ]
+        local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
+        num_results = len(trace.shapes)
+        same = [not split for split in local_split] + [
+            not split for split in call.split
+        ]
+        if strategy.num_replicas_in_sync > 1:
+            equal = replication_proof.equal_on_all_replicas(program, same)
+        else:
+            equal = [True] * len(program.jaxpr.outvars)
+        differing = [
+            self.variables[i]
+            for i, same in zip(self.written, equal[num_results:], strict=True)
+            if not same and not local_split[i]
+        ]
+        if differing:
+            raise _differing_error(differing)
+
+        evaluate, call_split = core.jaxpr_as_fun(program), list(call.split)
+        order = [*self.written, *self.read]
+
+        def body(written: list[Any], read: list[Any], arrays: list[Any]) -> Any:
+            values: list[Any] = [None] * len(order)
+            for i, value in zip(order, [*written, *read], strict=True):
+                values[i] = value[0] if local_split[i] else value
+            local = [
+                a[0] if split else a
+                for a, split in zip(arrays, call_split, strict=True)
+            ]
+            outputs = evaluate(*values, *local)
+            outputs = [
+                o if isinstance(o, jax.Array) else jnp.asarray(o) for o in outputs
+            ]  # A constant is a number.
+            results = [o[None] for o in outputs[:num_results]]
+            new = zip(self.written, outputs[num_results:], strict=True)
+            return results, [o[None] if local_split[i] else o for i, o in new]
+
+        def spec(split: bool) -> PartitionSpec:
+            return PartitionSpec(REPLICA_AXIS) if split else PartitionSpec()
+
+        specs = [spec(split) for split in local_split]
+        written_specs = [specs[i] for i in self.written]
+        mapped = strategy.replica_mesh.over_replicas(
+            body,
+            in_specs=(
+                written_specs,
+                [specs[i] for i in self.read],
+                [spec(split) for split in call.split],
+            ),
+            out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
+        )
+        compiler_options = (
+            options.experimental_xla_options if options is not None else None
+        )
+        # Variables come back as they are stored, or the second call would compile
+        # again.
+        stored = [self.variables[i].sharding for i in self.written]
+        self.jitted = jax.jit(
+            lambda written, read, arrays: mapped(written, read, arrays),
+            donate_argnums=0,
+            # What the compiler chooses to divide over logical devices would not be one
+            # component on each replica.
+            out_shardings=(
+                strategy.replica_mesh.split
+                if strategy.replica_mesh.logical_axes
+                else None,
+                stored,
+            ),
+            compiler_options=compiler_options,
+        )
+        self._holder = _Written([self.variables[i] for i in self.written])
+        self._executables: dict[Any, Executable] = {}
+
+    def __call__(self, arrays: list[Any]) -> Any:
+        holder = self._holder
+        program = self._executable(arrays)
+        program.compile()  # Before `lock` is taken: others may run programs meanwhile.
+        with launches.lock:
+            written = holder.take()
+            read = [_stored(self.variables[i]) for i in self.read]
+            liveness.current.begin_step("in run", self._num_processes)
+            program.launch(holder.landing, written, read, arrays)
+            results = holder.landed()
+            holder.is_running = False
+        left = map(_per_replica, results, self._trace.shapes)
+        leaves = [
+            next(left) if leaf is None else leaf.value for leaf in self._trace.leaves
+        ]
+        return jax.tree.unflatten(self._trace.structure, leaves)
+
+    def _executable(self, arrays: list[Any]) -> Executable:
+        """The program for arguments on these devices; the signature has
+        their shapes.
+        """
+        where = tuple(getattr(array, "sharding", None) for array in arrays)
+        found = self._executables.get(where)
+        if found is None:
+            written, read = (
+                [_form_of(self.variables[i]) for i in indices]
+                for indices in (self.written, self.read)
+            )
+            found = Executable(self.jitted, written, read, arrays)
+            self._executables[where] = found
+        return found
+
+
+class _Written(Holder):
+    """What has the values of the variables that a program assigns: a list of their
+    arrays.
+    """
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        super().__init__(enumerate(variables))
+
+    def take(self) -> list[Any]:
+        state = super().take() if self.changed or self.landing else []
+        # Whoever has read a variable may still hold its array, and a donated array is
+        # deleted. References: the list's, and the argument of getrefcount. (A variable
+        # of the loop would be one more, and what `enumerate` keeps another.)
+        for i in range(len(state)):
+            if sys.getrefcount(state[i]) > 2:
+                state[i] = jnp.copy(state[i])
+        return state
+
+    def _with(self, changed: dict[int, Any]) -> list[Any]:
+        state = list(self.landing[-1][1]) if self.landing else [None] * len(changed)
+        for i, variable in changed.items():
+            state[i] = variable.stored
+        return state
+
+    def forget(self, place: int) -> None:
+        self.landing[-1][1][place] = None
+
+    def _array(self, place: int, variable: Any) -> Any:
+        return self.landing[-1][1][place]
+
+
+def _stored(variable: Any) -> Any:
+    """The array that a variable keeps."""
+    return (
+        variable.stored if isinstance(variable, DistributedVariable) else variable.value
+    )
+
+
+def _form_of(variable: Any) -> Any:
+    """Of the array that a variable keeps."""
+    shape = tuple(variable.shape)
+    if isinstance(variable, SyncOnReadVariable):
+        shape = (variable.replica_mesh.num_replicas, *shape)
+    if isinstance(variable, DistributedVariable):
+        return jax.ShapeDtypeStruct(shape, variable._dtype, sharding=variable.sharding)
+    return variable.value
+
+
+def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
+    return (
+        PerReplica(stacked=array)
+        if shapes is None
+        else PerReplica(padded=array, shapes=shapes)
+    )
+
+
+def _differing_error(variables: list[Any]) -> AggregationError:
+    lines = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
+    return AggregationError(
+        f"The replicas would assign different values to {len(variables)} mirrored "
+        f"variable(s):\n    {lines}",
+        received="an assignment in a program over all replicas, to variables with "
+        'aggregation="none".',
+        fix='combine the value first, kd.get_replica_context().all_reduce("SUM", '
+        "value), or create the variable with "
+        'aggregation="sum", "mean" or "only_first_replica", or with '
+        'synchronization="on_read".',
+    )

@@ -1,0 +1,429 @@
+"""From a function of one replica to its traced program, with the variables that it
+uses. Knows no devices.
+
+The function is traced until the set of its variables is known (twice on the first call:
+variables that it reads become inputs, those that it assigns become outputs, and layers
+built inside get their variables in between). Where replicas hold arrays of different
+shapes, it is traced for each distinct set of shapes, and the traces are joined to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from keras_distribute import context
+from keras_distribute._compat import jax_internals
+from keras_distribute._compat import variables as compat
+from keras_distribute.context import AnyStrategy, Frame, Mode
+from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.errors import (
+    StructureTypeError,
+    ValueStructureError,
+    VariableScopeError,
+)
+from keras_distribute.run import uneven
+from keras_distribute.run.arguments import Call, Static, Variant, is_leaf
+from keras_distribute.values import structures
+from keras_distribute.values.per_replica import Mirrored, PerReplica
+from keras_distribute.values.trace_exchange import BrokenOff, RaggedTrace, Told
+from keras_distribute.variables import DistributedVariable
+
+_traces = itertools.count()
+_ORIGIN = core.DebugInfo(
+    "strategy.run", "one variant", None, None
+)  # JAX wants to know where a program is from.
+
+
+@dataclasses.dataclass
+class Trace:
+    """One traced function: its program, from variables and arrays to results and
+    assigned values, and what it returned.
+
+    Args:
+        program: The traced program.
+        structure: The structure of the results.
+        leaves: Its leaves: `None` for an array, and other objects as they are.
+        written: The variables that it assigns, in the order of its last outputs.
+        variant: The shapes that it was traced with, and their replicas.
+        shapes: For each result that is an array, the shapes on all replicas where they
+            differ, else `None`.
+        folded: The numbers whose `psum` JAX computed while tracing, in order; in a
+            ragged program.
+    """
+
+    program: core.ClosedJaxpr
+    structure: Any
+    leaves: list[Any]
+    written: list[Any]
+    variant: Variant
+    shapes: list[tuple[tuple[int, ...], ...] | None]
+    folded: list[Any]
+
+
+def traced(
+    strategy: AnyStrategy,
+    function: Callable[..., Any],
+    call: Call,
+    mode: Mode,
+    guess: Sequence[Any],
+) -> tuple[Trace, list[Any]]:
+    """The trace of a call, and the variables that are its first inputs.
+
+    Args:
+        strategy: Where it will run.
+        function: Called with one replica's arguments.
+        call: The arguments.
+        mode: The context that `function` sees.
+        guess: Variables that it probably uses.
+
+    Raises:
+        VariableScopeError: For variables that it may not assign, or creates anew in
+            each call.
+        ValueStructureError: Where replicas with other shapes do something that is not
+            one program.
+    """
+    variables, created = list(guess), list[Any]()
+    told = Told(strategy.num_replicas_in_sync)
+    while True:
+        new: dict[int, Any] = {}
+        traces: list[Trace] = []
+        telling = [told.trace(variant.replicas) for variant in call.variants]
+        for variant, ragged_trace in zip(call.variants, telling, strict=True):
+            scope, trace = _trace_variant(
+                strategy, function, call, mode, variables, variant, ragged_trace
+            )
+            known = {id(v) for v in variables}
+            new |= {
+                key: v
+                for key, v in (scope.unknown | scope.updated).items()
+                if key not in known
+            }
+            if trace is None:
+                continue
+            traces.append(trace)
+            if created and scope.created:
+                raise _creating_error(list(scope.created.values()))
+            created = created or list(scope.created.values())
+        if not told.learn(telling) and not new:
+            return (
+                traces[0] if len(traces) == 1 else _joined(traces, variables)
+            ), variables
+        variables = [*variables, *new.values()]
+
+
+def _trace_variant(
+    strategy: AnyStrategy,
+    function: Callable[..., Any],
+    call: Call,
+    mode: Mode,
+    variables: list[Any],
+    variant: Variant,
+    telling: RaggedTrace,
+) -> tuple[_Capture, Trace | None]:
+    """One trace; `None` where it was broken off."""
+    scope, output = _Capture(strategy), dict[str, Any]()
+    is_ragged = len(variant.replicas) < strategy.num_replicas_in_sync
+    replica_context = strategy.make_replica_context() if mode is Mode.REPLICA else None
+    frame = Frame(
+        strategy,
+        mode,
+        replica_context,
+        per_replica=True,
+        ragged=telling if is_ragged else None,
+    )
+    local = functools.partial(
+        _trace_local, function, call, frame, variables, variant, scope, output
+    )
+    # JAX keeps the traces of inner functions (`jit`, `checkpoint`, `scan`, ...) by
+    # their context. A name that no other trace has keeps one trace from finding what
+    # another left behind.
+    axes = [
+        (REPLICA_AXIS, strategy.num_replicas_in_sync),
+        (f"trace {next(_traces)}", 1),
+    ]
+    noting = (
+        jax_internals.noting_folded_sums(REPLICA_AXIS)
+        if is_ragged
+        else contextlib.nullcontext(list[Any]())
+    )
+    given = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables]
+    try:
+        with scope, noting as folded:
+            program = jax.make_jaxpr(local, axis_env=axes)(given, call.shapes)
+    except (BrokenOff, Exception):
+        if telling.broken_off:
+            return scope, None
+        raise
+    if telling.broken_off:  # The function has caught it.
+        return scope, None
+    if scope.foreign:
+        raise _foreign_error(strategy, list(scope.foreign.values()))
+    shapes: list[Any] = [None] * sum(leaf is None for leaf in output["leaves"])
+    return scope, Trace(
+        program, **output, variant=variant, shapes=shapes, folded=folded
+    )
+
+
+def _trace_local(
+    function: Callable[..., Any],
+    call: Call,
+    frame: Frame,
+    variables: list[Any],
+    variant: Variant,
+    scope: _Capture,
+    output: dict[str, Any],
+    values: list[Any],
+    arrays: list[Any],
+) -> Any:
+    """One replica's call: from the values of `variables` and the arguments' arrays to
+    results and assigned values.
+    """
+    scope.given = {id(v): value for v, value in zip(variables, values, strict=True)}
+    args, kwargs = call.rebuilt(variant.cut(arrays))
+    with context.entered(frame):
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            if (
+                variant.empty and frame.ragged is not None
+            ):  # Replicas with rows were traced before, and raised nothing.
+                raise _no_rows_error(variant, error) from error
+            raise
+    leaves, output["structure"] = structures.flatten(result, is_leaf)
+    leaves = [_unwrapped(leaf) for leaf in leaves]
+    output["leaves"] = [
+        None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
+    ]
+    output["written"] = list(scope.updated.values())
+    # Nothing of this trace may be read after it.
+    written, scope.updates, scope.given = (
+        [scope.updates[key] for key in scope.updated],
+        {},
+        {},
+    )
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
+
+
+def _unwrapped(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica) and leaf.local is not None:
+        return jnp.asarray(leaf.local)
+    if isinstance(leaf, Mirrored):
+        return jnp.asarray(leaf.value)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jnp.asarray(leaf)
+    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
+        raise StructureTypeError(
+            "The function given to strategy.run returned an object that holds arrays "
+            "and is no structure of them.",
+            received=f"a {type(leaf).__name__}.",
+            fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
+            "register the class with JAX: "
+            "jax.tree_util.register_pytree_node.",
+        )
+    return leaf
+
+
+class _Capture(compat.StatelessScope):
+    """The stateless scope of a trace: hands out values of known variables, and notes
+    unknown ones.
+    """
+
+    def __init__(self, strategy: AnyStrategy) -> None:
+        super().__init__(
+            collect_losses=True
+        )  # As without a scope, `model.losses` holds what its layers added.
+        self._strategy = strategy
+        self.given: dict[int, Any] = {}
+        self.updates: dict[int, Any] = {}
+        self.updated: dict[int, Any] = {}
+        self.unknown: dict[int, Any] = {}
+        self.foreign: dict[int, Any] = {}
+        self.created: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key in self.updates:
+            return self.updates[key]
+        if key in self.given:
+            return self.given[key]
+        if not isinstance(variable, DistributedVariable):
+            pass
+        elif variable.distribute_strategy is not self._strategy:
+            raise VariableScopeError(
+                f"The variable {variable.path!r} lives on another strategy.",
+                received=f"a variable of {variable.distribute_strategy!r} in "
+                f"{self._strategy!r}.run.",
+                fix="build the model under the strategy that runs it.",
+            )
+        self.unknown[key] = variable
+        ours = isinstance(variable, DistributedVariable)
+        if not (variable.is_initialized if ours else variable._value is not None):
+            self.created[key] = variable
+            # Created inside the function: Keras shows its initial value until the trace
+            # ends.
+            return None
+        return jnp.zeros(variable.shape, variable._dtype)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if not isinstance(variable, DistributedVariable):
+            self.foreign[id(variable)] = variable
+        self.updates[id(variable)] = value
+        self.updated[id(variable)] = variable
+
+
+def _joined(traces: Sequence[Trace], variables: Sequence[Any]) -> Trace:
+    """One trace from one for each variant."""
+    _check_results(traces)
+    written = list({id(v): v for trace in traces for v in trace.written}.values())
+    programs = [_assigning(trace, written, variables) for trace in traces]
+    variant_of = {
+        replica: i
+        for i, trace in enumerate(traces)
+        for replica in trace.variant.replicas
+    }
+    replicas = sorted(variant_of)
+    shapes: list[Any] = []
+    for k in range(len(traces[0].shapes)):
+        of_variants = [program.jaxpr.outvars[k].aval.shape for program in programs]
+        differ = len(set(of_variants)) > 1
+        shapes.append(
+            tuple(of_variants[variant_of[replica]] for replica in replicas)
+            if differ
+            else None
+        )
+    program = uneven.joined(programs, [variant_of[replica] for replica in replicas])
+    return dataclasses.replace(
+        traces[0], program=program, written=written, shapes=shapes
+    )
+
+
+def _assigning(
+    trace: Trace, written: Sequence[Any], variables: Sequence[Any]
+) -> core.ClosedJaxpr:
+    """The trace's program, which assigns all of `written`: to some their own value,
+    which this variant leaves alone.
+    """
+    jaxpr = trace.program.jaxpr
+    inputs = {id(v): var for v, var in zip(variables, jaxpr.invars, strict=False)}
+    own = {
+        id(v): var
+        for v, var in zip(
+            trace.written, jaxpr.outvars[len(trace.shapes) :], strict=True
+        )
+    }
+    outvars = [
+        *jaxpr.outvars[: len(trace.shapes)],
+        *(own.get(id(v), inputs[id(v)]) for v in written),
+    ]
+    same = core.Jaxpr(
+        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, _ORIGIN
+    )
+    return core.ClosedJaxpr(same, trace.program.consts)
+
+
+def _check_results(traces: Sequence[Trace]) -> None:
+    """Raises where the variants' results are not of one kind."""
+    first = traces[0]
+    for trace in traces[1:]:
+        replicas = first.variant.replicas[0], trace.variant.replicas[0]
+        folded = [_folded(t) for t in (first, trace)]
+        if len(folded[0]) != len(folded[1]) or not all(map(np.array_equal, *folded)):
+            raise ValueStructureError(
+                "jax.lax.psum of a number that is known while tracing multiplies it by "
+                "the number of replicas; here it "
+                "differs per replica.",
+                received=f"{_numbers(folded[0])} on replica {replicas[0]}, "
+                f"{_numbers(folded[1])} on {replicas[1]}.",
+                fix='kd.get_replica_context().all_reduce("SUM", x.shape[0]), which '
+                "sums the replicas' own numbers.",
+            )
+        if trace.structure != first.structure:
+            raise _result_error(
+                replicas, first.structure, trace.structure, "structures"
+            )
+        forms = list(zip(_forms(first), _forms(trace), strict=True))
+        differing = next(
+            ((theirs, ours) for theirs, ours in forms if theirs != ours), None
+        )
+        if differing is not None:
+            theirs, ours = (
+                form.value if isinstance(form, Static) else form for form in differing
+            )
+            raise _result_error(replicas, theirs, ours, "results")
+
+
+def _forms(trace: Trace) -> list[Any]:
+    """What must be the same for all variants: the kinds of arrays, and objects."""
+    arrays = iter(
+        [
+            f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
+            for v in trace.program.jaxpr.outvars
+        ]
+    )
+    return [next(arrays) if leaf is None else leaf for leaf in trace.leaves]
+
+
+def _folded(trace: Trace) -> list[np.ndarray[Any, Any]]:
+    """What was multiplied, but for ones: so replicas are counted."""
+    return [array for array in map(np.asarray, trace.folded) if not np.all(array == 1)]
+
+
+def _numbers(values: Sequence[np.ndarray[Any, Any]]) -> str:
+    return ", ".join(str(value) for value in values) or "1"
+
+
+def _result_error(
+    replicas: tuple[int, int], theirs: Any, ours: Any, what: str
+) -> ValueStructureError:
+    return ValueStructureError(
+        f"Replicas with different numbers of rows returned different {what}.",
+        received=f"{theirs} from replica {replicas[0]}, {ours} from replica "
+        f"{replicas[1]}.",
+        fix="return the same from every replica; a number that differs as an array, "
+        "keras.ops.convert_to_tensor(x.shape[0]).",
+    )
+
+
+def _no_rows_error(variant: Variant, error: Exception) -> ValueStructureError:
+    replicas = ", ".join(map(str, variant.replicas))
+    return ValueStructureError(
+        "The function given to strategy.run failed for arrays without rows, which "
+        f"replica(s) {replicas} got.",
+        received=f"{type(error).__name__}: {error}",
+        fix="drop the last batch, dataset.batch(size, drop_remainder=True), or give "
+        "each replica a row: a last batch "
+        "of at least as many rows as replicas.",
+    )
+
+
+def _creating_error(variables: list[Any]) -> VariableScopeError:
+    names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
+    return VariableScopeError(
+        "The function given to strategy.run creates variables each time it is "
+        f"called:\n    {names}",
+        received="a layer, metric or seed generator that is made inside the function.",
+        fix="make it once, inside `with strategy.scope():`, and use it in the "
+        "function.",
+    )
+
+
+def _foreign_error(strategy: AnyStrategy, variables: list[Any]) -> VariableScopeError:
+    names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
+    return VariableScopeError(
+        f"{len(variables)} variable(s) that strategy.run assigns live on one device, "
+        "the strategy has "
+        f"{strategy.num_replicas_in_sync} replica(s):\n    {names}",
+        fix="create the model, the optimizer and the metrics inside `with "
+        "strategy.scope():`.",
+    )

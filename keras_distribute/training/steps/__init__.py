@@ -1,0 +1,1 @@
+"""How a step of `fit`, `evaluate` or `predict` is made, compiled and called."""

@@ -1,0 +1,259 @@
+"""The forward pass of a training step, and its gradients: over the global batch, or per
+replica.
+
+Over the global batch XLA reduces each gradient where it is computed. Per replica, each
+has a copy of the weights, and the gradients with respect to the copies are its own:
+what to reduce, and when, is left to the caller. The outputs are the global predictions
+in both cases, from which loss and metrics are computed as ever.
+
+The second needs a forward pass that treats each row by itself (`_compat.rows`), and
+rows that divide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from keras_distribute import context
+from keras_distribute._compat import rows as compat
+from keras_distribute.context import Frame, Mode
+from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.run import replication_proof
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.values import reductions
+from keras_distribute.variables import SyncOnReadVariable
+
+Forward = Callable[[list[Any], list[Any], Any], tuple[Any, list[Any], list[Any]]]
+Restore = Callable[[list[Any]], list[Any]]
+_SPLIT, _SAME = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+
+
+def over_all(trainer: Any, restore: Restore) -> Forward:
+    """The forward pass over the global batch: from weights, other variables and inputs
+    to predictions, others, losses.
+
+    Args:
+        trainer: The model.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+    """
+
+    def forward(weights: list[Any], others: list[Any], x: Any) -> Any:
+        return compat.forward(trainer, restore(weights), others, x)
+
+    return forward
+
+
+def per_replica(
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: list[Any],
+    x: Any,
+) -> Forward | None:
+    """The forward pass per replica, from copies of the weights; `None` where its parts
+    do not make up the whole.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+        weights: Examples of what the result will be called with, without the axis of
+            copies.
+        others: Likewise.
+        x: Likewise, the global batch.
+    """
+    replicas = strategy.num_replicas_in_sync
+    leaves = jax.tree.leaves(x)
+    rows = leaves[0].shape[0]
+    if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
+        return None
+    averaged = [
+        isinstance(variable, SyncOnReadVariable)
+        for variable in trainer.non_trainable_variables
+    ]
+    kinds: dict[str, Any] = {}
+
+    def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
+        with context.entered(
+            Frame(
+                strategy,
+                Mode.REPLICA,
+                strategy.make_replica_context(),
+                per_replica=True,
+            )
+        ):
+            predictions, others, losses = compat.forward(
+                trainer, restore(weights), others, x
+            )
+        outputs, kinds["structure"] = jax.tree.flatten(predictions)
+        masks = [compat.get_keras_mask(output) for output in outputs]
+        kinds["masked"] = [mask is not None for mask in masks]
+        others = [
+            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
+            if mean
+            else value
+            for value, mean in zip(others, averaged, strict=True)
+        ]
+        return (
+            outputs,
+            [mask for mask in masks if mask is not None],
+            others,
+            list(losses),
+        )
+
+    def shape(value: Any, divided: bool = False) -> jax.ShapeDtypeStruct:
+        own = (value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape
+        return jax.ShapeDtypeStruct(own, value.dtype)
+
+    arguments = (
+        list(map(shape, weights)),
+        list(map(shape, others)),
+        jax.tree.map(lambda leaf: shape(leaf, True), x),
+    )
+    with strategy.replica_mesh.tracing():
+        program, (outputs, masks, _, _) = jax.make_jaxpr(
+            one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
+        )(*arguments)
+    same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
+    equal = replication_proof.equal_on_all_replicas(program, same)[
+        len(outputs) + len(masks) :
+    ]
+    if not all(equal) or any(
+        o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]
+    ):
+        return None
+
+    evaluate = core.jaxpr_as_fun(program)
+    ends = list(itertools.accumulate([len(outputs), len(masks), len(others)]))
+
+    def body(copies: list[Any], others: list[Any], x: Any) -> Any:
+        results = [
+            jnp.asarray(r)
+            for r in evaluate(
+                *[copy[0] for copy in copies], *others, *jax.tree.leaves(x)
+            )
+        ]
+        return (
+            results[: ends[0]],
+            results[ends[0] : ends[1]],
+            results[ends[1] : ends[2]],
+            results[ends[2] :],
+        )
+
+    mapped = strategy.replica_mesh.over_replicas(
+        body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
+    )
+
+    def forward(copies: list[Any], others: list[Any], x: Any) -> Any:
+        outputs, masks, others, losses = mapped(copies, others, x)
+        left = iter(masks)
+        for output, masked in zip(outputs, kinds["masked"], strict=True):
+            if masked:
+                compat.set_keras_mask(output, next(left))
+        return jax.tree.unflatten(kinds["structure"], outputs), others, losses
+
+    return forward
+
+
+def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
+    """A copy of each weight for each replica, on it, divided over its logical devices
+    as the weight is.
+    """
+    replicas, mesh = strategy.num_replicas_in_sync, strategy.replica_mesh
+
+    def copied(weight: Any) -> Any:
+        sharding = (
+            mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim)
+            if mesh.logical_axes
+            else mesh.split
+        )
+        return lax.with_sharding_constraint(
+            jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding
+        )
+
+    return list(map(copied, weights))
+
+
+def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
+    """The sums over the replicas of gradients with respect to copies, on
+    every replica.
+    """
+    ops, dtype = (
+        strategy.extended.cross_device_ops,
+        strategy.placement.communication_dtype,
+    )
+
+    def sum_of_all(copies: list[Any]) -> list[Any]:
+        return reductions.sum_gradients(ops, [copy[0] for copy in copies], dtype)
+
+    return strategy.replica_mesh.over_replicas(
+        sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME
+    )(gradients)
+
+
+def loss_and_gradients(
+    trainer: Any,
+    forward: Forward,
+    restore: Restore,
+    trained: Any,
+    weights: Any,
+    others: Any,
+    metrics: Any,
+    data: Any,
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """Runs `forward`, computes the loss of all rows, and the gradients with respect to
+    `weights`.
+
+    Args:
+        trainer: The model.
+        forward: One of the above.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+        trained: The weights, once for all replicas: a loss may look at them.
+        weights: What `forward` takes.
+        others: The values of the other variables.
+        metrics: Those of the metrics.
+        data: The global batch.
+
+    Returns:
+        The logs, the gradients, the new values of `others`, those of `metrics`.
+    """
+    x, y, weight = compat.unpack_x_y_sample_weight(data)
+
+    def loss_of(weights: list[Any]) -> Any:
+        predictions, new_others, losses = forward(weights, others, x)
+        loss, (_, new_others, new_metrics) = compat.stateless_loss(
+            trainer,
+            losses,
+            (restore(trained), new_others, metrics),
+            x=x,
+            y=y,
+            y_pred=predictions,
+            sample_weight=weight,
+            training=True,
+        )
+        return trainer.optimizer.scale_loss(loss), (
+            loss,
+            predictions,
+            new_others,
+            new_metrics,
+        )
+
+    (_, (loss, predictions, others, metrics)), grads = jax.value_and_grad(
+        loss_of, has_aux=True
+    )(weights)
+    logs, metrics = compat.update_metrics(
+        trainer, metrics, loss, x, y, predictions, weight
+    )
+    return logs, grads, others, metrics

@@ -1,0 +1,96 @@
+"""The training step whose gradients are each replica's own until they are summed.
+
+In a step over the global batch XLA sums a gradient where the product that yields it is
+computed, and what follows the product, often a transposition, cannot become a part of
+it any more. Where each replica computes the gradient of its own rows as one device
+would, and the results are summed, the step is as fast as a loop by hand.
+
+What this needs of a model is in `plan.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_distribute import context
+from keras_distribute._compat import rows as compat
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.training.steps import forward
+from keras_distribute.training.steps.compiled_step import Step
+from keras_distribute.training.steps.forward import Restore
+
+
+def local_step(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
+    """Keras's training step on local gradients, for a model whose plan is local.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        global_step: For batches whose rows do not divide.
+    """
+
+    def step(state: Any, data: Any) -> Any:
+        trained, others, slots, metrics = state
+        result = gradients(trainer, strategy, list, trained, others, metrics, data)
+        if result is None:
+            return global_step(state, data)
+        logs, grads, others, metrics = result
+        trained, slots = trainer.optimizer.stateless_apply(slots, grads, trained)
+        return logs, (trained, others, slots, metrics)
+
+    return step
+
+
+def gradients(
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: Any,
+    metrics: Any,
+    data: Any,
+) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
+    """`of_each_replica`, with the sums of the gradients in their place."""
+    result = of_each_replica(trainer, strategy, restore, weights, others, metrics, data)
+    if result is None:
+        return None
+    logs, grads, others, metrics = result
+    return logs, forward.summed(grads, strategy), others, metrics
+
+
+def of_each_replica(
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: Any,
+    metrics: Any,
+    data: Any,
+) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
+    """What `forward.loss_and_gradients` returns, each gradient with an axis for the
+    replicas' own.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+        weights: As they are carried.
+        others: The values of the other variables.
+        metrics: Those of the metrics.
+        data: The global batch.
+
+    Returns:
+        `None` where the rows do not divide, or the parts do not make up the whole.
+    """
+    batch = context.frame().batch
+    if batch is None or batch.shards != strategy.num_replicas_in_sync:
+        return None
+    x = compat.unpack_x_y_sample_weight(data)[0]
+    own = forward.per_replica(trainer, strategy, restore, weights, others, x)
+    if own is None:
+        return None
+    copies = forward.copies(weights, strategy)
+    return forward.loss_and_gradients(
+        trainer, own, restore, weights, copies, others, metrics, data
+    )

@@ -1,0 +1,214 @@
+"""The state of a step between two calls of it, and what Keras sees of it.
+
+The step has the values of a model's variables from its first call on;
+`variables/holding.py` says how the variables find them. Keras, which hands a step its
+state and takes the new one back, gets `StateGroup`s: sequences that show the variables'
+present values to whoever looks, and cost nothing where nobody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from keras_distribute._compat import trees
+from keras_distribute.devices.launches import Landing
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
+from keras_distribute.variables import DistributedVariable, Holder
+
+
+class StateGroup(Sequence[Any]):
+    """The values of some variables as a sequence, in place of Keras's list of arrays.
+
+    Args:
+        variables: Whose values it shows. It holds none itself.
+    """
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables = variables
+
+    def __len__(self) -> int:
+        return len(self.variables)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [variable.value for variable in self.variables[index]]
+        return self.variables[index].value
+
+    def synchronized(self) -> None:
+        """Lets the variables show, by Keras's name for it, that they have
+        their values.
+        """
+        for variable in self.variables[:1]:
+            if variable._link is not None:
+                variable._link[0].is_running = False
+
+    def __repr__(self) -> str:
+        return f"StateGroup({len(self)} variables)"
+
+
+trees.register_sequence(StateGroup)
+
+
+class StepState(Holder):
+    """The state that a step takes and returns, as a flat list of arrays.
+
+    Args:
+        groups: The variables behind Keras's groups of values.
+        packing: Which of them share a buffer; `None` if none do.
+        components: Those whose components on the replicas the step takes.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[DistributedVariable]],
+        packing: Packing | None,
+        components: Collection[Place],
+    ) -> None:
+        super().__init__(
+            ((g, i), variable)
+            for g, group in enumerate(groups)
+            for i, variable in enumerate(group)
+        )
+        self.groups, self._packing = groups, packing
+        self._components = frozenset(components)
+        self._unpacked: tuple[Any, State | None] = (None, None)
+        self._stored: dict[Place, Any] = {}
+        labels = tuple(
+            [_Label((g, i)) for i in range(len(group))]
+            for g, group in enumerate(groups)
+        )
+        carried: Any = labels
+        if packing is not None:
+            buffers = [_Label((-1, i)) for i in range(len(packing.buffers))]
+            carried = Packed(buffers, packing.without_packed(labels))
+        leaves, self._structure = jax.tree.flatten(carried)
+        self._index = {leaf.place: i for i, leaf in enumerate(leaves)}
+
+    def is_of(self, groups: Sequence[Sequence[Any]]) -> bool:
+        """Whether it holds the values of these variables, in this order."""
+        return groups is self.groups or (
+            [len(group) for group in groups] == [len(group) for group in self.groups]
+            and all(
+                a is b
+                for ours, theirs in zip(self.groups, groups, strict=True)
+                for a, b in zip(ours, theirs, strict=True)
+            )
+        )
+
+    def as_groups(self) -> State:
+        """The values as Keras's groups; of what is in buffers, too."""
+        return tuple(
+            [self._element((g, i), variable) for i, variable in enumerate(group)]
+            for g, group in enumerate(self.groups)
+        )
+
+    def take(self) -> Any:
+        self._unpacked, self._stored = (
+            (None, None),
+            {},
+        )  # The arrays end with their step.
+        return super().take()
+
+    def put(self, groups: State) -> None:
+        """Takes new values from a step that is not compiled."""
+        self.landing[:] = [(None, [value for group in groups for value in group])]
+
+    def forget(self, place: Place) -> None:
+        self._stored.pop(place, None)
+        if place in self._index:
+            self.landing[-1][1][self._index[place]] = None
+
+    def across(self, place: Place, variable: DistributedVariable) -> Any:
+        if place in self._components:
+            return None
+        return self._read(place, variable, self._element_of)
+
+    def _element_of(self, place: Place, _: DistributedVariable) -> Any:
+        state = self.landing[-1][1]
+        if self._unpacked[0] is not state:
+            self._unpacked, self._stored = (state, None), {}
+        return self._element_in(state, place)
+
+    def _with(self, changed: dict[Place, DistributedVariable]) -> list[Any]:
+        if self.landing and all(place in self._index for place in changed):
+            leaves = list(self.landing[-1][1])
+            for place, variable in changed.items():
+                leaves[self._index[place]] = self._element(place, variable)
+            return leaves
+        groups = self.as_groups()
+        packing = self._packing
+        return jax.tree.leaves(groups if packing is None else packing.pack_now(groups))
+
+    def _element(self, place: Place, variable: DistributedVariable) -> Any:
+        """What the step takes for a variable."""
+        return variable.stored if place in self._components else variable.value
+
+    def _array(self, place: Place, variable: DistributedVariable) -> Any:
+        if self._unpacked[0] is not self.landing[-1][1] or place not in self._stored:
+            element = self._element_of(place, variable)
+            if element is None or element.is_deleted():
+                return None
+            if place not in self._components:
+                element = variable._as_stored(element)
+            self._stored[place] = element
+        return self._stored[place]
+
+    def _element_in(self, state: list[Any], place: Place) -> Any:
+        if place in self._index:
+            return state[self._index[place]]
+        assert self._packing is not None
+        if self._unpacked[1] is None:
+            packed = jax.tree.unflatten(self._structure, state)
+            if any(buffer.is_deleted() for buffer in packed.buffers):
+                return None
+            self._unpacked = state, self._packing.unpack_now(packed)
+        groups = self._unpacked[1]
+        assert groups is not None
+        return groups[place[0]][place[1]]
+
+
+class ArrayState:
+    """The state of one step of a model that keeps its state by itself, as a `Holder`'s.
+
+    Args:
+        groups: Keras's groups of values.
+        mesh: Where the step runs.
+    """
+
+    def __init__(self, groups: State, mesh: ReplicaMesh) -> None:
+        self._sizes = [len(group) for group in groups]
+        arrays = [array for group in groups for array in group]
+        leaves = [
+            array
+            if getattr(array, "sharding", None) == mesh.replicated
+            else mesh.put_replicated(array)
+            for array in arrays
+        ]
+        self.landing: Landing = [(None, leaves)]
+
+    def take(self) -> list[Any]:
+        return self.landing[-1][1]
+
+    def landed(self) -> Any:
+        return self.landing[-1][0]
+
+    def groups(self) -> State:
+        """The new values."""
+        left = iter(self.landing[-1][1])
+        return tuple([next(left) for _ in range(size)] for size in self._sizes)
+
+
+def is_held(state: Sequence[Any]) -> bool:
+    """Whether a state that Keras handed over only shows what a `StepState` holds."""
+    return all(isinstance(group, StateGroup) for group in state)
+
+
+class _Label:
+    """Stands for an array where the order of a flattened state is found out."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place

@@ -1,0 +1,52 @@
+"""State that is not on every device: weights and slots divided over logical devices,
+slots divided among the replicas.
+
+Of divided slots each replica keeps, and updates, its part.
+
+Known as stage 1 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054)
+and as weight-update sharding (Xu et al., 2020, https://arxiv.org/abs/2004.13336). The
+step says where its slots are, and XLA divides the update accordingly; each number is
+computed as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.training.steps.packed_state import Place, State
+from keras_distribute.variables import DistributedVariable, MirroredVariable
+
+
+def slot_created(variable: Any) -> None:
+    """Divides a new slot, if its strategy says so."""
+    if (
+        isinstance(variable, MirroredVariable)
+        and variable.distribute_strategy.placement.shard_optimizer_state
+    ):
+        variable.divide()
+
+
+def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
+    """The places (group, index) of divided variables among the groups behind a step's
+    state.
+    """
+    return [
+        (g, i)
+        for g, group in enumerate(groups)
+        for i, variable in enumerate(group)
+        if isinstance(variable, DistributedVariable)
+        and variable.value_sharding != variable.replica_mesh.replicated
+    ]
+
+
+def of_state(groups: Sequence[Sequence[Any]], mesh: ReplicaMesh) -> State:
+    """Where the values of the groups are."""
+    return tuple(
+        [
+            v.value_sharding if isinstance(v, DistributedVariable) else mesh.replicated
+            for v in group
+        ]
+        for group in groups
+    )

@@ -1,0 +1,1 @@
+"""Values that differ per replica, and their reductions over the replicas."""
