@@ -72,10 +72,16 @@ class Feed(Iterator[Any]):
             raise StopIteration
         try:
             with timing.of("input"):
-                return self._started().take().prepared
+                item = self._started().take()
         except BaseException:
             self.close()
             raise
+        if item is None:
+            self.close()
+            # From here, since whoever catches it may keep it until garbage is
+            # collected, and with it the frames that it has passed.
+            raise StopIteration
+        return item.prepared
 
     def start(self) -> None:
         """Starts to read; otherwise the first batch that is asked for does."""
@@ -187,18 +193,18 @@ class _Work:
             )
             self._thread.start()
 
-    def take(self) -> _Ready:
-        """The next batch, waiting for it if need be.
-
-        Raises:
-            StopIteration: At the end, and when another thread has closed the feed or
-                was raised its failure.
+    def take(self) -> _Ready | None:
+        """The next batch, waiting for it if need be; `None` at the end, and when
+        another thread has closed the feed or was raised its failure.
         """
         if self._thread is None:
             with self._reading:
                 if self._stopped:
-                    raise StopIteration
-                item = self._next()
+                    return None
+                try:
+                    item = self._next()
+                except StopIteration:
+                    return None
         else:
             with self._changed:
                 self._asked += 1
@@ -209,8 +215,10 @@ class _Work:
                     # Its traceback holds the feed, so the feed must not hold it, nor
                     # this frame: the cycle would keep the reader alive.
                     failure, self._failure = self._failure, None
+                    if failure is None:
+                        return None
                     try:
-                        raise failure or StopIteration
+                        raise failure
                     finally:
                         del failure
                 item = self._ready.popleft()
