@@ -15,7 +15,7 @@ import pytest
 
 from keras_distribute.callbacks.run import Run
 from keras_distribute.cluster import signing
-from keras_distribute.launch import __main__ as launching
+from keras_distribute.launch import command as launching
 from keras_distribute.launch.__main__ import LaunchOptions, launch, main
 from keras_distribute.launch.job import Job, free_port
 
