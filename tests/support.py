@@ -5,10 +5,8 @@ comparisons.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 import keras_distribute as kd
 
@@ -40,14 +38,3 @@ def distributed(
     return strategy.experimental_distribute_values_from_function(
         lambda context: component(context.replica_id_in_sync_group)
     )
-
-
-def assert_all_close(
-    actual: Iterable[Any],
-    expected: Iterable[Any],
-    rtol: float = 1e-5,
-    atol: float = 1e-6,
-) -> None:
-    """Each array is close to its counterpart, and there are as many."""
-    for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)

@@ -395,4 +395,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = ["-m"] if parsed.module else []
     script = [parsed.script, *parsed.script_arguments]
     return launch([sys.executable, "-u", *module, *script], options)
-
