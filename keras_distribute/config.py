@@ -9,6 +9,7 @@ it is set here, whoever asked for the devices.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -21,12 +22,22 @@ from keras_distribute.errors import DeviceError, ValueStructureError
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
 _COUNT = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_pool_size: int | None = (
-    None  # threads of XLA's CPU pool where we could choose it, else None
-)
 
 
-_prefetch_steps: int | None = None
+@dataclasses.dataclass
+class _Chosen:
+    """What was chosen for this process.
+
+    Attributes:
+        pool_size: Threads of XLA's pool for CPUs, where it could be chosen; else 0.
+        prefetch_steps: The argument of `set_prefetch_steps`.
+    """
+
+    pool_size: int = 0
+    prefetch_steps: int | None = None
+
+
+_chosen = _Chosen()
 
 
 def set_prefetch_steps(num_steps: int) -> None:
@@ -55,13 +66,13 @@ def set_prefetch_steps(num_steps: int) -> None:
         "due.",
         error=ValueStructureError,
     )
-    global _prefetch_steps
-    _prefetch_steps = num_steps
+    _chosen.prefetch_steps = num_steps
 
 
 def prefetch_steps(default: int = 2) -> int:
     """The number given to `set_prefetch_steps`, or `default`."""
-    return default if _prefetch_steps is None else _prefetch_steps
+    chosen = _chosen.prefetch_steps
+    return default if chosen is None else chosen
 
 
 def set_cpu_devices(num_devices: int) -> None:
@@ -133,7 +144,7 @@ def check_pool(num_devices: int) -> None:
         DeviceError: When JAX started its CPU client, with too few threads, before we
             could choose their number.
     """
-    threads = max(_pool_size or 0, _threads_asked_for(), os.cpu_count() or 1)
+    threads = max(_chosen.pool_size, _threads_asked_for(), os.cpu_count() or 1)
     if num_devices > threads:
         raise DeviceError(
             f"Training on {num_devices} CPU devices with XLA's pool of {threads} "
@@ -152,9 +163,8 @@ def _threads_asked_for() -> int:
 
 
 def _size_pool(num_devices: int) -> None:
-    global _pool_size
     cores = os.cpu_count() or 1
     needed = max(cores, _THREADS_PER_DEVICE * num_devices) if num_devices > 1 else 0
     if needed > _threads_asked_for() and needed > cores:
         os.environ["NPROC"] = str(needed)
-    _pool_size = max(cores, _threads_asked_for())
+    _chosen.pool_size = max(cores, _threads_asked_for())

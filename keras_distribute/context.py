@@ -123,32 +123,39 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
+class _Process:
+    """What holds in all threads: the strategy that was set for them, and how the
+    default one is made, which lives in a room below.
+    """
+
+    strategy: AnyStrategy | None = None
+    make_default: Callable[[], AnyStrategy] | None = None
+
+
 stack = _Stack()
 _scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
     weakref.WeakKeyDictionary()
 )
-_process_strategy: AnyStrategy | None = None
-_default_strategy: Callable[[], AnyStrategy] | None = None
+_process = _Process()
 
 
 def register_default(make: Callable[[], AnyStrategy]) -> None:
     """Tells this room how to get the default strategy, which lives in a room below."""
-    global _default_strategy
-    _default_strategy = make
+    _process.make_default = make
 
 
 def default_strategy() -> AnyStrategy:
     """The strategy in force where the user chose none."""
-    assert _default_strategy is not None
-    return _default_strategy()
+    assert _process.make_default is not None
+    return _process.make_default()
 
 
 def frame() -> Frame:
     """The innermost frame of this thread."""
     if stack.frames:
         return stack.frames[-1]
-    if _process_strategy is not None:
-        return Frame(_process_strategy, Mode.CROSS)
+    if _process.strategy is not None:
+        return Frame(_process.strategy, Mode.CROSS)
     return default_strategy().top_frame
 
 
@@ -266,7 +273,7 @@ def scope_strategy() -> AnyStrategy | None:
     process; `None` for the default one.
     """
     named = [entry.strategy for entry in stack.frames if entry.named]
-    chosen = named[-1] if named else _process_strategy
+    chosen = named[-1] if named else _process.strategy
     return None if chosen is default_strategy() else chosen
 
 
@@ -298,7 +305,6 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             a scope.
         StructureTypeError: For anything that is not a strategy.
     """
-    global _process_strategy
     own = getattr(strategy, "top_frame", None)
     if strategy is not None and not isinstance(own, Frame):
         checks.instance(
@@ -321,7 +327,7 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             fix="call experimental_set_strategy at the top level of the program, "
             "before its threads enter scopes.",
         )
-    _process_strategy = (
+    _process.strategy = (
         None if strategy is None or strategy is default_strategy() else strategy
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import errors
-from keras_distribute.devices import mesh
+from keras_distribute.devices import names
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from keras_distribute.devices import mesh
     ],
 )
 def test_device_names(name, index):
-    assert mesh.parse_device(name) == jax.devices("cpu")[index]
+    assert names.parse_device(name) == jax.devices("cpu")[index]
 
 
 def test_a_jax_device_names_itself():
@@ -39,7 +39,7 @@ def test_what_is_no_device_name(name):
         errors.DeviceError,
         match='named by its kind and its number.*\n.*Received.*\n.*Fix: "GPU:0"',
     ):
-        mesh.parse_device(name)
+        names.parse_device(name)
 
 
 def test_a_device_that_does_not_exist():

@@ -136,7 +136,7 @@ class _Noting(threading.local):
 
 _noting = _Noting()
 _lock = threading.Lock()
-_users = 0
+_noting_threads: list[str] = []
 _psum: Any = getattr(parallel, "_psum")  # noqa: B009 - private, and pyright says so.
 
 
@@ -154,17 +154,16 @@ def noting_folded_sums(axis: str) -> Generator[list[Any]]:
     """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this
     thread, for a `with` block.
     """
-    global _users
     before = _noting.axis, getattr(_noting, "values", [])
     _noting.axis, _noting.values = axis, []
     with _lock:
-        _users += 1
+        _noting_threads.append(axis)
         setattr(parallel, "_psum", _noting_psum)  # noqa: B010 - as above.
     try:
         yield _noting.values
     finally:
         with _lock:
-            _users -= 1
-            if not _users:
+            _noting_threads.pop()
+            if not _noting_threads:
                 setattr(parallel, "_psum", _psum)  # noqa: B010 - as above.
         _noting.axis, _noting.values = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from types import ModuleType
@@ -21,7 +22,6 @@ from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
 
 Path = str | os.PathLike[str]
-_warned_of_nothing = False
 
 
 class Checkpoint:
@@ -283,19 +283,17 @@ class Checkpoint:
         return tracking.track(self._objects) if built else tracked
 
 
+@functools.cache
 def _warn_of_nothing() -> None:
     """Says, once in a process, that `None` restores nothing."""
-    global _warned_of_nothing
-    if not _warned_of_nothing:
-        _warned_of_nothing = True
-        warnings.warn(
-            "Nothing was restored, since the path was None: everything keeps the "
-            "values that it has. At the first start of a run that is right: "
-            "manager.latest_checkpoint is None until something was saved. "
-            "manager.restore_or_initialize() does the same without this warning; "
-            "manager.restore() raises an error where there is no checkpoint.",
-            stacklevel=4,
-        )
+    warnings.warn(
+        "Nothing was restored, since the path was None: everything keeps the "
+        "values that it has. At the first start of a run that is right: "
+        "manager.latest_checkpoint is None until something was saved. "
+        "manager.restore_or_initialize() does the same without this warning; "
+        "manager.restore() raises an error where there is no checkpoint.",
+        stacklevel=4,
+    )
 
 
 def load_storage() -> ModuleType:

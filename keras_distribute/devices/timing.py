@@ -18,26 +18,27 @@ class Times:
         self.ended: dict[str, float] = {}
 
 
-_running: Times | None = None
+class _Running:
+    """What is being measured."""
+
+    times: Times | None = None
 
 
 def start() -> Times:
     """Begins to measure anew."""
-    global _running
-    _running = Times()
-    return _running
+    _Running.times = times = Times()
+    return times
 
 
 def stop() -> None:
     """Ends measuring."""
-    global _running
-    _running = None
+    _Running.times = None
 
 
 @contextlib.contextmanager
 def of(part: str) -> Generator[None]:
     """Around a part of a step."""
-    times = _running
+    times = _Running.times
     if times is None:
         yield
         return

@@ -147,88 +147,83 @@ class _Program:
         options: RunOptions | None,
     ) -> None:
         self.variables = tuple(variables)
-        self._trace, program = trace, trace.program
-        self._num_processes = strategy.replica_mesh.num_processes
-        self.written = [
-            i
-            for v in trace.written
-            for i, known in enumerate(self.variables)
-            if known is v
-        ]
-        self.read = [
-            i for i in range(len(self.variables)) if i not in set(self.written)
-        ]
-        local_split = [isinstance(v, SyncOnReadVariable) for v in self.variables]
-        num_results = len(trace.shapes)
-        same = [not split for split in local_split] + [
-            not split for split in call.split
-        ]
-        if strategy.num_replicas_in_sync > 1:
-            equal = replication_proof.equal_on_all_replicas(program, same)
-        else:
-            equal = [True] * len(program.jaxpr.outvars)
+        self._trace, self._split = trace, list(call.split)
+        self._mesh = strategy.replica_mesh
+        places = {id(variable): i for i, variable in enumerate(self.variables)}
+        self.written = [places[id(v)] for v in trace.written if id(v) in places]
+        written = set(self.written)
+        self.read = [i for i in range(len(self.variables)) if i not in written]
+        self._local = [isinstance(v, SyncOnReadVariable) for v in self.variables]
+        if self._mesh.num_replicas > 1:
+            self._check_equal()
+        self.jitted = self._jitted(options)
+        self._holder = _Written([self.variables[i] for i in self.written])
+        self._executables: dict[Any, Executable] = {}
+
+    def _check_equal(self) -> None:
+        """Raises where the replicas would assign different values to mirrored
+        variables.
+        """
+        same = [not split for split in [*self._local, *self._split]]
+        equal = replication_proof.equal_on_all_replicas(self._trace.program, same)
+        assigned = zip(self.written, equal[len(self._trace.shapes) :], strict=True)
         differing = [
-            self.variables[i]
-            for i, same in zip(self.written, equal[num_results:], strict=True)
-            if not same and not local_split[i]
+            self.variables[i] for i, same in assigned if not same and not self._local[i]
         ]
         if differing:
             raise _differing_error(differing)
 
-        evaluate, call_split = core.jaxpr_as_fun(program), list(call.split)
-        order = [*self.written, *self.read]
+    def _of_one_replica(self) -> Callable[..., Any]:
+        """The traced program on what one replica gets: of values with an axis for the
+        replicas, a part of length one.
+        """
+        evaluate = core.jaxpr_as_fun(self._trace.program)
+        order, num_results = [*self.written, *self.read], len(self._trace.shapes)
+        local, split = self._local, self._split
 
         def body(written: list[Any], read: list[Any], arrays: list[Any]) -> Any:
             values: list[Any] = [None] * len(order)
             for i, value in zip(order, [*written, *read], strict=True):
-                values[i] = value[0] if local_split[i] else value
-            local = [
-                a[0] if split else a
-                for a, split in zip(arrays, call_split, strict=True)
-            ]
-            outputs = evaluate(*values, *local)
+                values[i] = value[0] if local[i] else value
+            own = [a[0] if part else a for a, part in zip(arrays, split, strict=True)]
+            # A constant is a number.
             outputs = [
-                o if isinstance(o, jax.Array) else jnp.asarray(o) for o in outputs
-            ]  # A constant is a number.
-            results = [o[None] for o in outputs[:num_results]]
+                output if isinstance(output, jax.Array) else jnp.asarray(output)
+                for output in evaluate(*values, *own)
+            ]
+            results = [output[None] for output in outputs[:num_results]]
             new = zip(self.written, outputs[num_results:], strict=True)
-            return results, [o[None] if local_split[i] else o for i, o in new]
+            return results, [value[None] if local[i] else value for i, value in new]
+
+        return body
+
+    def _jitted(self, options: RunOptions | None) -> Any:
+        """The program over all replicas: from the values of assigned variables, which
+        it deletes, of others, and the arguments, to results and new values.
+        """
 
         def spec(split: bool) -> PartitionSpec:
             return PartitionSpec(REPLICA_AXIS) if split else PartitionSpec()
 
-        specs = [spec(split) for split in local_split]
-        written_specs = [specs[i] for i in self.written]
-        mapped = strategy.replica_mesh.over_replicas(
-            body,
-            in_specs=(
-                written_specs,
-                [specs[i] for i in self.read],
-                [spec(split) for split in call.split],
-            ),
-            out_specs=([PartitionSpec(REPLICA_AXIS)] * num_results, written_specs),
-        )
-        compiler_options = (
-            options.experimental_xla_options if options is not None else None
+        written = [spec(self._local[i]) for i in self.written]
+        read = [spec(self._local[i]) for i in self.read]
+        results = [spec(True)] * len(self._trace.shapes)
+        mapped = self._mesh.over_replicas(
+            self._of_one_replica(),
+            in_specs=(written, read, list(map(spec, self._split))),
+            out_specs=(results, written),
         )
         # Variables come back as they are stored, or the second call would compile
-        # again.
+        # again. What the compiler chooses to divide over logical devices would not be
+        # one component on each replica.
         stored = [self.variables[i].sharding for i in self.written]
-        self.jitted = jax.jit(
+        outputs = self._mesh.split if self._mesh.logical_axes else None
+        return jax.jit(
             lambda written, read, arrays: mapped(written, read, arrays),
             donate_argnums=0,
-            # What the compiler chooses to divide over logical devices would not be one
-            # component on each replica.
-            out_shardings=(
-                strategy.replica_mesh.split
-                if strategy.replica_mesh.logical_axes
-                else None,
-                stored,
-            ),
-            compiler_options=compiler_options,
+            out_shardings=(outputs, stored),
+            compiler_options=options and options.experimental_xla_options,
         )
-        self._holder = _Written([self.variables[i] for i in self.written])
-        self._executables: dict[Any, Executable] = {}
 
     def __call__(self, arrays: list[Any]) -> Any:
         holder = self._holder
@@ -237,7 +232,7 @@ class _Program:
         with launches.lock:
             written = holder.take()
             read = [_stored(self.variables[i]) for i in self.read]
-            liveness.current.begin_step("in run", self._num_processes)
+            liveness.current.begin_step("in run", self._mesh.num_processes)
             program.launch(holder.landing, written, read, arrays)
             results = holder.landed()
             holder.is_running = False

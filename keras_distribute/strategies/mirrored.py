@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import jax
 
 from keras_distribute import config
-from keras_distribute.devices.mesh import ReplicaMesh, parse_devices
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import parse_devices
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.values.reductions import CrossDeviceOps
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from keras_distribute.devices.mesh import ReplicaMesh, parse_device
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import parse_device
 from keras_distribute.strategies.base import Strategy
 
 

@@ -524,7 +524,7 @@ def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
 def test_restoring_none_says_once_that_nothing_was_restored(
     value: Value, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_warned_of_nothing", False)
+    checkpoints._warn_of_nothing.cache_clear()
     manager = value.manager()
     with pytest.warns(
         UserWarning, match="the path was None.*restore_or_initialize"

@@ -214,7 +214,7 @@ def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None
         return original(*args, **options)
 
     monkeypatch.setattr(batches, "place", place)
-    monkeypatch.setattr(kd.config, "_prefetch_steps", None)
+    monkeypatch.setattr(kd.config._chosen, "prefetch_steps", None)
     model = built(2)
 
     def readers(shuffle: bool) -> set[str]:
@@ -224,7 +224,7 @@ def test_arrays_at_hand_are_read_in_the_callers_thread(monkeypatch: Any) -> None
 
     assert readers(shuffle=False) == set()
     assert readers(shuffle=True)
-    monkeypatch.setattr(kd.config, "_prefetch_steps", 3)
+    monkeypatch.setattr(kd.config._chosen, "prefetch_steps", 3)
     assert readers(shuffle=False)
 
 

@@ -32,22 +32,24 @@ from keras_distribute.training.steps.state import ArrayState, StepState, is_held
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
-_kept: list[batches.Placed] | None = (
-    None  # The batches of the last call, while somebody wants to look at them.
-)
+
+
+class _Kept:
+    """The batches of the last call, while somebody wants to look at them."""
+
+    batches: list[batches.Placed] | None = None
 
 
 def keep_batches(keep: bool) -> None:
     """Whether to keep the batches of the last step, or group of steps, of which
     `kept_batches` tells.
     """
-    global _kept
-    _kept = [] if keep else None
+    _Kept.batches = [] if keep else None
 
 
 def kept_batches() -> list[batches.Placed]:
     """The batches of the last step, or group of steps."""
-    return _kept or []
+    return _Kept.batches or []
 
 
 class CompiledStep:
@@ -111,8 +113,8 @@ class CompiledStep:
             The logs, and `state`, which shows the new values; or the new arrays.
         """
         placed = batches.place_whole(data, self._mesh)
-        if _kept is not None:
-            _kept[:] = [placed]
+        if _Kept.batches is not None:
+            _Kept.batches = [placed]
         if not is_held(state):
             return self._one_on_arrays(state, placed)
         return self._one(self._holder(state), placed), state
@@ -133,8 +135,8 @@ class CompiledStep:
             return logs, state
         holder = self._holder(state)
         left = [batches.place_whole(batch, self._mesh) for batch in data]
-        if _kept is not None:
-            _kept[:] = left
+        if _Kept.batches is not None:
+            _Kept.batches = left[:]
         while left:
             group = left[:size]
             if 1 < size == len(group) and _alike(group) and self._can_scan(group):

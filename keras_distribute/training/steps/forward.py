@@ -78,78 +78,30 @@ def per_replica(
     rows = leaves[0].shape[0]
     if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
         return None
-    averaged = [
-        isinstance(variable, SyncOnReadVariable)
-        for variable in trainer.non_trainable_variables
-    ]
     kinds: dict[str, Any] = {}
-
-    def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
-        with context.entered(
-            Frame(
-                strategy,
-                Mode.REPLICA,
-                strategy.make_replica_context(),
-                per_replica=True,
-            )
-        ):
-            predictions, others, losses = compat.forward(
-                trainer, restore(weights), others, x
-            )
-        outputs, kinds["structure"] = jax.tree.flatten(predictions)
-        masks = [compat.get_keras_mask(output) for output in outputs]
-        kinds["masked"] = [mask is not None for mask in masks]
-        others = [
-            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
-            if mean
-            else value
-            for value, mean in zip(others, averaged, strict=True)
-        ]
-        return (
-            outputs,
-            [mask for mask in masks if mask is not None],
-            others,
-            list(losses),
-        )
-
-    def shape(value: Any, divided: bool = False) -> jax.ShapeDtypeStruct:
-        own = (value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape
-        return jax.ShapeDtypeStruct(own, value.dtype)
-
-    arguments = (
-        list(map(shape, weights)),
-        list(map(shape, others)),
-        jax.tree.map(lambda leaf: shape(leaf, True), x),
-    )
+    one_replica = _of_one_replica(trainer, strategy, restore, kinds)
+    arguments = _shapes_of_one(replicas, weights, others, x)
     with strategy.replica_mesh.tracing():
         program, (outputs, masks, _, _) = jax.make_jaxpr(
             one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
         )(*arguments)
     same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
-    equal = replication_proof.equal_on_all_replicas(program, same)[
-        len(outputs) + len(masks) :
-    ]
-    if not all(equal) or any(
-        o.ndim == 0 or o.shape[0] != rows // replicas for o in [*outputs, *masks]
-    ):
+    num_split = len(outputs) + len(masks)
+    equal = replication_proof.equal_on_all_replicas(program, same)[num_split:]
+    each = rows // replicas
+    of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
+    if not all(equal) or not of_rows:
         return None
 
     evaluate = core.jaxpr_as_fun(program)
     ends = list(itertools.accumulate([len(outputs), len(masks), len(others)]))
 
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
-        results = [
-            jnp.asarray(r)
-            for r in evaluate(
-                *[copy[0] for copy in copies], *others, *jax.tree.leaves(x)
-            )
-        ]
-        return (
-            results[: ends[0]],
-            results[ends[0] : ends[1]],
-            results[ends[1] : ends[2]],
-            results[ends[2] :],
-        )
+        own = [copy[0] for copy in copies]
+        results = evaluate(*own, *others, *jax.tree.leaves(x))
+        results = list(map(jnp.asarray, results))
+        parts = itertools.pairwise([0, *ends, len(results)])
+        return tuple(results[begin:end] for begin, end in parts)
 
     mapped = strategy.replica_mesh.over_replicas(
         body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
@@ -164,6 +116,60 @@ def per_replica(
         return jax.tree.unflatten(kinds["structure"], outputs), others, losses
 
     return forward
+
+
+def _of_one_replica(
+    trainer: Any, strategy: Strategy, restore: Restore, kinds: dict[str, Any]
+) -> Callable[..., Any]:
+    """The forward pass of one replica's rows: from weights, other variables and inputs
+    to predictions, their masks, others, losses.
+
+    Args:
+        trainer: The model.
+        strategy: Its strategy.
+        restore: As of `per_replica`.
+        kinds: Gets the structure of the predictions, and which have masks.
+    """
+    replicas = strategy.num_replicas_in_sync
+    # Moving statistics of batch normalization, each replica's own: their mean is kept.
+    averaged = [
+        isinstance(variable, SyncOnReadVariable)
+        for variable in trainer.non_trainable_variables
+    ]
+
+    def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
+        replica = strategy.make_replica_context()
+        frame = Frame(strategy, Mode.REPLICA, replica, per_replica=True)
+        with context.entered(frame):
+            predictions, others, losses = compat.forward(
+                trainer, restore(weights), others, x
+            )
+        outputs, kinds["structure"] = jax.tree.flatten(predictions)
+        masks = [compat.get_keras_mask(output) for output in outputs]
+        kinds["masked"] = [mask is not None for mask in masks]
+        others = [
+            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
+            if mean
+            else value
+            for value, mean in zip(others, averaged, strict=True)
+        ]
+        own_masks = [mask for mask in masks if mask is not None]
+        return outputs, own_masks, others, list(losses)
+
+    return one_replica
+
+
+def _shapes_of_one(
+    replicas: int, weights: list[Any], others: list[Any], x: Any
+) -> tuple[Any, ...]:
+    """What the forward pass of one replica takes, as shapes."""
+
+    def shape(value: Any, divided: bool = False) -> jax.ShapeDtypeStruct:
+        own = (value.shape[0] // replicas, *value.shape[1:]) if divided else value.shape
+        return jax.ShapeDtypeStruct(own, value.dtype)
+
+    rows = jax.tree.map(lambda leaf: shape(leaf, True), x)
+    return list(map(shape, weights)), list(map(shape, others)), rows
 
 
 def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
