@@ -150,8 +150,8 @@ def test_exported_to_a_saved_model(
 
     def served(model: Any, name: str) -> list[Any]:
         model.export(tmp_path / name, verbose=False)
-        serve = tf.saved_model.load(tmp_path / name).serve
-        return [serve(x[:count]) for count in (22, 1)]
+        loaded = tf.saved_model.load(tmp_path / name)
+        return [loaded.serve(x[:count]) for count in (22, 1)]
 
     with scope(place):
         model = plain_keras.load(path)
