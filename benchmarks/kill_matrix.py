@@ -29,7 +29,7 @@ from pathlib import Path
 
 import report
 
-from keras_distribute.launch.__main__ import LaunchOptions, launch
+from keras_distribute.launch import LaunchOptions, launch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "processes" / "staged.py"
 MOMENTS = {

@@ -283,7 +283,7 @@ def test_a_notebook_with_a_tpu_is_one_process(
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     for name, value in NOTEBOOKS[where].items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(google_cloud, "_has_tpu", lambda: True)
+    monkeypatch.setattr(google_cloud, "_CHIPS", ("/",))
     assert CR.TPUClusterResolver(tpu).topology() == CR.Topology()
 
 
@@ -297,7 +297,7 @@ def test_a_tpu_machine_knows_the_hosts_of_its_slice(
     }
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    monkeypatch.setattr(google_cloud, "_has_tpu", lambda: True)
+    monkeypatch.setattr(google_cloud, "_CHIPS", ("/",))
     with serving(
         lambda method, path, query, body: known.get(
             path.removeprefix("/computeMetadata/v1/")

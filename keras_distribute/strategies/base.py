@@ -16,7 +16,7 @@ from keras_distribute.cluster import agreement, liveness
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.devices.placement import Layouts, Placement
+from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
@@ -55,7 +55,6 @@ class Strategy:
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
-        layouts: Layouts | None = None,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
         checks.instance(
@@ -78,7 +77,9 @@ class Strategy:
         self._placement = None
         if mesh is not None:
             self._placement = Placement(
-                mesh, layouts, shard_optimizer_state, communication_dtype
+                mesh,
+                shard_optimizer_state=shard_optimizer_state,
+                communication_dtype=communication_dtype,
             )
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(

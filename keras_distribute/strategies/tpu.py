@@ -4,6 +4,7 @@ devices each.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,11 +119,10 @@ class TPUStrategy(Strategy):
             else _assigned(experimental_device_assignment, devices)
         )
         mesh = ReplicaMesh.of_groups(groups)
-        super().__init__(
-            mesh,
-            shard_optimizer_state=shard_optimizer_state,
-            layouts=None if layout_map is None else LayoutMapLayouts(layout_map, mesh),
-        )
+        super().__init__(mesh, shard_optimizer_state=shard_optimizer_state)
+        if layout_map is not None:
+            layouts = LayoutMapLayouts(layout_map, mesh)
+            self._placement = dataclasses.replace(self.placement, layouts=layouts)
         self._spmd = spmd
 
     @property

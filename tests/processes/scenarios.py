@@ -439,14 +439,14 @@ def interrupted(tries):
     begin = state()
     states = [begin]
     fit(Note())
-    counter = Interrupter(None, inside="training/compiled.py")
+    counter = Interrupter(None, inside="steps/compiled_step.py")
     set_state(begin)
     counter(fit)
     outcomes = []
     for i in range(tries):
         set_state(begin)
         interrupter = Interrupter(
-            (2 * i + 1) * counter.count // (2 * tries), inside="training/compiled.py"
+            (2 * i + 1) * counter.count // (2 * tries), inside="steps/compiled_step.py"
         )
         was = interrupter(fit)
         left = state()

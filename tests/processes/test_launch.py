@@ -15,8 +15,9 @@ import pytest
 
 from keras_distribute.callbacks.run import Run
 from keras_distribute.cluster import signing
+from keras_distribute.launch import LaunchOptions, launch
 from keras_distribute.launch import command as launching
-from keras_distribute.launch.__main__ import LaunchOptions, launch, main
+from keras_distribute.launch.command import main
 from keras_distribute.launch.job import Job, free_port
 
 pytestmark = pytest.mark.timeout(150)

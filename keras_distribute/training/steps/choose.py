@@ -211,29 +211,20 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    groups, step = compat.state_variables(trainer, kind), _step_of(trainer, kind)
-    if kind == "train":
-        return _training_step(strategy, trainer, groups, step)
-    packing = Packing(form_of(groups), strategy.replica_mesh)
-    carried = packing.around(step) if packing else step
-    return CompiledStep(strategy, carried, groups, packing or None, plain=step)
-
-
-def _training_step(
-    strategy: Strategy, trainer: Any, groups: list[list[Any]], global_step: Step
-) -> CompiledStep:
-    plan, mesh = plan_of(trainer, strategy), strategy.replica_mesh
-    if plan.accumulators:
-        return _accumulating(strategy, trainer, groups, plan.accumulators, global_step)
+    groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
+    mesh, step, flat = strategy.replica_mesh, plain, None
     form, places = form_of(groups), state_shardings.divided_places(groups)
+    if kind == "train":
+        plan = plan_of(trainer, strategy)
+        if plan.accumulators:
+            return _accumulating(strategy, trainer, groups, plan.accumulators, plain)
+        flat = FlatStep.of(trainer, strategy, form, places, plan)
+        if plan.is_local:
+            step = local_step(trainer, strategy, plain)
     carried: Step
-    flat = FlatStep.of(trainer, strategy, form, places, plan)
     if flat is not None:
         packing, carried = flat.packing, flat
     else:
-        step = global_step
-        if plan.is_local:
-            step = local_step(trainer, strategy, global_step)
         packing = Packing(form, mesh, single=places)
         carried = packing.around(step) if packing else step
     # Where nothing is divided, a step of the user's own may return its groups as tuples
@@ -242,7 +233,7 @@ def _training_step(
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
     return CompiledStep(
-        strategy, carried, groups, packing or None, shardings, plain=global_step
+        strategy, carried, groups, packing or None, shardings, plain=plain
     )
 
 
