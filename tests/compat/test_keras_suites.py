@@ -8,9 +8,16 @@ the state of the steps and the halves of batches on two devices.
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from . import suites
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("keras.src.trainers.trainer_test") is None,
+    reason="this Keras ships without its own tests, as its nightlies do",
+)
 
 OUT_SHARDINGS = "keras.src.trainers.trainer_test::JAXTrainerCorrectnessTest::test_jit_fit_with_out_shardings_logic_distributed"
 ORBAX = "keras.src.callbacks.orbax_checkpoint_test::OrbaxCheckpointTest::test_distributed_checkpoint"
