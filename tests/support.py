@@ -1,6 +1,4 @@
-"""What tests of many rooms share: strategies by their size, values of each replica, and
-comparisons.
-"""
+"""What tests of many rooms share: strategies by their size, values of each replica."""
 
 from __future__ import annotations
 

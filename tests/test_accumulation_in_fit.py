@@ -10,7 +10,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute import context
-from keras_distribute.training import batches
+from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import choose
 from tests.support import mirrored
 
@@ -114,7 +114,7 @@ def test_the_numbers_of_one_device(one_device, kind, n):
 def compiled_step(model, rows):
     """The text of the training step that XLA compiled for a batch of `rows`."""
     strategy = model.layers[0].weights[0].distribute_strategy
-    with context.entered(choose.frame_for(strategy)):
+    with context.entered(adoption.frame_for(strategy)):
         model.train_function = None
         model.train_on_batch(TOKENS[:rows], TARGETS[:rows])
         placed = batches.place(

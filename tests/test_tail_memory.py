@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_distribute import context
-from keras_distribute.training import batches
+from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import choose
 from tests.support import mirrored
 
@@ -22,7 +22,7 @@ def temporary_bytes(model, strategy, rows):
     arguments and results.
     """
     x, y = np.zeros((rows, 32, 32, 3), "float32"), np.zeros((rows, 10), "float32")
-    with context.entered(choose.frame_for(strategy)):
+    with context.entered(adoption.frame_for(strategy)):
         model.train_on_batch(x, y)
         placed = batches.place((x, y, None), strategy.replica_mesh)
         program = choose.compile_step(model, "train").executable(placed).compile()

@@ -134,9 +134,14 @@ class _Noting(threading.local):
     values: list[Any]
 
 
+class _Replaced:
+    """`parallel._psum`, while traces note what it folds: how many there are."""
+
+    traces = 0
+
+
 _noting = _Noting()
 _lock = threading.Lock()
-_noting_threads: list[str] = []
 _psum: Any = getattr(parallel, "_psum")  # noqa: B009 - private, and pyright says so.
 
 
@@ -157,13 +162,13 @@ def noting_folded_sums(axis: str) -> Generator[list[Any]]:
     before = _noting.axis, getattr(_noting, "values", [])
     _noting.axis, _noting.values = axis, []
     with _lock:
-        _noting_threads.append(axis)
+        _Replaced.traces += 1
         setattr(parallel, "_psum", _noting_psum)  # noqa: B010 - as above.
     try:
         yield _noting.values
     finally:
         with _lock:
-            _noting_threads.pop()
-            if not _noting_threads:
+            _Replaced.traces -= 1
+            if not _Replaced.traces:
                 setattr(parallel, "_psum", _psum)  # noqa: B010 - as above.
         _noting.axis, _noting.values = before

@@ -10,7 +10,7 @@ from keras_distribute import checks
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
-from keras_distribute.training.steps import choose
+from keras_distribute.training import adoption
 
 
 def with_strategy(
@@ -27,7 +27,7 @@ def with_strategy(
     is_model = isinstance(model_or_builder, keras.Model)
     if is_model:
         _check(model_or_builder)
-        own = choose.strategy_of_variables(model_or_builder)
+        own = adoption.strategy_of_variables(model_or_builder)
         if own is not None:
             return model_or_builder, own
     # A model passes: it can be called.
@@ -49,7 +49,7 @@ def with_strategy(
         "return the model at its end.",
     )
     _check(model)
-    return model, choose.strategy_of_variables(model) or strategy
+    return model, adoption.strategy_of_variables(model) or strategy
 
 
 def _clone(model: Any) -> Any:

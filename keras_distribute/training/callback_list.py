@@ -28,8 +28,7 @@ from keras.callbacks import Callback, CallbackList, ProgbarLogger
 
 from keras_distribute._compat import callbacks as compat
 from keras_distribute.errors import CheckpointError
-from keras_distribute.training import calls
-from keras_distribute.training.steps import choose
+from keras_distribute.training import adoption, calls
 
 _JOINS, _FIRST = "_keras_distribute_joins", "_keras_distribute_first"
 # Of Keras's callbacks with methods for steps, those whose attribute may say that they
@@ -52,7 +51,7 @@ class StrategyCallbackList(CallbackList):
         add_progbar: bool = False,
         **more: Any,
     ) -> None:
-        if choose.is_quiet():
+        if adoption.is_quiet():
             callbacks = _without_writers(tree.flatten(callbacks) if callbacks else [])
             add_progbar = False
         super().__init__(callbacks, add_history, add_progbar, **more)

@@ -13,8 +13,7 @@ from typing import Any
 from keras_distribute._compat import adapters, epochs
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXEpochIterator
-from keras_distribute.training import calls, feeds
-from keras_distribute.training.steps import choose
+from keras_distribute.training import adoption, calls, feeds
 
 
 class StrategyEpochIterator(JAXEpochIterator):
@@ -38,10 +37,10 @@ class StrategyEpochIterator(JAXEpochIterator):
             and compat.is_unbuilt(call.trainer)
         ):
             return self._first_batch()  # To build the model; `reset` follows.
-        ours = choose.takes_host_batches()
+        ours = adoption.takes_host_batches()
         if ours or calls.followed_fit() is not None:
             group = None if ours else adapters.group_size(self.steps_per_execution)
-            return epochs.Pass(self, _opened, choose.refuse_empty, group)
+            return epochs.Pass(self, _opened, adoption.refuse_empty, group)
         return super()._get_iterator()
 
     def _enumerate_iterator(self) -> Any:
@@ -57,11 +56,11 @@ class StrategyEpochIterator(JAXEpochIterator):
 
     def _is_read_by_us(self) -> bool:
         ours = isinstance(self.data_adapter, feeds.DatasetAdapter)
-        return ours or choose.takes_host_batches()
+        return ours or adoption.takes_host_batches()
 
     def _first_batch(self) -> Generator[Any]:
         yield from feeds.look(self.data_adapter)
-        choose.refuse_empty()
+        adoption.refuse_empty()
 
 
 def _opened(iterator: Any, last: Any) -> Iterator[Any]:
@@ -73,6 +72,6 @@ def _opened(iterator: Any, last: Any) -> Iterator[Any]:
         per_epoch = -(-per_epoch // group) * group
     call = calls.innermost()
     assert call is not None
-    feed = choose.feed(call.trainer, iterator.data_adapter, per_epoch or None)
+    feed = adoption.feed(call.trainer, iterator.data_adapter, per_epoch or None)
     calls.stack.feeds.append(feed)
     return feed

@@ -19,9 +19,9 @@ from keras_distribute._compat import (
     variables,
 )
 from keras_distribute.strategies.default import default_strategy
-from keras_distribute.training import callback_list, replica_rules, trainer
+from keras_distribute.training import adoption, callback_list, replica_rules, trainer
 from keras_distribute.training.saving import written_once
-from keras_distribute.training.steps import choose, state_shardings
+from keras_distribute.training.steps import state_shardings
 from keras_distribute.variables import choose_class
 
 _undo: list[Callable[[], None]] = []
@@ -39,7 +39,7 @@ def install() -> None:
             variables.install(choose_class),
             tensorflow.keep_off_accelerators(),
             trainer.install(),
-            adapters.install(choose.choose_adapter),
+            adapters.install(adoption.choose_adapter),
             callbacks.install(callback_list.StrategyCallbackList),
             saving.install(written_once),
             optimizer.install(

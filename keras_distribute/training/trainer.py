@@ -28,7 +28,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.devices import launches
 from keras_distribute.errors import ContextError
-from keras_distribute.training import calls
+from keras_distribute.training import adoption, calls
 from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
@@ -50,7 +50,7 @@ class StrategyTrainer(JAXTrainer):
     """
 
     def __init__(self) -> None:
-        choose.adopt(self)
+        adoption.adopt(self)
         super().__init__()
 
     @functools.wraps(JAXTrainer.fit)
@@ -90,7 +90,7 @@ class StrategyTrainer(JAXTrainer):
         """How a step of `fit` is made, and why; `None` before `compile`, and without a
         strategy.
         """
-        strategy = choose.strategy_of(self)
+        strategy = adoption.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
         if not compat.is_traced(self):
@@ -117,7 +117,7 @@ class StrategyTrainer(JAXTrainer):
             "optimizer_variables": optimizer_variables,
             "metrics_variables": metrics_variables,
         }
-        if choose.strategy_of(self) is None:
+        if adoption.strategy_of(self) is None:
             return super()._get_jax_state(
                 **wanted, purge_model_variables=purge_model_variables
             )
@@ -132,7 +132,7 @@ class StrategyTrainer(JAXTrainer):
         them.
         """
         state = self._jax_state
-        if choose.strategy_of(self) is None:
+        if adoption.strategy_of(self) is None:
             compat.sync(self)
         elif state and not self._jax_state_synced:
             for group in state.values():
@@ -198,8 +198,11 @@ def install() -> compat.Undo:
 
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        choose.adopt(self)
-        sizes, size = choose.group_sizes(self), compat.steps_per_execution(args, kwargs)
+        adoption.adopt(self)
+        sizes, size = (
+            adoption.group_sizes(self),
+            compat.steps_per_execution(args, kwargs),
+        )
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'
@@ -216,7 +219,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _host_batch(original: Callable[..., Any], data: Any, layouts: Any) -> Any:
     """The batch as it is, but for Python numbers: Keras asks the leaves for a shape."""
-    if not choose.takes_host_batches():
+    if not adoption.takes_host_batches():
         return original(data, layouts)
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), data
@@ -234,8 +237,8 @@ def _called(
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
     try:
-        strategy = choose.strategy_of(trainer)
-        frame = choose.frame_for(strategy)
+        strategy = adoption.strategy_of(trainer)
+        frame = adoption.frame_for(strategy)
         if strategy is not None and name in _ALONE:
             claim = threading.get_ident(), name, thread.name
             _check_alone(name, _training.setdefault(id(trainer), claim))

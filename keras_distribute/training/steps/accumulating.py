@@ -57,8 +57,8 @@ def _local_step(
     trainer: Any, strategy: Strategy, indices: Sequence[int], state: Any, data: Any
 ) -> Any:
     trained, others, slots, metrics = state
-    result = local.of_each_replica(
-        trainer, strategy, list, trained, others, metrics, data
+    result = local.gradients(
+        trainer, strategy, list, trained, others, metrics, data, summed=False
     )
     if result is None:
         return None

@@ -10,30 +10,23 @@ said in `training/replica_rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import keras
+from collections.abc import Sequence
+from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
-from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices import launches
 from keras_distribute.errors import (
     ContextError,
-    ValueStructureError,
     VariableScopeError,
 )
 from keras_distribute.strategies.base import (
     Strategy,
-    get_strategy,
-    refuse_keras_distribution,
 )
-from keras_distribute.training import batches, feeds
+from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.compiled_step import CompiledStep, Step
-from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
@@ -42,144 +35,6 @@ from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.variables import DistributedVariable, check_same_values
 
 _SLOTS = 2  # In the state of a training step.
-_ATTRIBUTE = "_keras_distribute_strategy"
-
-
-def adopt(trainer: Any) -> None:
-    """A trainer created or compiled under a scope remembers its strategy.
-
-    Raises:
-        ContextError: In the scope of another strategy than before.
-    """
-    current, own = _current_strategy(), getattr(trainer, _ATTRIBUTE, None)
-    if current is None:
-        return
-    if own is not None and own is not current:
-        raise ContextError(
-            "A model belongs to the strategy under whose scope it was created.",
-            received=f"a model of {own!r} in the scope of {current!r}.",
-            fix="create the model again in this scope, and load its weights: "
-            "model.load_weights(path).",
-        )
-    setattr(trainer, _ATTRIBUTE, current)
-
-
-def strategy_of(trainer: Any) -> Strategy | None:
-    """The strategy that the trainer was created or compiled under, or of the scope
-    around, or of its variables.
-    """
-    return (
-        getattr(trainer, _ATTRIBUTE, None)
-        or _current_strategy()
-        or strategy_of_variables(trainer)
-    )
-
-
-def strategy_of_variables(trainer: Any) -> Strategy | None:
-    """The strategy under whose scope the variables of a model were created."""
-    variables = [
-        *getattr(trainer, "trainable_variables", []),
-        *getattr(trainer, "non_trainable_variables", []),
-    ]
-    return next(
-        (
-            v.distribute_strategy
-            for v in variables
-            if isinstance(v, DistributedVariable)
-        ),
-        None,
-    )
-
-
-def _current_strategy() -> Strategy | None:
-    """The strategy whose scope is open; `None` inside a Keras distribution opened in
-    its scope.
-    """
-    if keras.distribution.distribution() is not None:
-        return None
-    return cast("Strategy | None", context.scope_strategy())
-
-
-def frame_for(strategy: Strategy | None) -> Frame | None:
-    """The context that a public method of a trainer runs in; `None`: the present one.
-
-    Raises:
-        ContextError: Inside a replica.
-    """
-    current = context.frame()
-    if strategy is None:
-        if current.strategy is context.default_strategy():
-            return None
-        return (
-            context.default_strategy().top_frame
-        )  # A plain model, in a callback of another's fit.
-    if current.per_replica:
-        raise ContextError(
-            "A model's fit, evaluate and predict run on all replicas by themselves.",
-            received=f"a call inside {context.describe(current)}",
-            fix="call them outside strategy.run.",
-        )
-    refuse_keras_distribution(strategy)
-    return Frame(strategy, Mode.CROSS)
-
-
-def takes_host_batches() -> bool:
-    """Whether steps of the current strategy place their batches by themselves."""
-    return context.has_strategy() and keras.distribution.distribution() is None
-
-
-def choose_adapter(
-    original: Callable[..., Any], x: Any, arguments: dict[str, Any]
-) -> Any:
-    """The data adapter for the `x` of `fit`."""
-    strategy = get_strategy() if context.has_strategy() else None
-    return feeds.choose_adapter(original, x, arguments, strategy)
-
-
-def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
-    """The batches of one pass, ready for the steps of `trainer`; an iterator with
-    `release`.
-    """
-    strategy = strategy_of(trainer)
-    if strategy is None:
-        return feeds.host_feed(adapter, per_epoch)
-    followed = follower_of(trainer) is not None
-    return feeds.feed(
-        adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch, followed
-    )
-
-
-def refuse_empty() -> None:
-    """Raises the error for data without a single batch."""
-    raise ValueStructureError(
-        "There is nothing to train, evaluate or predict on: the data has no batch.",
-        received="arrays without rows, or a dataset that ends at once.",
-        fix="pass at least one row; check the paths, filters and `take` of the "
-        "dataset.",
-    )
-
-
-def group_sizes(trainer: Any) -> GroupSize | None:
-    """What sizes groups of steps by itself, for `steps_per_execution="auto"`."""
-    strategy = strategy_of(trainer)
-    if strategy is None:
-        return None
-    # Several processes, which have to run the same programs, would measure different
-    # times.
-    return (
-        GroupSize()
-        if strategy.replica_mesh.num_processes == 1
-        else GroupSize(sizes=(1,))
-    )
-
-
-def is_quiet() -> bool:
-    """Whether another process writes the files and the progress bar of the `fit` that
-    begins.
-    """
-    return (
-        context.has_strategy() and context.get_strategy().replica_mesh.process_index > 0
-    )
 
 
 def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
@@ -190,7 +45,7 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
         trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    strategy = strategy_of(trainer)
+    strategy = adoption.strategy_of(trainer)
     if strategy is None:
         return None
     groups = compat.state_variables(trainer, kind)

@@ -49,26 +49,10 @@ def gradients(
     others: Any,
     metrics: Any,
     data: Any,
+    *,
+    summed: bool = True,
 ) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
-    """`of_each_replica`, with the sums of the gradients in their place."""
-    result = of_each_replica(trainer, strategy, restore, weights, others, metrics, data)
-    if result is None:
-        return None
-    logs, grads, others, metrics = result
-    return logs, forward.summed(grads, strategy), others, metrics
-
-
-def of_each_replica(
-    trainer: Any,
-    strategy: Strategy,
-    restore: Restore,
-    weights: list[Any],
-    others: Any,
-    metrics: Any,
-    data: Any,
-) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
-    """What `forward.loss_and_gradients` returns, each gradient with an axis for the
-    replicas' own.
+    """What `forward.loss_and_gradients` returns, of each replica's rows.
 
     Args:
         trainer: The model.
@@ -79,6 +63,8 @@ def of_each_replica(
         others: The values of the other variables.
         metrics: Those of the metrics.
         data: The global batch.
+        summed: Whether the gradients are the sums over the replicas; otherwise each has
+            an axis for the replicas' own.
 
     Returns:
         `None` where the rows do not divide, or the parts do not make up the whole.
@@ -91,6 +77,7 @@ def of_each_replica(
     if own is None:
         return None
     copies = forward.copies(weights, strategy)
-    return forward.loss_and_gradients(
+    logs, grads, others, metrics = forward.loss_and_gradients(
         trainer, own, restore, weights, copies, others, metrics, data
     )
+    return logs, forward.summed(grads, strategy) if summed else grads, others, metrics
