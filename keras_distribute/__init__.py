@@ -27,6 +27,7 @@ with _seams.loaded():
 
 from keras_distribute import callbacks as callbacks
 from keras_distribute import cluster_resolver as cluster_resolver
+from keras_distribute import coordinator as coordinator
 from keras_distribute import experimental as experimental
 from keras_distribute import nn as nn
 from keras_distribute import testing as testing
@@ -61,6 +62,7 @@ from keras_distribute.input.options import InputReplicationMode as InputReplicat
 from keras_distribute.launch.notebook import notebook_launcher as notebook_launcher
 from keras_distribute.run.gradients import value_and_grad as value_and_grad
 from keras_distribute.run.replica_context import ReplicaContext as ReplicaContext
+from keras_distribute.servers.server import Server as Server
 from keras_distribute.strategies.base import Strategy as Strategy
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction
 from keras_distribute.strategies.base import get_strategy as get_strategy
@@ -71,6 +73,9 @@ from keras_distribute.strategies.multi_worker import (
 )
 from keras_distribute.strategies.one_device import (
     OneDeviceStrategy as OneDeviceStrategy,
+)
+from keras_distribute.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
 )
 from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy
 from keras_distribute.summary import StrategySummary as StrategySummary
@@ -115,12 +120,14 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RestoreStatus",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "StrategySummary",
@@ -132,6 +139,7 @@ __all__ = [
     "callbacks",
     "cluster_resolver",
     "config",
+    "coordinator",
     "dry_run",
     "errors",
     "experimental",

@@ -106,6 +106,8 @@ class Frame:
             strategies.
         ragged: The trace, where the replicas of its program hold arrays of different
             shapes.
+        gradients: Called with an optimizer, gradients and variables, in place of the
+            optimizer's `apply`: a parameter server will make the update.
     """
 
     strategy: AnyStrategy
@@ -116,6 +118,7 @@ class Frame:
     placement: Placement | None = None
     named: bool = False
     ragged: Any = None
+    gradients: Callable[[Any, list[Any], list[Any] | None], None] | None = None
 
 
 class _Stack(threading.local):
@@ -165,6 +168,12 @@ def placement_of(strategy: AnyStrategy) -> Placement | None:
         if entry.placement is not None and entry.strategy is strategy:
             return entry.placement
     return None
+
+
+def gradients_taker() -> Callable[..., None] | None:
+    """Who takes the gradients that optimizers are given, instead of them."""
+    takers = (entry.gradients for entry in reversed(stack.frames))
+    return next((taker for taker in takers if taker is not None), None)
 
 
 def in_ragged_program() -> bool:

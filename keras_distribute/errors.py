@@ -14,6 +14,9 @@ Keras.
     ├── OutOfRangeError(StopIteration)          get_next at the end of the data
     ├── ClusterError(ValueError, RuntimeError)  processes that cannot train together
     │   └── DuplicateTaskError(KeyError)        two resolvers name the same task
+    ├── UnavailableError(ConnectionError)       a task that does not answer
+    ├── CancelledError(RuntimeError)            a function that was given up
+    ├── RemoteError(RuntimeError)               what another task raised
     ├── NonFiniteError(FloatingPointError)      a NaN or infinite loss
     └── CheckpointError(ValueError)             missing, or does not fit
         └── DamagedCheckpointError              incomplete, or not what was saved
@@ -96,6 +99,18 @@ class DuplicateTaskError(ClusterError, KeyError):
     """Two resolvers of a union name the same task."""
 
     __str__ = Exception.__str__  # `KeyError` would show the text's escapes.
+
+
+class UnavailableError(DistributeError, ConnectionError):
+    """A task of the cluster has ended, is frozen, cut off, or refuses this one."""
+
+
+class CancelledError(DistributeError, RuntimeError):
+    """A function that was given up, since another one raised an error."""
+
+
+class RemoteError(DistributeError, RuntimeError):
+    """What another task raised: its type, text and traceback."""
 
 
 class NonFiniteError(DistributeError, FloatingPointError):

@@ -21,12 +21,16 @@ from keras_distribute._compat.seams import Replacements, check
 check(
     Optimizer,
     "_accumulated_gradients",
+    "_clip_gradients",
     "_exclude_from_weight_decay",
     "_get_variable_index",
     "_iterations",
     "_learning_rate",
     "_trainable_variables",
+    "_use_weight_decay",
 )
+
+_WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
 
 Undo = Callable[[], None]
 Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
@@ -46,8 +50,11 @@ def install(
     add_slot: Callable[..., Any] = Optimizer.add_variable_from_reference
     check_finite: Callable[..., Any] = LossScaleOptimizer.check_finite
 
-    def add_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = add_slot(self, *args, **kwargs)
+    def add_and_tell(
+        self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        slot = add_slot(self, reference_variable, *args, **kwargs)
+        setattr(slot, _WEIGHT, reference_variable)
         slot_created(slot)
         return slot
 
@@ -208,6 +215,61 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     clone = _clone(optimizer, weights)
     for variable in [*clone.variables, *clone._trainable_variables]:
         variable._value = None
+    return clone
+
+
+def slot_weights(optimizer: Any) -> list[int | None]:
+    """For each variable of an optimizer the index of the weight whose slot it is;
+    `None` for one that belongs to no weight, as far as is known.
+    """
+    targets = {id(weight): i for i, weight in enumerate(optimizer._trainable_variables)}
+    return [
+        targets.get(id(getattr(variable, _WEIGHT, None)))
+        for variable in optimizer.variables
+    ]
+
+
+def is_by_element(optimizer: Any) -> bool:
+    """Whether it treats each element of a weight alone, but for clipping."""
+    return type(optimizer) in _BY_ELEMENT
+
+
+def prepared(optimizer: Any, grads: list[Any]) -> list[Any]:
+    """Gradients as the optimizer's update takes them: unscaled, and clipped unless they
+    are accumulated before.
+    """
+    scale = optimizer.loss_scale_factor
+    if scale is not None:
+        grads = [grad / scale for grad in grads]
+    if optimizer.gradient_accumulation_steps:
+        return grads
+    return optimizer._clip_gradients(grads)
+
+
+def clips_all_together(optimizer: Any) -> bool:
+    """Whether what becomes of a gradient depends on the others."""
+    return optimizer.global_clipnorm is not None
+
+
+def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
+    """An optimizer that does to other weights what `optimizer` does to its own, with
+    gradients that are `prepared`; for `stateless_apply` only.
+
+    Args:
+        optimizer: The user's.
+        weights: The shape of each, and the user's weight, of which it may be a part.
+    """
+    own = [(shape, weight.dtype) for shape, weight in weights]
+    clone = same_for(optimizer, own)
+    clone.loss_scale_factor = None
+    if not optimizer.gradient_accumulation_steps:
+        clone.clipnorm = clone.global_clipnorm = clone.clipvalue = None
+    decays: dict[int, bool] = {}
+    for variable, (_, weight) in zip(clone._trainable_variables, weights, strict=True):
+        variable.constraint = weight.constraint
+        decays[id(variable)] = optimizer._use_weight_decay(weight)
+    # Its own weights have other names than those that are excluded.
+    clone._use_weight_decay = lambda variable: decays[id(variable)]
     return clone
 
 

@@ -129,9 +129,9 @@ def _trace_variant(
     variables: list[Any],
     variant: Variant,
     telling: RaggedTrace,
-) -> tuple[_Capture, Trace | None]:
+) -> tuple[Capture, Trace | None]:
     """One trace; `None` where it was broken off."""
-    scope, output = _Capture(strategy), dict[str, Any]()
+    scope, output = Capture(strategy), dict[str, Any]()
     is_ragged = len(variant.replicas) < strategy.num_replicas_in_sync
     replica_context = strategy.make_replica_context() if mode is Mode.REPLICA else None
     frame = Frame(
@@ -180,7 +180,7 @@ def _trace_local(
     frame: Frame,
     variables: list[Any],
     variant: Variant,
-    scope: _Capture,
+    scope: Capture,
     output: dict[str, Any],
     values: list[Any],
     arrays: list[Any],
@@ -233,7 +233,7 @@ def _unwrapped(leaf: Any) -> Any:
     return leaf
 
 
-class _Capture(compat.StatelessScope):
+class Capture(compat.StatelessScope):
     """The stateless scope of a trace: hands out values of known variables, and notes
     unknown ones.
     """

@@ -487,6 +487,11 @@ class Strategy:
         """
         return value
 
+    def wait_for_steps(self) -> None:
+        """Waits for steps of `fit` that run elsewhere, whose state is then that of the
+        variables.
+        """
+
     def make_replica_context(self) -> ReplicaContext:
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)

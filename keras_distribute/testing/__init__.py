@@ -5,6 +5,7 @@ from keras_distribute.launch.functions import (
     ProcessResult,
     run_in_processes,
 )
+from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.testing import combinations
 from keras_distribute.testing.combinations import NamedStrategy, combine, cpu_devices
 from keras_distribute.testing.faults import Fault
@@ -13,6 +14,7 @@ __all__ = [
     "Fault",
     "MultiProcessRunner",
     "NamedStrategy",
+    "ParameterServerCluster",
     "ProcessResult",
     "combinations",
     "combine",

@@ -48,6 +48,9 @@ def apply_gradients(
     optimizer: Any, grads: list[Any], variables: list[Any] | None, original: Apply
 ) -> None:
     """An optimizer's `apply`: in a replica, on gradients summed over all of them."""
+    taker = context.gradients_taker()
+    if taker is not None:
+        return taker(optimizer, grads, variables)
     if not in_replica():
         return original(optimizer, grads, variables)
     compat.build(optimizer, variables)

@@ -28,6 +28,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.devices import launches
 from keras_distribute.errors import ContextError
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, calls
 from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
@@ -93,6 +94,8 @@ class StrategyTrainer(JAXTrainer):
         strategy = adoption.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
+        if isinstance(strategy, ParameterServerStrategy):
+            return "Each training step is scheduled on a worker, with its batch."
         if not compat.is_traced(self):
             return (
                 "The training step runs operation by operation, since the model is "
@@ -131,10 +134,11 @@ class StrategyTrainer(JAXTrainer):
         """Gives the variables the values of a step that is not ours; the others have
         them.
         """
-        state = self._jax_state
-        if adoption.strategy_of(self) is None:
+        state, strategy = self._jax_state, adoption.strategy_of(self)
+        if strategy is None:
             compat.sync(self)
         elif state and not self._jax_state_synced:
+            strategy.wait_for_steps()
             for group in state.values():
                 if isinstance(group, StateGroup):
                     group.synchronized()

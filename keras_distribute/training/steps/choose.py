@@ -24,6 +24,7 @@ from keras_distribute.errors import (
 from keras_distribute.strategies.base import (
     Strategy,
 )
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.compiled_step import CompiledStep, Step
@@ -31,13 +32,16 @@ from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import plan_of
+from keras_distribute.training.steps.scheduled import ScheduledStep
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.variables import DistributedVariable, check_same_values
 
 _SLOTS = 2  # In the state of a training step.
 
 
-def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
+def compile_step(
+    trainer: Any, kind: str
+) -> CompiledStep | EagerStep | ScheduledStep | None:
     """A step that takes Keras's state and a batch of the host; `None` for a trainer
     without a strategy.
 
@@ -51,6 +55,8 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
     groups = compat.state_variables(trainer, kind)
     _check_variables(strategy, groups)
     check_same_values([variable for group in groups for variable in group])
+    if isinstance(strategy, ParameterServerStrategy):
+        return ScheduledStep(strategy, trainer, kind)
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":

@@ -1,0 +1,1 @@
+"""Messages with arrays between the tasks of a cluster; knows bytes, not meanings."""

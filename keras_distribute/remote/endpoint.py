@@ -1,0 +1,112 @@
+"""A task that answers: one socket for all who ask, read by one thread."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_distribute.errors import ClusterError
+from keras_distribute.remote import frames
+from keras_distribute.remote.credentials import Credentials, Gate
+from keras_distribute.remote.engine import zmq
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.remote.sockets import endpoint_of, prepare, text_of
+
+Peer = bytes
+Answer = tuple[Header, Sequence[Any]] | None
+Handle = Callable[[Peer, Header, list[Array]], Answer]
+
+
+class Endpoint:
+    """Listens at the address of a task, to tasks of the same job alone.
+
+    Args:
+        address: Of this task, `host:port`.
+        credentials: Of the job.
+
+    Raises:
+        ClusterError: Where somebody else has the address, or it is not this host's.
+    """
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address, self._credentials = address, credentials
+        self._context = zmq.Context()
+        self._gate = Gate(self._context, credentials, address)
+        self._socket = self._context.socket(zmq.ROUTER)
+        prepare(self._socket)
+        credentials.of_server(self._socket)
+        try:
+            self._socket.bind(endpoint_of(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ClusterError(
+                f"The task cannot listen at {address}.",
+                received=f"{text_of(error)}.",
+                fix="a free port of this host, or end the task that has it.",
+            ) from error
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def serve(
+        self,
+        handle: Handle,
+        until: Callable[[], bool],
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answers until `until()`.
+
+        Args:
+            handle: From who asks, a header and arrays to the header and arrays of the
+                answer; `None` where the answer comes later, or never. What it raises is
+                told to who asks.
+            until: Asked between messages.
+            idle: Called several times a second while there is nothing to do.
+        """
+        while not until():
+            if not self._poller.poll(200):
+                idle()
+                continue
+            self._serve_one(handle)
+
+    def _serve_one(self, handle: Handle) -> None:
+        peer, *message = self._socket.recv_multipart(copy=False)
+        try:
+            header, arrays = frames.decode([part.buffer for part in message])
+        except ClusterError:
+            return  # From a task of the job, but of another version.
+        number = header.get("number")
+        try:
+            if header.get("op") == "hello":
+                nonce = str(header.get("nonce"))
+                proof = self._credentials.proof(f"serve {self.address}", nonce)
+                answer: Answer = ({"proof": proof}, [])
+            else:
+                answer = handle(peer.bytes, header, arrays)
+        except Exception as error:
+            answer = {"error": describe(error)}, []
+        if answer is not None:
+            self.send(peer.bytes, {**answer[0], "number": number}, answer[1])
+
+    def send(self, peer: Peer, header: Header, arrays: Sequence[Any] = ()) -> None:
+        """Sends an answer that comes later."""
+        parts: list[Any] = [peer, *frames.encode(header, arrays)]
+        self._socket.send_multipart(parts, copy=False)
+
+    def close(self) -> None:
+        """Ends the conversations; answers that are on their way still go out."""
+        for one in ("_socket",):
+            if hasattr(self, one):
+                getattr(self, one).close()
+        self._context.term()
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """An error as data: exceptions of others cannot be taken apart and put together."""
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.strftime("%H:%M:%S"),
+    }

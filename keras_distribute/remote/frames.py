@@ -1,0 +1,91 @@
+"""Messages as frames of bytes: a header of plain data, then the arrays as they lie in
+memory.
+
+A header is msgpack, which holds data alone: nothing that arrives is ever called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from keras_distribute.errors import ClusterError
+from keras_distribute.remote.engine import msgpack
+
+Header = dict[str, Any]
+Array = np.ndarray[Any, Any]
+LARGEST_FRAME = 32 * 2**20  # What a stranger can make a receiver set aside.
+_MOST_ARRAYS = 2**20
+
+
+def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
+    """The frames of a message; the arrays are not copied.
+
+    Args:
+        header: Numbers, strings, bytes, lists and dicts with keys of strings.
+        arrays: What NumPy takes as arrays of numbers.
+    """
+    forms: list[Any] = []
+    frames: list[Any] = [b""]
+    for array in arrays:
+        own = np.asarray(array)
+        # `ascontiguousarray` alone would give a scalar a dimension.
+        own = np.ascontiguousarray(own).reshape(own.shape)
+        forms.append([own.dtype.name, list(own.shape)])
+        raw: Any = own.reshape(-1).view(np.uint8)
+        starts = range(0, max(own.nbytes, 1), LARGEST_FRAME)
+        frames += [memoryview(raw[i : i + LARGEST_FRAME]) for i in starts]
+    frames[0] = msgpack.packb([header, forms])
+    return frames
+
+
+def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
+    """The header and the arrays of a message; arrays may be read-only views of it.
+
+    Raises:
+        ClusterError: For frames that are no message.
+    """
+    try:
+        header, forms = msgpack.unpackb(frames[0], max_array_len=_MOST_ARRAYS)
+        if not isinstance(header, dict):
+            raise TypeError("no header")
+        arrays, left = list[Array](), list(frames[1:])
+        for name, shape in forms:
+            dtype = _dtype(name)
+            size = math.prod(shape) * dtype.itemsize
+            count = max(1, -(-size // LARGEST_FRAME))
+            parts, left = left[:count], left[count:]
+            arrays.append(_joined(parts, size).view(dtype).reshape(shape))
+        if left:
+            raise ValueError("too many frames")
+    except Exception as error:  # Whatever a stranger can send.
+        raise ClusterError(
+            "A message that is none was received.",
+            received=f"{len(frames)} frames: {error}.",
+            fix="run the same version of keras_distribute in all tasks.",
+        ) from error
+    return cast(Header, header), arrays
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    special = getattr(ml_dtypes, name, None)
+    dtype = np.dtype(name if special is None else special)
+    if dtype.hasobject:
+        raise ValueError(f"arrays of {name}")
+    return dtype
+
+
+def _joined(parts: Sequence[Any], size: int) -> Array:
+    if sum(map(len, parts)) != size:
+        raise ValueError(f"{sum(map(len, parts))} bytes for {size}")
+    if len(parts) == 1:
+        return np.frombuffer(parts[0], np.uint8)
+    whole, start = np.empty(size, np.uint8), 0
+    for part in parts:
+        whole[start : start + len(part)] = np.frombuffer(part, np.uint8)
+        start += len(part)
+    return whole

@@ -1,0 +1,52 @@
+"""What all sockets have in common: bounds, heartbeats, and the form of addresses."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from keras_distribute.errors import ClusterError
+from keras_distribute.remote.frames import LARGEST_FRAME
+
+SECONDS_TO_SHAKE_HANDS = 5.0
+SECONDS_OF_SILENCE = 5.0  # After which a task that is frozen or cut off is given up.
+
+
+def prepare(one: Any) -> None:
+    """Sets the bounds of a socket, and makes it notice silent peers."""
+    one.linger = 500  # ms, to say goodbye.
+    one.ipv6 = True
+    one.maxmsgsize = LARGEST_FRAME + 2**20
+    one.handshake_ivl = int(1000 * SECONDS_TO_SHAKE_HANDS)
+    one.heartbeat_ivl = 1000
+    one.heartbeat_timeout = one.heartbeat_ttl = int(1000 * SECONDS_OF_SILENCE)
+    one.sndhwm = one.rcvhwm = 0  # Who talks here waits for answers.
+    one.tcp_keepalive = 1
+
+
+def endpoint_of(address: str) -> str:
+    """`tcp://10.0.0.1:2222` of `host:2222`: the numbers of this very host, to bind to.
+
+    Raises:
+        ClusterError: For a host that nobody knows.
+    """
+    host, port = address.rsplit(":", 1)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ClusterError(
+            f"The host of {address!r} is not known here.",
+            received=f"{error}.",
+            fix="an address of this task's host, host:port.",
+        ) from error
+    family, (number, *_) = found[0][0], found[0][4]
+    return (
+        f"tcp://[{number}]:{port}"
+        if family == socket.AF_INET6
+        else (f"tcp://{number}:{port}")
+    )
+
+
+def text_of(error: Any) -> str:
+    """An error of ZeroMQ in words."""
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,1 @@
+"""Functions on their way to the workers of a cluster with parameter servers."""

@@ -1,0 +1,125 @@
+"""What a traced function does to the values it assigns: adds to them, sets them, or
+something else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+_ORIGIN = core.DebugInfo(
+    "coordinator.schedule", "what is added", None, None
+)  # JAX wants to know where a program is from.
+
+
+class Change(enum.Enum):
+    """How a new value comes from the old one."""
+
+    SET = "set"  # Without it.
+    SAME = "same"  # It is the old one.
+    ADDED = "added"  # The old one, and something that does not depend on it.
+    OTHER = "other"
+
+
+_SAME_VALUE = ("copy", "copy_p", "optimization_barrier", "stop_gradient")
+
+
+def changes_of(
+    program: core.ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]
+) -> list[Change]:
+    """How each of some outputs comes from one of the inputs.
+
+    Args:
+        program: The traced function.
+        inputs: The index of the old value among the inputs, for each output.
+        outputs: The indices of the new values among the outputs.
+    """
+    jaxpr = program.jaxpr
+    found: list[Change] = []
+    for old, new in zip(inputs, outputs, strict=True):
+        kinds = [Change.SET] * len(jaxpr.invars)
+        kinds[old] = Change.SAME
+        found.append(_through(jaxpr, kinds)[new])
+    return found
+
+
+def _through(jaxpr: core.Jaxpr, kinds: Sequence[Change]) -> list[Change]:
+    """The kinds of the outputs, from those of the inputs."""
+    known = dict(zip(jaxpr.invars, kinds, strict=True))
+
+    def kind_of(atom: Any) -> Change:
+        return (
+            Change.SET
+            if isinstance(atom, core.Literal)
+            else (known.get(atom, Change.SET))
+        )
+
+    for eqn in jaxpr.eqns:
+        given = list(map(kind_of, eqn.invars))
+        if all(kind is Change.SET for kind in given):
+            continue
+        inner = _inner(eqn)
+        if inner is not None:
+            results = _through(inner, given)
+        else:
+            results = [_after(eqn, given)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(kind_of, jaxpr.outvars))
+
+
+def _inner(eqn: Any) -> core.Jaxpr | None:
+    """The function that an operation calls once, with its own arguments."""
+    if eqn.primitive.name in ("while", "scan", "cond"):
+        return None
+    inner = list(core.jaxprs_in_params(eqn.params))
+    if len(inner) != 1 or len(inner[0].invars) != len(eqn.invars):
+        return None
+    return inner[0] if len(inner[0].outvars) == len(eqn.outvars) else None
+
+
+def _after(eqn: Any, given: Sequence[Change]) -> Change:
+    name, own = eqn.primitive.name, eqn.invars[0].aval
+    out = eqn.outvars[0].aval
+    if name in _SAME_VALUE or (
+        name in ("convert_element_type", "reshape", "broadcast_in_dim")
+        and (own.shape, own.dtype) == (out.shape, out.dtype)
+    ):
+        return given[0]
+    added = (Change.SAME, Change.ADDED)
+    if name in ("add", "add_any") and len(given) == 2:
+        old = [kind for kind in given if kind in added]
+        return Change.ADDED if len(old) == 1 and Change.SET in given else Change.OTHER
+    if name == "sub" and given[0] in added and given[1] is Change.SET:
+        return Change.ADDED
+    return Change.OTHER
+
+
+def added_constant(program: core.ClosedJaxpr, old: int, new: int) -> Any:
+    """What is added to an old value, where that depends on no input; `None` where it
+    does.
+
+    Args:
+        program: The traced function.
+        old: The index of the old value among the inputs.
+        new: The index of the new one among the outputs, which is `Change.ADDED`.
+    """
+    jaxpr = program.jaxpr
+    outvar, invar = jaxpr.outvars[new], jaxpr.invars[old]
+    needed, eqns = {outvar}, list[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.insert(0, eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
+    if needed.intersection(jaxpr.invars) - {invar}:
+        return None
+    alone = core.Jaxpr(jaxpr.constvars, [invar], [outvar], eqns, debug_info=_ORIGIN)
+    with jax.ensure_compile_time_eval():
+        zero = jnp.zeros(invar.aval.shape, invar.aval.dtype)
+        closed = core.ClosedJaxpr(alone, program.consts)
+        return np.asarray(core.jaxpr_as_fun(closed)(zero)[0])

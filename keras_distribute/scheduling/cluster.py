@@ -1,0 +1,334 @@
+"""The cluster of one strategy: its servers, its workers, its variables, and the
+programs that they run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
+from keras_distribute.devices import launches
+from keras_distribute.errors import DistributeError
+from keras_distribute.remote.channel import Channel
+from keras_distribute.remote.credentials import Credentials
+from keras_distribute.remote.frames import Header
+from keras_distribute.run.arguments import Call
+from keras_distribute.scheduling.additions import Change
+from keras_distribute.scheduling.programs import Traced, traced
+from keras_distribute.scheduling.queue import Closure, Queue
+from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
+from keras_distribute.scheduling.updates import Updates
+from keras_distribute.scheduling.values import PerWorkerValues, RemoteValue
+from keras_distribute.scheduling.workers import Worker
+
+_SECONDS_TO_START = 120.0
+_log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """The servers and workers that one coordinator has.
+
+    Args:
+        cluster: Their addresses.
+        credentials: Of the job.
+        partitioner: How large variables are divided over the servers.
+        max_staleness: How many pushes may have been applied since a step pulled.
+
+    Raises:
+        UnavailableError: Where a server does not answer.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        credentials: Credentials,
+        partitioner: Partitioner | None,
+        max_staleness: int | None,
+    ) -> None:
+        self.credentials, self.coordinator = credentials, uuid.uuid4().hex
+        self.server_addresses = list(cluster.job_tasks("ps"))
+        self._max_staleness = max_staleness
+        self._condition = threading.Condition()
+        self.queue = Queue(self._condition)
+        self.servers = [
+            Server(
+                i,
+                Channel(address, f"ps:{i}", credentials, _SECONDS_TO_START),
+                self.coordinator,
+            )
+            for i, address in enumerate(self.server_addresses)
+        ]
+        self.served, self.kept = Served(self.servers, partitioner), Kept()
+        self.updates = Updates(self.servers, self.served)
+        self._versions = [0] * len(self.servers)
+        self._floor = [[0, 0] for _ in self.servers]
+        self._lives: dict[int, int] = {}
+        self._lock = threading.RLock()
+        self._platforms = ["cpu"]
+        self.workers = [
+            Worker(i, address, self)
+            for i, address in enumerate(cluster.job_tasks("worker"))
+        ]
+        for worker in self.workers:
+            worker.start()
+        self._end = weakref.finalize(
+            self, _close, self.queue, self.workers, self.servers
+        )
+
+    def is_on_servers(self, variable: Any) -> bool:
+        """Whether a variable is one of those that servers keep: weights, and what
+        layers and optimizers know; metrics and seeds stay here.
+        """
+        if self.served.place_of(variable) is not None:
+            return True
+        floating = jax.numpy.issubdtype(variable._dtype, jax.numpy.floating)
+        is_sum = (variable.synchronization, variable.aggregation) == ("on_read", "sum")
+        return bool(floating) and not is_sum
+
+    def program(
+        self, strategy: Any, function: Callable[..., Any], call: Call
+    ) -> Traced:
+        """The program of a function for arguments of this form, made once."""
+        programs = strategy.programs.programs_of(function)
+        program = programs.get(call.signature)
+        if program is None:
+            program = programs[call.signature] = self._made(strategy, function, call)
+        return program
+
+    def _made(
+        self,
+        strategy: Any,
+        function: Callable[..., Any],
+        call: Call,
+        elements: Sequence[Any] = (),
+    ) -> Traced:
+        with launches.tracing, self._lock:
+            program = traced(
+                strategy, function, call, self.is_on_servers, self._platforms, elements
+            )
+            for optimizer, weights in program.gradients:
+                self.updates.place(optimizer, weights)
+            pushed = [variable for _, variable in program.pushed]
+            self.served.add([*program.reads, *pushed])
+            return program
+
+    def schedule(
+        self,
+        strategy: Any,
+        program: Traced,
+        function: Any,
+        call: Call,
+        steps: Sequence[Call] = (),
+    ) -> RemoteValue:
+        """Puts a program into the queue.
+
+        Args:
+            strategy: Whose it is.
+            program: For these arguments.
+            function: What was traced.
+            call: The arguments.
+            steps: The arguments of each step, where they are several.
+        """
+        calls = list(steps) or [call]
+
+        def retrace(forms: Sequence[Any]) -> Traced:
+            key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
+            programs = strategy.programs.programs_of(function)
+            if key not in programs:
+                iterators = [iterator for iterator, _ in program.elements]
+                elements = list(zip(iterators, forms, strict=True))
+                programs[key] = self._made(strategy, function, call, elements)
+            return programs[key]
+
+        with self._lock:
+            self.send_changed()
+            with self.kept.lock:
+                kept = [self.kept.value_of(variable) for variable in program.kept]
+                seeds = [self._advanced(program) for _ in calls]
+            result = RemoteValue(self._condition)
+            result._on_read = self.synchronize
+            closure = Closure(
+                self.queue.next_number(),
+                program,
+                retrace,
+                kept,
+                lambda worker: [
+                    array
+                    for seed, each in zip(seeds, calls, strict=True)
+                    for array in (*seed, *_arrays(each, worker))
+                ],
+                len(calls),
+                [
+                    [version, server.writes]
+                    for (version, _), server in zip(
+                        self._floor, self.servers, strict=True
+                    )
+                ],
+                result,
+                self._finish,
+                self._max_staleness,
+            )
+        self.queue.put(closure)
+        return result
+
+    def _advanced(self, program: Traced) -> list[Any]:
+        """What one step takes of seeds and counters, which go on."""
+        values = [self.kept.value_of(variable) for variable in program.advanced]
+        for variable, constant in program.constants:
+            self.kept.add(variable, constant)
+        return values
+
+    def _finish(self, program: Traced, changes: Sequence[Any]) -> None:
+        for (kind, variable), change in zip(program.changes, changes, strict=True):
+            if kind is Change.SET:
+                self.kept.set(variable, change)
+            else:
+                self.kept.add(variable, change)
+
+    def send_changed(self) -> None:
+        """Tells the servers what was assigned here."""
+        with self._lock:
+            if self.served.changed:
+                self.served.send_changed()
+
+    def synchronize(self) -> None:
+        """What is scheduled from now on sees all that has finished."""
+        with self._lock:
+            self._floor = [
+                [version, server.writes]
+                for version, server in zip(self._versions, self.servers, strict=True)
+            ]
+
+    def note_versions(self, versions: Sequence[int]) -> None:
+        """Notes how far the servers are."""
+        with self._condition:
+            self._versions = list(map(max, self._versions, versions))
+
+    def fence(self, worker: int) -> int:
+        """Makes the servers refuse what a worker's earlier lives push; returns the
+        number of its next one.
+        """
+        with self._condition:
+            self._lives[worker] = self._lives.get(worker, 0) + 1
+            life = self._lives[worker]
+        for server in self.servers:
+            try:
+                server.call({"op": "fence", "worker": worker, "incarnation": life})
+            except DistributeError as error:
+                self.lost(error)
+                raise
+        return life
+
+    def lost(self, error: DistributeError) -> None:
+        """Notes that a server is gone."""
+        self.queue.is_lost = True
+        self.queue.failed(error)
+
+    def layout_of(self, program: Traced) -> Header:
+        """What a worker has to know of a program, as plain data."""
+        reads = [
+            [[part.server, part.key] for part in self._place(v).read]
+            for v in program.reads
+        ]
+        pushes: dict[int, Header] = {}
+
+        def push_to(server: int) -> Header:
+            empty: Header = {
+                "server": server,
+                "updates": [],
+                "adds": [],
+                "sets": [],
+                "outputs": [],
+            }
+            return pushes.setdefault(server, empty)
+
+        output = program.num_results
+        for optimizer, weights in program.gradients:
+            for server, number, parts in self.updates.of(optimizer, weights):
+                push = push_to(server)
+                push["updates"].append(number)
+                push["outputs"] += [_rows(output + i, part) for i, part in parts]
+            output += len(weights)
+        for wanted in ("adds", "sets"):  # In the order in which a server takes them.
+            for i, (kind, variable) in enumerate(program.pushed):
+                if (kind is Change.SET) == (wanted == "sets"):
+                    for part in self._place(variable).parts:
+                        push = push_to(part.server)
+                        push[wanted].append(part.key)
+                        push["outputs"].append(_rows(output + i, part))
+        kept = {id(variable): i for i, variable in enumerate(program.kept)}
+        own = [
+            ["set" if kind is Change.SET else "add", kept.get(id(variable))]
+            for kind, variable in program.changes
+        ]
+        return {
+            "reads": reads,
+            "pushes": [pushes[server] for server in sorted(pushes)],
+            "changes": own,
+            "num_kept": len(program.kept),
+            "num_args": len(program.advanced) + program.num_args,
+            "num_results": program.num_results,
+            "elements": [
+                [iterator.number, [[dtype, list(shape)] for dtype, shape in forms]]
+                for iterator, forms in program.elements
+            ],
+        }
+
+    def _place(self, variable: Any) -> Any:
+        place = self.served.place_of(variable)
+        assert place is not None
+        return place
+
+    def remind(self) -> None:
+        """Says why nothing goes on, if no worker is there."""
+        if not any(worker.is_ready for worker in self.workers):
+            _log.warning(
+                "%d function(s) wait for a worker; none of %d is there. The last "
+                "error: %s",
+                self.queue.num_pending,
+                len(self.workers),
+                self.workers[0].last_error,
+            )
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until nothing is under way."""
+        self.send_changed()
+        ready = self.queue.wait(
+            lambda: self.queue.num_pending == 0, timeout, self.remind
+        )
+        self.synchronize()
+        return ready
+
+    def close(self) -> None:
+        """Lets the tasks of the cluster end."""
+        self._end()
+
+
+def _rows(output: int, part: Any) -> list[Any]:
+    return [output, None if part.stop is None else part.start, part.stop]
+
+
+def _arrays(call: Call, worker: int) -> list[Any]:
+    """The arrays of the arguments, with those of this worker."""
+    return [
+        array.of(worker) if isinstance(array, PerWorkerValues) else np.asarray(array)
+        for array in call.arrays
+    ]
+
+
+def _close(queue: Queue, workers: Sequence[Worker], servers: Sequence[Server]) -> None:
+    queue.close()
+    for worker in workers:
+        worker.close()
+    for worker in workers:
+        worker.join(5.0)
+    for server in servers:
+        server.close()

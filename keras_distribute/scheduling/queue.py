@@ -1,0 +1,210 @@
+"""The functions that wait for a worker, and the error of the first that failed.
+
+TensorFlow's rules (`tf.distribute.coordinator.ClusterCoordinator`): the first error is
+raised once, by `schedule`, `join` or `done`, when nothing runs any more; all that
+waited then is cancelled, and the coordinator can be used again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from keras_distribute.errors import CancelledError, UnavailableError
+from keras_distribute.remote.frames import Array
+from keras_distribute.scheduling.programs import Traced
+from keras_distribute.scheduling.values import RemoteValue
+
+_MOST = 256 * 1024  # As in TensorFlow: more wait in `schedule`.
+
+
+@dataclasses.dataclass(eq=False)
+class Closure:
+    """A function with its arguments, on its way.
+
+    Attributes:
+        number: In the order in which they were scheduled.
+        program: What runs.
+        retrace: Makes the program for batches of other forms.
+        kept: The values of the coordinator's variables when it was scheduled.
+        args: The arguments' arrays, for each step; what each worker has its own of by
+            the worker's number.
+        steps: How many.
+        floor: For each server the version and the writes that have to be seen.
+        result: What the user waits with.
+        finish: Called with the arrays that came back, before `result` is set.
+    """
+
+    number: int
+    program: Traced
+    retrace: Callable[[list[Any]], Traced]
+    kept: list[Array]
+    args: Callable[[int], list[Any]]
+    steps: int
+    floor: list[list[int]]
+    result: RemoteValue
+    finish: Callable[[Traced, list[Array]], None]
+    bound: int | None = None
+
+
+class Queue:
+    """Closures from the user's thread to those of the workers.
+
+    Args:
+        condition: Notified at each change.
+    """
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._waiting: deque[Closure] = deque()
+        self._running: set[Closure] = set()
+        self._unfinished: dict[int, Closure] = {}
+        self._error: BaseException | None = None
+        self._numbers = 0
+        self._wake: list[Callable[[], None]] = []
+        self.is_closed = False
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` when there is something to do."""
+        self._wake.append(wake)
+
+    def next_number(self) -> int:
+        """The number of a new closure."""
+        with self._condition:
+            self._numbers += 1
+            return self._numbers
+
+    @property
+    def done_below(self) -> int:
+        """All closures of lower numbers have returned."""
+        with self._condition:
+            return min(self._unfinished, default=self._numbers + 1)
+
+    def put(self, closure: Closure) -> None:
+        """Adds one; waits while there are too many.
+
+        Raises:
+            Exception: The first error of those before.
+        """
+        with self._condition:
+            self.raise_error()
+            self._condition.wait_for(
+                lambda: len(self._waiting) < _MOST or self._error is not None
+            )
+            self.raise_error()
+            self._unfinished[closure.number] = closure
+            self._waiting.append(closure)
+        for wake in self._wake:
+            wake()
+
+    def take(self) -> Closure | None:
+        """One to run, or `None` where nothing waits."""
+        with self._condition:
+            if not self._waiting or self._error is not None:
+                return None
+            closure = self._waiting.popleft()
+            self._running.add(closure)
+            return closure
+
+    def put_back(self, closure: Closure) -> None:
+        """Of a worker that is gone: another one has to run it."""
+        with self._condition:
+            self._running.discard(closure)
+            if self._error is not None or self.is_closed:
+                self._cancel(closure)
+            else:
+                self._waiting.appendleft(closure)
+            self._condition.notify_all()
+        for wake in self._wake:
+            wake()
+
+    def finished(self, closure: Closure, value: Any) -> None:
+        """Notes the result of one."""
+        with self._condition:
+            self._running.discard(closure)
+            self._unfinished.pop(closure.number, None)
+            closure.result.set_value(value)
+            self._condition.notify_all()
+
+    def failed(self, error: BaseException, closure: Closure | None = None) -> None:
+        """Notes an error, and cancels what waits."""
+        with self._condition:
+            if closure is not None:
+                self._running.discard(closure)
+                self._unfinished.pop(closure.number, None)
+                closure.result.set_error(error)
+            self._error = self._error or error
+            while self._waiting:
+                self._cancel(self._waiting.popleft())
+            self._condition.notify_all()
+
+    def _cancel(self, closure: Closure) -> None:
+        self._unfinished.pop(closure.number, None)
+        closure.result.set_error(
+            CancelledError(
+                "The function was given up, since another one has raised an error.",
+                received=f"{self._error}" if self._error else "a strategy that closes.",
+                fix="mend that one, and schedule this one again.",
+            )
+        )
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout: float | None = None,
+        remind: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Waits until `ready()`, or an error; asks `remind` every 30 s to say why.
+
+        Returns:
+            Whether that came within `timeout` seconds.
+
+        Raises:
+            Exception: The first error of any closure, when nothing runs any more.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._condition:
+            while True:
+                self.raise_error()
+                if ready():
+                    return True
+                left = 30.0 if end is None else min(30.0, end - time.monotonic())
+                if left <= 0:
+                    return False
+                if not self._condition.wait(left) and left == 30.0:
+                    remind()
+
+    def check(self) -> None:
+        """Raises the first error, once, when nothing runs any more."""
+        with self._condition:
+            self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises the first error, once, when nothing runs any more."""
+        if self._error is None:
+            return
+        self._condition.wait_for(lambda: not self._running, timeout=60.0)
+        error, self._error = self._error, None
+        if isinstance(error, UnavailableError):
+            self._error = error if self.is_lost else None
+        raise error
+
+    is_lost = False  # Whether a server is gone, so that each call has to say so.
+
+    @property
+    def num_pending(self) -> int:
+        """How many wait or run."""
+        with self._condition:
+            return len(self._waiting) + len(self._running)
+
+    def close(self) -> None:
+        """Cancels all that waits."""
+        with self._condition:
+            self.is_closed = True
+            while self._waiting:
+                self._cancel(self._waiting.popleft())
+            self._condition.notify_all()

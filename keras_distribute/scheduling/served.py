@@ -1,0 +1,289 @@
+"""The parameter servers as the coordinator sees them: what to ask them, which variables
+they have, and what those read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from keras_distribute.errors import UnavailableError, VariableScopeError
+from keras_distribute.remote.channel import Channel
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.variables import Holder
+
+Partitioner = Callable[..., Sequence[int]]
+
+
+class Server:
+    """One parameter server, asked by any thread, one question at a time.
+
+    Attributes:
+        writes: How often it was told values.
+        version: How many pushes it had applied, as far as is known.
+    """
+
+    def __init__(self, index: int, channel: Channel, coordinator: str) -> None:
+        self.index, self.writes, self.version = index, 0, 0
+        self._channel, self._coordinator = channel, coordinator
+        self._lock = threading.Lock()
+        self._gone: UnavailableError | None = None
+        self.call({"op": "begin"})
+
+    @property
+    def name(self) -> str:
+        """As in errors."""
+        return f"{self._channel.name} ({self._channel.address})"
+
+    def call(
+        self, header: Header, arrays: Sequence[Any] = ()
+    ) -> tuple[Header, list[Array]]:
+        """Asks, and waits for the answer.
+
+        Raises:
+            UnavailableError: When the server is gone, now and at any time after.
+        """
+        with self._lock:
+            if self._gone is not None:
+                raise UnavailableError(*self._gone.args)
+            try:
+                told = {**header, "coordinator": self._coordinator}
+                answer, found = self._channel.call(told, arrays)
+            except UnavailableError as error:
+                self._gone = UnavailableError(
+                    f"The parameter server {self.name} has ended or is cut off, and "
+                    "the values that it had are lost.",
+                    received=f"{error}",
+                    fix="start it again, then this program, which restores its last "
+                    "checkpoint: kd.CheckpointManager, or BackupAndRestore in fit.",
+                )
+                raise self._gone from error
+        self.writes = answer.get("writes", self.writes)
+        self.version = max(self.version, answer.get("version", 0))
+        return answer, found
+
+    def close(self) -> None:
+        """Says no more."""
+        with self._lock:
+            self._channel.close()
+            self._gone = self._gone or UnavailableError(
+                f"The strategy of the parameter server {self.name} was closed.",
+                received="a read or an assignment after that.",
+                fix="read and save before strategy.close().",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of a variable on one server: all of them, where `stop` is `None`."""
+
+    server: int
+    key: int
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, array: Any) -> Any:
+        """These rows."""
+        return array if self.stop is None else array[self.start : self.stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a variable is.
+
+    Args:
+        parts: On which servers.
+        copies: Whether each part is all of it, as of a learning rate.
+    """
+
+    parts: tuple[Part, ...]
+    copies: bool = False
+
+    @property
+    def read(self) -> tuple[Part, ...]:
+        """What makes up the value."""
+        return self.parts[:1] if self.copies else self.parts
+
+
+class Served(Holder):
+    """The variables that servers have: read by asking, and sent when assigned.
+
+    A variable goes to the servers when a function first uses it. With a partitioner its
+    first axis is divided; whole variables, and the parts, go each to the server with
+    the fewest bytes.
+
+    Args:
+        servers: All of them.
+        partitioner: From `shape` and `dtype` to the number of parts of each axis.
+    """
+
+    def __init__(
+        self, servers: Sequence[Server], partitioner: Partitioner | None
+    ) -> None:
+        super().__init__(())
+        self._servers, self._partitioner = servers, partitioner
+        self._places: dict[int, tuple[Any, Place]] = {}
+        self._bytes = [0] * len(servers)
+        self._keys = 0
+
+    def place_of(self, variable: Any) -> Place | None:
+        """Where a variable is; `None` for one that no function has used."""
+        found = self._places.get(id(variable))
+        return None if found is None else found[1]
+
+    def add(self, variables: Sequence[Any], whole: bool = False) -> None:
+        """Chooses places for variables that have none.
+
+        Args:
+            variables: Of the strategy.
+            whole: Whether they have to be together on one server.
+        """
+        new = [v for v in variables if self.place_of(v) is None]
+        if not new:
+            return
+        together = self._emptiest() if whole else None
+        for variable in new:
+            sizes = [] if whole else self._sizes(variable)
+            servers = [together] * (len(sizes) or 1)
+            parts: list[Part] = []
+            start = 0
+            for server, size in zip(servers, sizes or [None], strict=True):
+                stop = None if size is None else start + size
+                parts.append(self._part(variable, server, start, stop))
+                start = stop or 0
+            self._put(variable, Place(tuple(parts)))
+
+    def add_slot(self, slot: Any, weight: Any) -> None:
+        """Places a slot of an optimizer where its weight is."""
+        if self.place_of(slot) is not None:
+            return
+        place = self.place_of(weight)
+        assert place is not None
+        parts = [self._part(slot, p.server, p.start, p.stop) for p in place.parts]
+        self._put(slot, Place(tuple(parts)))
+
+    def add_copies(self, variable: Any, servers: Sequence[int]) -> None:
+        """Places a variable on each of some servers."""
+        place = self.place_of(variable)
+        parts = () if place is None else place.parts
+        known = {part.server for part in parts}
+        new = tuple(self._part(variable, s) for s in servers if s not in known)
+        if not new:
+            return
+        if parts:
+            value = np.asarray(variable.value)
+            for part in new:
+                self._set(part, value)
+        self._put(variable, Place((*parts, *new), copies=True), is_new=not parts)
+
+    def send_changed(self) -> None:
+        """Tells the servers what was assigned since the last time."""
+        for key, variable in list(self.changed.items()):
+            value = np.asarray(variable.value)
+            by_server: dict[int, list[Part]] = {}
+            for part in self._places[key][1].parts:
+                by_server.setdefault(part.server, []).append(part)
+            for server, parts in by_server.items():
+                told = {"op": "set", "keys": [part.key for part in parts]}
+                self._servers[server].call(told, [part.of(value) for part in parts])
+            variable._link_to(self, key)
+            del self.changed[key]
+
+    def _emptiest(self) -> int:
+        return min(range(len(self._servers)), key=self._bytes.__getitem__)
+
+    def _sizes(self, variable: Any) -> list[int]:
+        """The rows of each part; none for a variable that is not divided."""
+        shape = tuple(variable.shape)
+        if self._partitioner is None or not shape:
+            return []
+        wanted = list(self._partitioner(shape=shape, dtype=variable._dtype))
+        if len(wanted) != len(shape) or any(n != 1 for n in wanted[1:]):
+            raise VariableScopeError(
+                f"A variable is divided along its first axis: {variable.path!r} has "
+                f"the shape {shape}.",
+                received=f"{wanted} from {self._partitioner!r}.",
+                fix="kd.experimental.partitioners.FixedShardsPartitioner(n).",
+            )
+        count = min(int(wanted[0]), shape[0])
+        if count <= 1:
+            return []
+        rows, more = divmod(shape[0], count)
+        return [rows + (i < more) for i in range(count)]
+
+    def _part(
+        self, variable: Any, server: int | None, start: int = 0, stop: int | None = None
+    ) -> Part:
+        server = self._emptiest() if server is None else server
+        rows = 1 if stop is None else (stop - start) / variable.shape[0]
+        size = np.prod(variable.shape) * np.dtype(variable._dtype).itemsize
+        self._bytes[server] += int(size * rows)
+        self._keys += 1
+        return Part(server, self._keys, start, stop)
+
+    def _put(self, variable: Any, place: Place, is_new: bool = True) -> None:
+        self._places[id(variable)] = variable, place
+        if is_new:
+            self.changed[id(variable)] = variable
+
+    def _set(self, part: Part, value: Array) -> None:
+        told = {"op": "set", "keys": [part.key]}
+        self._servers[part.server].call(told, [part.of(value)])
+
+    def read(self, variable: Any) -> Array:
+        """The value that the servers have now."""
+        place = self._places[id(variable)][1]
+        found: list[Array] = []
+        for part in place.read:
+            asked = {"op": "pull", "keys": [part.key]}
+            found += self._servers[part.server].call(asked)[1]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _array(self, place: Any, variable: Any) -> Any:
+        return variable._as_stored(jnp.asarray(self.read(variable)))
+
+
+class Kept(Holder):
+    """The variables that stay with the coordinator, such as metrics: workers return
+    what is to be added to them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._values: dict[int, tuple[Any, Array]] = {}
+        self.lock = threading.RLock()
+
+    def value_of(self, variable: Any) -> Array:
+        """The value, to send."""
+        with self.lock:
+            self._take(variable)
+            return self._values[id(variable)][1]
+
+    def add(self, variable: Any, change: Array) -> None:
+        """Adds to a variable."""
+        with self.lock:
+            old = self.value_of(variable)
+            new = np.asarray(old + change, old.dtype)
+            self._values[id(variable)] = variable, new
+
+    def set(self, variable: Any, value: Array) -> None:
+        """Sets a variable."""
+        with self.lock:
+            self._take(variable)
+            self._values[id(variable)] = variable, value
+
+    def _take(self, variable: Any) -> None:
+        link = variable._link
+        if link is None or link[0] is not self:
+            value = np.asarray(variable.value)
+            self._values[id(variable)] = variable, value
+            variable._link_to(self, id(variable))
+            self.changed.clear()
+
+    def _array(self, place: Any, variable: Any) -> Any:
+        return variable._as_stored(jnp.asarray(self._values[place][1]))

@@ -1,0 +1,189 @@
+"""The optimizers' part on the servers: an update of the weights that each has, as a
+program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from keras_distribute import context
+from keras_distribute._compat import optimizer as compat
+from keras_distribute.errors import ValueStructureError
+from keras_distribute.scheduling.served import Part, Place, Served, Server
+from keras_distribute.servers.programs import exported
+
+
+class Updates:
+    """The update programs of all optimizers.
+
+    Args:
+        servers: All of them.
+        served: The variables that they have.
+    """
+
+    def __init__(self, servers: Sequence[Server], served: Served) -> None:
+        self._servers, self._served = servers, served
+        self._numbers: dict[Any, int] = {}
+        self._optimizers: dict[int, Any] = {}
+
+    def place(self, optimizer: Any, weights: Sequence[Any]) -> None:
+        """Places weights, and the optimizer's variables beside them.
+
+        Raises:
+            ValueStructureError: For clipping that no server alone can do.
+        """
+        self._optimizers[id(optimizer)] = optimizer
+        own = compat.slot_weights(optimizer)
+        variables = list(zip(optimizer.variables, own, strict=True))
+        # State that belongs to nobody knows which weights: they stay together.
+        together = any(w is None and len(v.shape) for v, w in variables)
+        self._served.add(
+            compat.built_variables(optimizer) if together else weights, whole=together
+        )
+        if not compat.is_by_element(optimizer):
+            for weight in weights:
+                self._check_whole(optimizer, weight)
+        accumulates = compat.accumulation(optimizer) is not None
+        servers = sorted(
+            {part.server for w in weights for part in self._place(w).parts}
+        )
+        if accumulates and compat.clips_all_together(optimizer) and len(servers) > 1:
+            raise ValueStructureError(
+                "global_clipnorm of accumulated gradients needs all of them on one "
+                "server.",
+                received=f"{optimizer!r}, whose weights are on {len(servers)} servers.",
+                fix="clipnorm, or no gradient_accumulation_steps, or one parameter "
+                "server.",
+            )
+        targets = compat.built_variables(optimizer)
+        used = {id(weight) for weight in weights}
+        for variable, weight in variables:
+            if weight is None:
+                self._served.add_copies(variable, servers)
+            elif id(targets[weight]) in used:
+                self._served.add_slot(variable, targets[weight])
+
+    def _place(self, variable: Any) -> Place:
+        place = self._served.place_of(variable)
+        assert place is not None
+        return place
+
+    def _check_whole(self, optimizer: Any, weight: Any) -> None:
+        if len(self._place(weight).parts) > 1:
+            raise ValueStructureError(
+                f"The optimizer {type(optimizer).__name__} looks at a weight as a "
+                f"whole, and {weight.path!r} is divided.",
+                received=f"{len(self._place(weight).parts)} parts.",
+                fix="an optimizer such as keras.optimizers.Adam, or no "
+                "variable_partitioner.",
+            )
+
+    def of(
+        self, optimizer: Any, weights: Sequence[Any]
+    ) -> list[tuple[int, int, list[tuple[int, Part]]]]:
+        """For each server with some of the weights: its index, the number of its update
+        program, and which parts of which gradients it takes.
+        """
+        by_server: dict[int, list[tuple[int, Part]]] = {}
+        for i, weight in enumerate(weights):
+            for part in self._place(weight).parts:
+                by_server.setdefault(part.server, []).append((i, part))
+        return [
+            (server, self._number(optimizer, weights, server, parts), parts)
+            for server, parts in sorted(by_server.items())
+        ]
+
+    def _number(
+        self,
+        optimizer: Any,
+        weights: Sequence[Any],
+        server: int,
+        parts: Sequence[tuple[int, Part]],
+    ) -> int:
+        key = id(optimizer), server, tuple(part.key for _, part in parts)
+        if key not in self._numbers:
+            number = len(self._numbers) + 1
+            self._send(optimizer, weights, server, parts, number)
+            self._numbers[key] = number
+        return self._numbers[key]
+
+    def _send(
+        self,
+        optimizer: Any,
+        weights: Sequence[Any],
+        server: int,
+        parts: Sequence[tuple[int, Part]],
+        number: int,
+    ) -> None:
+        """Makes the program of one server, and sends it."""
+        shapes = [
+            (tuple(part.of(jax.numpy.empty(weights[i].shape)).shape), weights[i])
+            if part.stop is not None
+            else (tuple(weights[i].shape), weights[i])
+            for i, part in parts
+        ]
+        with context.entered(context.default_strategy().top_frame):
+            copy = compat.copy_for(optimizer, shapes)
+            state, values, function = _update(copy, shapes)
+            blob, _ = exported(function, [*state, *values, *values], ["cpu"])
+        keys = self._state_keys(optimizer, copy, weights, parts)
+        told = {
+            "op": "program",
+            "id": number,
+            "keys": [*keys, *(part.key for _, part in parts)],
+            "gradients": len(parts),
+        }
+        self._servers[server].call(told, [blob])
+
+    def _state_keys(
+        self,
+        optimizer: Any,
+        copy: Any,
+        weights: Sequence[Any],
+        parts: Sequence[tuple[int, Part]],
+    ) -> list[int]:
+        """Where the state of the optimizer is that each variable of its copy stands
+        for.
+        """
+        targets = {id(w): i for i, w in enumerate(compat.built_variables(optimizer))}
+        own = compat.slot_weights(optimizer)
+        of_weight: dict[int | None, list[Any]] = {}
+        for variable, weight in zip(optimizer.variables, own, strict=True):
+            of_weight.setdefault(weight, []).append(variable)
+        taken: dict[int | None, int] = {}
+        keys: list[int] = []
+        for weight in compat.slot_weights(copy):
+            index = part = None
+            if weight is not None:
+                index, part = targets[id(weights[parts[weight][0]])], parts[weight][1]
+            turn = taken.get(weight, 0)
+            taken[weight] = turn + 1
+            variable = of_weight[index][turn]
+            place = self._place(variable)
+            server = parts[0][1].server
+            keys += [
+                each.key
+                for each in place.parts
+                if each.server == server and (part is None or each.start == part.start)
+            ][:1]
+        return keys
+
+
+def _update(copy: Any, shapes: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
+    """The shapes of the state and of the weights, and the function of them and of the
+    gradients.
+    """
+    state = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in copy.variables]
+    values = [jax.ShapeDtypeStruct(shape, weight._dtype) for shape, weight in shapes]
+    first, second = len(state), len(state) + len(values)
+
+    def update(*arrays: Any) -> list[Any]:
+        new, new_state = copy.stateless_apply(
+            list(arrays[:first]), list(arrays[second:]), list(arrays[first:second])
+        )
+        return [*new_state, *new]
+
+    return state, values, update

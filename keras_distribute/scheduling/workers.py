@@ -1,0 +1,238 @@
+"""The workers as the coordinator sees them: a thread for each gives it functions to
+run, and takes it again when it comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from keras_distribute.errors import ClusterError, DistributeError, UnavailableError
+from keras_distribute.remote.channel import Channel, raise_remote
+from keras_distribute.remote.credentials import Credentials
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.scheduling.programs import Traced
+from keras_distribute.scheduling.queue import Closure, Queue
+
+_AHEAD = 2  # Functions that a worker has: one runs, one is on its way.
+_log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What a worker's thread asks of the cluster."""
+
+    queue: Queue
+    credentials: Credentials
+    coordinator: str
+    server_addresses: list[str]
+
+    def layout_of(self, program: Traced) -> Header:
+        """What the worker has to know of a program."""
+        ...
+
+    def fence(self, worker: int) -> int:
+        """Makes the servers refuse what a worker's earlier lives push; returns the
+        number of its next one.
+        """
+        ...
+
+    def note_versions(self, versions: Sequence[int]) -> None:
+        """Notes how far the servers are."""
+        ...
+
+
+class Worker(threading.Thread):
+    """The thread of one worker.
+
+    Args:
+        index: Of the worker.
+        address: Of the worker.
+        owner: The cluster.
+
+    Attributes:
+        is_ready: Whether the worker is there.
+        steps: How many it has finished.
+    """
+
+    def __init__(self, index: int, address: str, owner: Owner) -> None:
+        super().__init__(name=f"worker:{index}", daemon=True)
+        self.index, self.address, self.is_ready, self.steps = index, address, False, 0
+        self.last_error: DistributeError | None = None
+        self._owner = owner
+        self._is_closed = threading.Event()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._running: dict[int, Closure] = {}
+        self._sent: set[int] = set()
+        owner.queue.on_work(self.wake)
+
+    def wake(self) -> None:
+        """Makes the thread look at the queue."""
+        if len(self._running) < _AHEAD:
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._wake.send(b"x")
+
+    def close(self) -> None:
+        """Lets the thread end."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def run(self) -> None:
+        """Serves the worker, in each of its lives."""
+        while not self._is_closed.is_set():
+            channel = None
+            try:
+                channel = self._connected()
+                self._serve(channel)
+            except DistributeError as error:
+                self._lost(error)
+            except Exception as error:  # A mistake of ours must not hang the user.
+                self._owner.queue.failed(error)
+                self._lost(None)
+            finally:
+                if channel is not None:
+                    channel.close()
+            self._is_closed.wait(0.2)
+
+    def _connected(self) -> Channel:
+        owner = self._owner
+        name = f"worker:{self.index}"
+        channel = Channel(self.address, name, owner.credentials, timeout=2.0)
+        try:
+            told, _ = channel.call(
+                {
+                    "op": "begin",
+                    "coordinator": owner.coordinator,
+                    "worker": self.index,
+                    "incarnation": owner.fence(self.index),
+                    "servers": owner.server_addresses,
+                    "timeout": 30.0,
+                },
+                timeout=60.0,
+            )
+            if told["jax"] != jax.__version__:
+                raise ClusterError(
+                    "All tasks of a cluster run the same version of JAX.",
+                    received=f"{told['jax']} in the task {name}, {jax.__version__} in "
+                    "the coordinator.",
+                    fix=f"pip install jax=={jax.__version__} there.",
+                )
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, ClusterError) and "version" in str(error):
+                owner.queue.failed(error)
+            raise
+        self._sent.clear()
+        self.is_ready = True
+        return channel
+
+    def _serve(self, channel: Channel) -> None:
+        while not self._is_closed.is_set():
+            while len(self._running) < _AHEAD:
+                closure = self._owner.queue.take()
+                if closure is None:
+                    break
+                self._send(channel, closure, closure.program)
+            reply = channel.receive(wake=self._woken.fileno())
+            if reply is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            else:
+                self._take(channel, *reply)
+        if self._running:
+            raise UnavailableError("The strategy was closed.")
+
+    def _send(self, channel: Channel, closure: Closure, program: Traced) -> None:
+        coordinator = {"coordinator": self._owner.coordinator}
+        for iterator, _ in program.elements:
+            dataset = iterator.dataset
+            if dataset.number not in self._sent:
+                told = {"op": "dataset", "id": dataset.number, **coordinator}
+                channel.send(told, [dataset.pickled])
+                self._sent.add(dataset.number)
+            if iterator.number not in self._sent:
+                told = {"op": "iterator", "id": iterator.number, **coordinator}
+                channel.send({**told, "dataset": dataset.number})
+                self._sent.add(iterator.number)
+        if program.number not in self._sent:
+            layout = self._owner.layout_of(program)
+            told = {"op": "program", "id": program.number, "layout": layout}
+            channel.send({**told, **coordinator}, [program.blob])
+            self._sent.add(program.number)
+        header = {
+            "op": "run",
+            "closure": closure.number,
+            "program": program.number,
+            "steps": closure.steps,
+            "floor": closure.floor,
+            "bound": closure.bound,
+            "done": self._owner.queue.done_below,
+            **coordinator,
+        }
+        number = channel.send(header, [*closure.kept, *closure.args(self.index)])
+        self._running[number] = closure
+
+    def _take(
+        self, channel: Channel, number: int, header: Header, arrays: list[Array]
+    ) -> None:
+        """Takes an answer of the worker."""
+        closure, name = self._running.pop(number, None), f"worker:{self.index}"
+        try:
+            raise_remote(header, name)
+        except Exception as error:
+            if isinstance(error, UnavailableError) and "given up" in str(error):
+                if closure is not None:
+                    self._owner.queue.put_back(closure)
+                raise  # It lives on, but was taken for dead: begin again.
+            self._owner.queue.failed(error, closure)
+            return
+        if closure is None:
+            return
+        if "needs" in header:
+            forms = [
+                [(dtype, tuple(shape)) for dtype, shape in element]
+                for element in header["needs"]
+            ]
+            try:
+                program = closure.retrace(forms)
+            except Exception as error:
+                self._owner.queue.failed(error, closure)
+                return
+            self._send(channel, closure, program)
+            closure.program = program
+            return
+        self.steps += closure.steps
+        self._owner.note_versions(header["versions"])
+        program = closure.program
+        copies = [np.array(array) for array in arrays]
+        closure.finish(program, copies[program.num_results :])
+        results: Callable[[], Any] = lambda: program.rebuilt(copies)  # noqa: E731
+        self._owner.queue.finished(closure, results)
+
+    def _lost(self, error: DistributeError | None) -> None:
+        """Gives the work of a worker that is gone to the others."""
+        if self.is_ready and not self._is_closed.is_set():
+            _log.warning("worker:%d is gone: %s", self.index, error)
+        self.is_ready, self.last_error = False, error
+        if not self._running:
+            return
+        try:
+            self._owner.fence(self.index)
+        except DistributeError as failure:
+            for closure in self._running.values():
+                self._owner.queue.failed(failure, closure)
+        else:
+            for closure in sorted(
+                self._running.values(), key=lambda each: -each.number
+            ):
+                self._owner.queue.put_back(closure)
+        self._running.clear()

@@ -1,0 +1,134 @@
+"""Workers and parameter servers as processes of this host, for as long as this process
+lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from keras_distribute import checks
+from keras_distribute.cluster import signing
+from keras_distribute.cluster.resolvers.base import SimpleClusterResolver
+from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
+from keras_distribute.launch.job import Job, free_port
+from keras_distribute.remote import credentials
+from keras_distribute.remote.credentials import Credentials
+
+
+class ParameterServerCluster:
+    """Workers and parameter servers on this host, each a process of one CPU device.
+
+    They end with this process, or with `close`; one that is killed can be started
+    again. Also a context manager.
+
+    Args:
+        num_workers: How many workers.
+        num_ps: How many parameter servers.
+        encrypted: Whether all that they say is encrypted.
+
+    Attributes:
+        cluster_resolver: What `kd.ParameterServerStrategy` takes.
+
+    Example:
+        >>> import keras_distribute as kd
+        >>> cluster = kd.testing.ParameterServerCluster(num_workers=2, num_ps=1)
+        >>> strategy = kd.ParameterServerStrategy(cluster.cluster_resolver)
+        >>> strategy.close()
+        >>> cluster.close()
+    """
+
+    def __init__(
+        self, num_workers: int = 2, num_ps: int = 1, *, encrypted: bool = False
+    ) -> None:
+        checks.count("num_workers", num_workers, 1)
+        checks.count("num_ps", num_ps, 1)
+        checks.flag("encrypted", encrypted)
+        ports: list[int] = []
+        while len(ports) < num_workers + num_ps:
+            port = free_port()
+            if port not in ports:
+                ports.append(port)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        self._jobs = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
+        self._token = signing.new_token()
+        self._encrypted = encrypted
+        self.cluster_resolver = SimpleClusterResolver(
+            ClusterSpec(self._jobs), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        self.cluster_resolver.credentials = Credentials(self._token, encrypted)  # type: ignore[attr-defined]
+        self._tasks: dict[str, Job] = {}
+        for job, addresses in self._jobs.items():
+            for index in range(len(addresses)):
+                self.start(job, index)
+
+    def start(self, job: str, index: int) -> None:
+        """Starts a task, or starts it again.
+
+        Args:
+            job: `"worker"` or `"ps"`.
+            index: Its number.
+        """
+        name = f"{job}:{index}"
+        if name in self._tasks:
+            self._tasks[name].stop(grace=0)
+        config = {"cluster": self._jobs, "task": {"type": job, "index": index}}
+        environment = {
+            "TF_CONFIG": json.dumps(config),
+            signing.TOKEN: self._token,
+            credentials.ENCRYPT: str(int(self._encrypted)),
+            "KERAS_BACKEND": "jax",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-W", "ignore", "-m", "keras_distribute.servers"]
+        task = Job(command, 1, environment=lambda _: environment)
+        task.start()
+        self._tasks[name] = task
+
+    def kill(self, job: str, index: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a task, by default one that ends it at once.
+
+        Args:
+            job: `"worker"` or `"ps"`.
+            index: Its number.
+            number: Of the signal.
+        """
+        task = self._tasks[f"{job}:{index}"]
+        task.send(number)
+        if number == signal.SIGKILL:
+            task.wait(until_failure=False)
+
+    def output_of(self, job: str, index: int) -> str:
+        """The last lines that a task has written."""
+        return "".join(self._tasks[f"{job}:{index}"].workers[0].lines)
+
+    def close(self) -> None:
+        """Ends all."""
+        for task in self._tasks.values():
+            task.send(signal.SIGKILL)
+        for task in self._tasks.values():
+            task.stop(grace=0)
+        self._tasks.clear()
+
+    def __enter__(self) -> ParameterServerCluster:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> bool:
+    """Whether `condition()` has become true within some time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,58 @@
+"""Programs that travel: functions of arrays as bytes, made by `jax.export`.
+
+The bytes are StableHLO with a header, which other versions of JAX read for some months
+(https://docs.jax.dev/en/latest/export/export.html). No Python travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+Program = Callable[..., Any]
+
+
+def exported(
+    function: Callable[..., Any],
+    shapes: Sequence[Any],
+    platforms: Sequence[str],
+    droppable: int = 0,
+) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """A function of arrays as bytes, and which of its first arguments it takes.
+
+    Args:
+        function: From arrays to a list of arrays.
+        shapes: A `jax.ShapeDtypeStruct` for each argument.
+        platforms: Where it will run: `"cpu"`, `"cuda"`, `"tpu"`.
+        droppable: How many of the first arguments are left out where no result depends
+            on them.
+    """
+
+    used = list(range(droppable))
+    if droppable:
+        made = jax.export.export(jax.jit(function), platforms=platforms)(*shapes)
+        used = [i for i in made.module_kept_var_idx if i < droppable]
+
+    def of_used(*values: Any) -> Any:
+        given = dict(zip(used, values, strict=False))
+        first = (
+            given[i] if i in given else jnp.zeros(shape.shape, shape.dtype)
+            for i, shape in enumerate(shapes[:droppable])
+        )
+        return function(*first, *values[len(used) :])
+
+    taken = [*(shapes[i] for i in used), *shapes[droppable:]]
+    final = jax.jit(of_used, keep_unused=True)
+    made = jax.export.export(final, platforms=platforms)(*taken)
+    return np.frombuffer(made.serialize(), np.uint8), used
+
+
+def loaded(blob: Any) -> Program:
+    """The function; compiled at its first call."""
+    made = jax.export.deserialize(bytearray(np.asarray(blob).tobytes()))
+    return jax.jit(made.call)

@@ -1,0 +1,343 @@
+"""What a worker does: runs the programs of functions that the coordinator has
+scheduled, with values that it pulls from the parameter servers, and pushes what they
+make.
+
+Between two steps there is one message to each server: the answer to a push has the
+values for the next step, which takes them if nothing has to be seen that is newer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute.errors import ClusterError, OutOfRangeError
+from keras_distribute.remote.channel import Channel
+from keras_distribute.remote.credentials import Credentials
+from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.servers.programs import Program, loaded
+
+_FRESH_SECONDS = 0.1  # For which values that came with an answer are good for a step.
+
+
+@dataclasses.dataclass
+class _Server:
+    """A parameter server as a worker sees it.
+
+    Attributes:
+        channel: To ask it.
+        version: Of `values`.
+        writes: How often the coordinator had written by then.
+        values: By their keys.
+        time: When they came.
+    """
+
+    channel: Channel
+    version: int = -1
+    writes: int = -1
+    values: dict[int, Array] = dataclasses.field(default_factory=dict[int, Array])
+    time: float = 0.0
+
+    def is_fresh(self, keys: Sequence[int], floor: Sequence[int]) -> bool:
+        """Whether it is known what these values are, at least as new as wanted."""
+        return (
+            time.monotonic() - self.time < _FRESH_SECONDS
+            and self.version >= floor[0]
+            and self.writes >= floor[1]
+            and all(key in self.values for key in keys)
+        )
+
+    def note(self, header: Header, keys: Sequence[int], arrays: list[Array]) -> None:
+        """Takes the answer to a question for values."""
+        self.version, self.writes = header["version"], header["writes"]
+        self.values = dict(zip(keys, arrays, strict=True))
+        self.time = time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """A program and what belongs to it; `coordinator/programs.py` says what."""
+
+    program: Program
+    layout: Mapping[str, Any]
+
+
+class Runner:
+    """One worker.
+
+    Args:
+        credentials: Of the job.
+
+    Attributes:
+        has_ended: Whether the coordinator has said goodbye.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.has_ended = False
+        self._credentials = credentials
+        self._servers: list[_Server] = []
+        self._coordinator = ""
+        self._begin_with(0, 0)
+
+    def _begin_with(self, worker: int, incarnation: int) -> None:
+        self._worker, self._incarnation = worker, incarnation
+        self._functions: dict[int, _Function] = {}
+        self._datasets: dict[int, Any] = {}
+        self._iterators: dict[int, Iterator[Any]] = {}
+        self._waiting: dict[int, list[list[Array]]] = {}
+        for server in self._servers:
+            server.channel.close()
+        self._servers = []
+
+    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
+        """Answers one message."""
+        del peer
+        operation = str(header.get("op"))
+        if operation == "begin":
+            return self._begin(header)
+        if header.get("coordinator") != self._coordinator:
+            raise ClusterError(
+                "The worker works for another coordinator.",
+                received=f"a message of {header.get('coordinator')!r}.",
+                fix="start the program of the coordinator anew.",
+            )
+        method = _OPERATIONS.get(operation)
+        if method is None:
+            raise ClusterError(
+                f"A worker does not know {operation!r}.",
+                received=f"{header!r}.",
+                fix="run the same version of keras_distribute in all tasks.",
+            )
+        return method(self, header, arrays)
+
+    def _begin(self, header: Header) -> Answer:
+        self._coordinator = str(header["coordinator"])
+        self._begin_with(header["worker"], header["incarnation"])
+        self._servers = [
+            _Server(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
+            for i, address in enumerate(header["servers"])
+        ]
+        return {"platform": jax.default_backend(), "jax": jax.__version__}, []
+
+    def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
+        self._functions[header["id"]] = _Function(loaded(arrays[0]), header["layout"])
+        return None
+
+    def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
+        # Who has the token of the job may run code: it is the user's own.
+        self._datasets[header["id"]] = pickle.loads(arrays[0].tobytes())
+        return None
+
+    def _take_iterator(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
+        made = self._datasets[header["dataset"]]()
+        self._iterators[header["id"]] = iter(made)
+        return None
+
+    def _drop(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
+        for kept in (self._functions, self._iterators, self._datasets):
+            for number in header["ids"]:
+                kept.pop(number, None)
+        return None
+
+    def _run(self, header: Header, arrays: list[Array]) -> Answer:
+        """One function, of one step or several."""
+        function, closure = self._functions[header["program"]], header["closure"]
+        layout = function.layout
+        elements = self._elements(closure, layout)
+        if elements is None:
+            forms = [
+                [[a.dtype.name, list(a.shape)] for a in element]
+                for element in self._waiting[closure]
+            ]
+            return {"needs": forms}, []
+        kept = arrays[: layout["num_kept"]]
+        given = arrays[layout["num_kept"] :]
+        totals: list[Any] = []
+        results: Sequence[Any] = []
+        for step in range(header["steps"]):
+            count = layout["num_args"]
+            args = given[step * count : (step + 1) * count]
+            outputs = self._step(function, header, step, [*kept, *args, *elements])
+            results = outputs[: layout["num_results"]]
+            if layout["changes"]:
+                changes = outputs[len(outputs) - len(layout["changes"]) :]
+                kept, totals = _changed(layout["changes"], kept, totals, changes)
+        self._waiting.pop(closure, None)
+        versions = [server.version for server in self._servers]
+        return {"versions": versions}, [*map(np.asarray, results), *totals]
+
+    def _elements(self, closure: int, layout: Mapping[str, Any]) -> list[Array] | None:
+        """What the function takes of iterators; `None` if it was made for other shapes,
+        and what was read waits for a program that fits.
+        """
+        if not layout["elements"]:
+            return []
+        read = self._waiting.pop(closure, None)
+        if read is None:
+            read = [self._next(number) for number, _ in layout["elements"]]
+        fits = all(
+            [[a.dtype.name, list(a.shape)] for a in element] == form
+            for element, (_, form) in zip(read, layout["elements"], strict=True)
+        )
+        if fits:
+            return [array for element in read for array in element]
+        self._waiting[closure] = read
+        return None
+
+    def _next(self, number: int) -> list[Array]:
+        try:
+            element = next(self._iterators[number])
+        except StopIteration:
+            raise OutOfRangeError(
+                "The dataset of a worker is at its end.",
+                received=f"the worker {self._worker}.",
+                fix="dataset.repeat() in the dataset function, and count the steps.",
+            ) from None
+        return [
+            np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+            for leaf in jax.tree.leaves(element)
+        ]
+
+    def _step(
+        self, function: _Function, header: Header, step: int, given: list[Any]
+    ) -> Sequence[Any]:
+        """One step: pulls, computes, and pushes, again where it took too long."""
+        layout, pending = function.layout, None
+        while True:
+            values = self._values(layout["reads"], header["floor"])
+            outputs = function.program(*values, *given)
+            pending = self._push(layout, header, step, outputs, pending)
+            if not pending:
+                return outputs
+            for server in self._servers:
+                server.time = 0.0  # What came is too old: pull.
+
+    def _values(
+        self, reads: Sequence[Sequence[Any]], floor: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """The values of the variables that a program reads."""
+        wanted = _by_server(reads, len(self._servers))
+        asked = {
+            i: self._servers[i].channel.send(
+                {"op": "pull", "coordinator": self._coordinator, "keys": keys}
+            )
+            for i, keys in enumerate(wanted)
+            if keys and not self._servers[i].is_fresh(keys, floor[i])
+        }
+        for i, number in asked.items():
+            header, arrays = self._servers[i].channel.answer(number)
+            self._servers[i].note(header, wanted[i], arrays)
+        values: list[Any] = []
+        for parts in reads:
+            found = [self._servers[i].values[key] for i, key in parts]
+            values.append(found[0] if len(found) == 1 else np.concatenate(found))
+        return values
+
+    def _push(
+        self,
+        layout: Mapping[str, Any],
+        header: Header,
+        step: int,
+        outputs: Sequence[Any],
+        only: list[int] | None,
+    ) -> list[int]:
+        """Pushes what a step has made; returns the servers that it was too late for."""
+        if not layout["pushes"]:
+            return []
+        wanted = _by_server(layout["reads"], len(self._servers))
+        common = {
+            "op": "push",
+            "coordinator": self._coordinator,
+            "worker": self._worker,
+            "incarnation": self._incarnation,
+            "closure": header["closure"],
+            "step": step,
+            "done": header["done"],
+            "bound": header.get("bound"),
+        }
+        asked: dict[int, int] = {}
+        for push in layout["pushes"]:
+            i = push["server"]
+            if only is not None and i not in only:
+                continue
+            arrays = [_cut(outputs, place) for place in push["outputs"]]
+            told = {key: push[key] for key in ("updates", "adds", "sets")}
+            asked[i] = self._servers[i].channel.send(
+                {
+                    **common,
+                    **told,
+                    "pulled": self._servers[i].version,
+                    "reads": wanted[i],
+                },
+                arrays,
+            )
+        late: list[int] = []
+        for i, number in asked.items():
+            answer, arrays = self._servers[i].channel.answer(number)
+            self._servers[i].note(answer, wanted[i], arrays)
+            if answer["stale"]:
+                late.append(i)
+        return late
+
+    def _end(self, header: Header, arrays: list[Array]) -> Answer:
+        del header, arrays
+        self.has_ended = True
+        return {}, []
+
+
+def _by_server(reads: Sequence[Sequence[Any]], count: int) -> list[list[int]]:
+    """The keys that are read of each server."""
+    wanted: list[list[int]] = [[] for _ in range(count)]
+    for parts in reads:
+        for server, key in parts:
+            wanted[server].append(key)
+    return wanted
+
+
+def _cut(outputs: Sequence[Any], place: Sequence[Any]) -> Any:
+    """An output of the program, or some of its rows."""
+    index, start, stop = place
+    array = np.asarray(outputs[index])
+    return array if start is None else array[start:stop]
+
+
+def _changed(
+    kinds: Sequence[Sequence[Any]],
+    kept: list[Any],
+    totals: list[Any],
+    changes: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """What the coordinator's variables are for the next step, and what has become of
+    them in all.
+    """
+    kept, new = list(kept), list[Any]()
+    for i, ((kind, place), change) in enumerate(zip(kinds, changes, strict=True)):
+        change = np.asarray(change)
+        if kind == "set":
+            new.append(change)
+            value = change
+        else:
+            new.append(totals[i] + change if totals else change)
+            value = None if place is None else kept[place] + change
+        if place is not None:
+            kept[place] = value
+    return kept, [np.asarray(each) for each in new]
+
+
+_OPERATIONS = {
+    "program": Runner._take_program,
+    "dataset": Runner._take_dataset,
+    "iterator": Runner._take_iterator,
+    "drop": Runner._drop,
+    "run": Runner._run,
+    "end": Runner._end,
+}

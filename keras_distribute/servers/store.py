@@ -1,0 +1,184 @@
+"""What a parameter server does: keeps values, and updates them by programs that the
+coordinator has sent.
+
+One thread does all, so updates have one order, in which the log tells of them. What is
+pushed is a gradient, or what is added; a step of a function counts once, whoever
+pushes it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute.errors import ClusterError, UnavailableError
+from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.servers.programs import loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """An optimizer's update of some weights: from its state, the weights and their
+    gradients to the new state and weights.
+
+    Args:
+        program: Of arrays.
+        keys: Of the state and the weights.
+        num_gradients: How many it takes.
+    """
+
+    program: Callable[..., Any]
+    keys: list[int]
+    num_gradients: int
+
+
+class Store:
+    """The values of one server.
+
+    Attributes:
+        has_ended: Whether the coordinator has said goodbye.
+        version: How many pushes were applied.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._coordinator = ""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.version = self._writes = 0
+        self._values: dict[int, Array] = {}
+        self._updates: dict[int, _Update] = {}
+        self._applied: dict[int, set[int]] = {}
+        self._done = 0
+        self._incarnations: dict[int, int] = {}
+        self._log: list[list[int]] | None = None
+
+    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
+        """Answers one message."""
+        del peer
+        operation = header.get("op")
+        if operation == "begin":
+            # Of a coordinator that starts: its checkpoint says what the values are.
+            self._coordinator = str(header["coordinator"])
+            self._begin()
+            return {"platform": jax.default_backend()}, []
+        if header.get("coordinator") != self._coordinator:
+            raise UnavailableError(
+                "The parameter server serves another coordinator.",
+                received=f"a message of {header.get('coordinator')!r}.",
+                fix="start the program of the coordinator anew.",
+            )
+        method = _OPERATIONS.get(str(operation))
+        if method is None:
+            raise ClusterError(
+                f"A parameter server does not know {operation!r}.",
+                received=f"{header!r}.",
+                fix="run the same version of keras_distribute in all tasks.",
+            )
+        return method(self, header, arrays)
+
+    def _set(self, header: Header, arrays: list[Array]) -> Answer:
+        for key, array in zip(header["keys"], arrays, strict=True):
+            self._values[key] = array
+        self._writes += 1
+        return self._state(), []
+
+    def _pull(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
+        return self._state(), [self._values[key] for key in header["keys"]]
+
+    def _program(self, header: Header, arrays: list[Array]) -> Answer:
+        self._updates[header["id"]] = _Update(
+            loaded(arrays[0]), header["keys"], header["gradients"]
+        )
+        return {}, []
+
+    def _fence(self, header: Header, arrays: list[Array]) -> Answer:
+        """From now on pushes of a worker's earlier lives are refused."""
+        del arrays
+        self._incarnations[header["worker"]] = header["incarnation"]
+        return {}, []
+
+    def _push(self, header: Header, arrays: list[Array]) -> Answer:
+        worker, closure, step = header["worker"], header["closure"], header["step"]
+        if header["incarnation"] < self._incarnations.get(worker, 0):
+            raise UnavailableError(
+                f"The worker {worker} was given up, and another one has its work.",
+                received=f"a push of its life {header['incarnation']}.",
+                fix="nothing: the worker is taken again by itself.",
+            )
+        self._forget(header["done"])
+        bound = header.get("bound")
+        steps = self._applied.setdefault(closure, set())
+        stale = bound is not None and self.version - header["pulled"] > bound
+        if closure >= self._done and step not in steps and not stale:
+            self._apply(header, arrays)
+            steps.add(step)
+            self.version += 1
+            if self._log is not None:
+                self._log.append(
+                    [closure, step, worker, header["pulled"], self.version]
+                )
+        elif step in steps:
+            stale = False
+        reads = [self._values[key] for key in header["reads"]]
+        return {**self._state(), "stale": stale}, reads
+
+    def _apply(self, header: Header, arrays: Sequence[Array]) -> None:
+        left = list(arrays)
+        for number in header["updates"]:
+            update = self._updates[number]
+            gradients = left[: update.num_gradients]
+            del left[: update.num_gradients]
+            state = [self._values[key] for key in update.keys]
+            new = update.program(*state, *gradients)
+            for key, value in zip(update.keys, new, strict=True):
+                self._values[key] = np.asarray(value)
+        for key in header["adds"]:
+            old, change = self._values[key], left.pop(0)
+            self._values[key] = np.asarray(old + change, old.dtype)
+        for key in header["sets"]:
+            self._values[key] = left.pop(0)
+
+    def _forget(self, done: int) -> None:
+        """Drops what is known of functions below a number: all have returned."""
+        if done > self._done:
+            self._done = done
+            for closure in [each for each in self._applied if each < done]:
+                del self._applied[closure]
+
+    def _state(self) -> Header:
+        return {"version": self.version, "writes": self._writes}
+
+    def _keep_log(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
+        told, self._log = self._log, [] if header["keep"] else None
+        return {"log": told or [], **self._state()}, []
+
+    def _status(self, header: Header, arrays: list[Array]) -> Answer:
+        del header, arrays
+        size = sum(value.nbytes for value in self._values.values())
+        return {**self._state(), "values": len(self._values), "bytes": size}, []
+
+    def _end(self, header: Header, arrays: list[Array]) -> Answer:
+        del header, arrays
+        self.has_ended = True
+        return {}, []
+
+
+_OPERATIONS: dict[str, Callable[[Store, Header, list[Array]], Answer]] = {
+    "set": Store._set,
+    "pull": Store._pull,
+    "program": Store._program,
+    "fence": Store._fence,
+    "push": Store._push,
+    "log": Store._keep_log,
+    "status": Store._status,
+    "end": Store._end,
+}

@@ -1,0 +1,157 @@
+"""`ParameterServerStrategy`: asynchronous training, with variables on servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from keras_distribute import checks, context
+from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
+from keras_distribute.cluster.resolvers.topology import check_cluster
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.errors import ClusterError, ContextError
+from keras_distribute.remote import credentials
+from keras_distribute.scheduling import cluster as clusters
+from keras_distribute.scheduling import programs
+from keras_distribute.servers.local import ParameterServerCluster
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.types import RunOptions
+
+
+class ParameterServerStrategy(Strategy):
+    """Trains one model on workers that come and go, each at its own speed, with the
+    variables on servers.
+
+    Workers pull values, compute gradients, and push them; a server applies each with
+    the optimizer as it comes. With one worker the numbers are those of one device; with
+    several, the order is that in which they push.
+
+    Source: `tf.distribute.ParameterServerStrategy`. Differs from TF: Keras 3 has `fit`,
+    `evaluate` and `predict` with any dataset, each batch once; workers and servers need
+    none of the user's code; a variable goes to the server with the fewest bytes, when
+    it is first used by a function.
+
+    Args:
+        cluster_resolver: Says where the tasks are: those of type `"worker"` and `"ps"`
+            have to run `kd.Server`. `None` starts two workers and a parameter server on
+            this host.
+        variable_partitioner: Divides large variables over the servers: one of
+            `kd.experimental.partitioners`, or a function of `shape` and `dtype` that
+            returns the number of parts of each axis.
+        max_staleness: How many pushes a server may have applied between a worker's pull
+            and its push; a gradient that is older is computed again. `None`: any.
+
+    Raises:
+        ClusterError: For a cluster without workers or servers, or a job without a
+            token.
+        UnavailableError: Where a server does not answer within two minutes.
+
+    Example:
+        >>> import keras, numpy as np, keras_distribute as kd
+        >>> strategy = kd.ParameterServerStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((64, 4)), np.ones(64), verbose=0)
+        >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        max_staleness: int | None = None,
+    ) -> None:
+        checks.instance(
+            "cluster_resolver",
+            cluster_resolver,
+            ClusterResolver | None,
+            "A cluster resolver says where the workers and parameter servers are.",
+            "kd.cluster_resolver.TFConfigClusterResolver(), or None for a cluster on "
+            "this host",
+        )
+        if variable_partitioner is not None:
+            checks.function(
+                "variable_partitioner",
+                variable_partitioner,
+                "A partitioner is a function of a shape and a dtype.",
+                "kd.experimental.partitioners.MinSizePartitioner()",
+            )
+        if max_staleness is not None:
+            checks.count("max_staleness", max_staleness)
+        self._own: ParameterServerCluster | None = None
+        if cluster_resolver is None:
+            self._own = ParameterServerCluster()
+            cluster_resolver = self._own.cluster_resolver
+        self._resolver = cluster_resolver
+        known = getattr(cluster_resolver, "credentials", None)
+        encrypt = os.environ.get(credentials.ENCRYPT) == "1"
+        super().__init__(ReplicaMesh.of(jax.local_devices()[:1]))
+        self.cluster = clusters.Cluster(
+            _checked(cluster_resolver),
+            known or credentials.of_job(encrypt),
+            variable_partitioner,
+            max_staleness,
+        )
+        self.coordinator: Any = None
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """What found the cluster."""
+        return self._resolver
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` on the worker that runs the scheduled function around it.
+
+        Raises:
+            ContextError: Outside of a scheduled function.
+        """
+        if not programs.is_tracing():
+            raise ContextError(
+                "strategy.run of a ParameterServerStrategy belongs into a function "
+                "that a worker runs.",
+                received=context.describe(context.frame()),
+                fix="coordinator.schedule(step), and strategy.run in `step`; or "
+                "model.fit.",
+            )
+        del options
+        return fn(*args, **(kwargs or {}))
+
+    def wait_for_steps(self) -> None:
+        self.cluster.join()
+
+    def close(self) -> None:
+        """Lets go of the workers and servers; those that this strategy has started
+        end.
+        """
+        self.cluster.close()
+        if self._own is not None:
+            self._own.close()
+
+    def __repr__(self) -> str:
+        workers, servers = len(self.cluster.workers), len(self.cluster.servers)
+        return f"ParameterServerStrategy({workers} worker(s), {servers} server(s))"
+
+
+def _checked(resolver: ClusterResolver) -> ClusterSpec:
+    cluster = resolver.cluster_spec()
+    check_cluster(cluster, None, None)
+    missing = [job for job in ("worker", "ps") if job not in cluster.jobs]
+    if missing:
+        raise ClusterError(
+            f"The cluster has no {' and no '.join(missing)} task.",
+            received=f"{cluster!r}.",
+            fix='{"chief": [...], "worker": ["host0:2222"], "ps": ["host1:2222"]}',
+        )
+    return cluster

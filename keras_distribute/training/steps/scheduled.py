@@ -1,0 +1,219 @@
+"""Steps of `fit`, `evaluate` and `predict` as functions that are scheduled on workers.
+
+Each batch travels with its step, and counts once. A worker has two steps at most, so
+that the logs, `stop_training` and the learning rate mean something; nobody waits for
+logs that no callback looks at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_distribute._compat import trainer as compat
+from keras_distribute.errors import StructureTypeError
+from keras_distribute.run.arguments import Call
+from keras_distribute.scheduling import programs
+from keras_distribute.scheduling.programs import Traced
+from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
+
+_AHEAD = 2  # Steps of each worker.
+_SECONDS_BETWEEN_LOGS = 0.1  # Metrics are computed operation by operation.
+
+
+class ScheduledStep:
+    """A step of a model, made on a worker.
+
+    Args:
+        strategy: Where it runs.
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+
+    def __init__(
+        self, strategy: ParameterServerStrategy, trainer: Any, kind: str
+    ) -> None:
+        self._strategy, self._trainer, self._kind = strategy, trainer, kind
+        self._step = getattr(trainer, f"{kind}_step")
+        self._logs = _Logs(strategy, trainer)
+
+    def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """Schedules one step.
+
+        Args:
+            state: What Keras hands to steps; the variables have their values.
+            data: A batch on the host.
+
+        Returns:
+            What callbacks and `predict` see, which waits when it is looked at, and
+            `state`.
+        """
+        return self._scheduled([self._call(data)]), state
+
+    def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
+        """Schedules a step for each batch: those of one form together."""
+        logs: Any = None
+        left = list(map(self._call, data))
+        while left:
+            group = [left.pop(0)]
+            while left and left[0].signature == group[0].signature:
+                if len(group) == size:
+                    break
+                group.append(left.pop(0))
+            logs = self._scheduled(group)
+        return logs, state
+
+    def _call(self, data: Any) -> Call:
+        data = jax.tree.map(np.asarray, data)
+        return Call((data,), {}, self._strategy.replica_mesh)
+
+    def _scheduled(self, calls: Sequence[Call]) -> Any:
+        cluster, strategy = self._strategy.cluster, self._strategy
+        cluster.queue.check()
+        program = cluster.program(strategy, self._traced, calls[0])
+        most = _AHEAD * len(cluster.workers)
+        if program.ordered:
+            self._check_order(program.ordered)
+            most = 1
+        cluster.queue.wait(lambda: cluster.queue.num_pending < most)
+        result = cluster.schedule(strategy, program, self._traced, calls[0], calls)
+        if self._kind == "predict":
+            return _late(program, result)
+        if not program.num_results:
+            return self._logs
+        return _Logs(strategy, self._trainer, result)
+
+    def _check_order(self, variables: Sequence[Any]) -> None:
+        """Raises for what workers cannot change each by itself."""
+        if self._kind != "train" or len(self._strategy.cluster.workers) == 1:
+            return
+        names = ", ".join(variable.path for variable in variables[:10])
+        raise StructureTypeError(
+            "A metric that is no sum over batches needs to see them in order, which "
+            f"several workers cannot: {names}.",
+            received=f"fit on {len(self._strategy.cluster.workers)} workers.",
+            fix="compile without it, and take it in model.evaluate, where each batch "
+            "waits for the one before.",
+        )
+
+    def _traced(self, data: Any) -> Any:
+        """Keras's step, with assignments in the place of the state that it returns."""
+        scope = programs.current_scope()
+        groups = compat.state_variables(self._trainer, self._kind)
+        state = tuple([scope.get_current_value(v) for v in g] for g in groups)
+        result, new = self._run(state, data)
+        for variables, old, values in zip(groups, state, new, strict=True):
+            for variable, before, value in zip(variables, old, values, strict=True):
+                if value is not before:
+                    scope.add_update((variable, value))
+        if self._kind == "predict":
+            return result
+        # Of metrics the coordinator has the sums of all workers.
+        are_metrics = set(self._trainer.get_metrics_result()) == set(result)
+        return None if are_metrics else result
+
+    def _run(self, state: Any, data: Any) -> tuple[Any, Any]:
+        if self._kind == "predict":
+            outputs, others = self._step(state, data)
+            return outputs, (state[0], others)
+        return self._step(state, data)
+
+
+class _Logs(dict[str, Any]):
+    """What the metrics are when somebody looks, or what the step has returned.
+
+    Args:
+        strategy: Of the model.
+        trainer: The model.
+        result: Of a step of the user's own, which returns other logs.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        trainer: Any,
+        result: RemoteValue | None = None,
+    ) -> None:
+        super().__init__()
+        self._strategy, self._trainer, self._result = strategy, trainer, result
+        self._time = -np.inf
+
+    def _now(self) -> _Logs:
+        if self._result is not None:
+            result, self._result = self._result, None
+            self.update(result.get())
+            self._time = np.inf
+        is_late = time.monotonic() - self._time > _SECONDS_BETWEEN_LOGS
+        pending = self._strategy.cluster.queue.num_pending
+        if is_late or (not pending and self._time < np.inf):
+            self.update(self._trainer.get_metrics_result())
+            self._time = time.monotonic()
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        return dict.__getitem__(self._now(), key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self._now(), key)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self._now())
+
+    def __len__(self) -> int:
+        return dict.__len__(self._now())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return dict.get(self._now(), key, default)
+
+    def keys(self) -> Any:
+        return dict.keys(self._now())
+
+    def values(self) -> Any:
+        return dict.values(self._now())
+
+    def items(self) -> Any:
+        return dict.items(self._now())
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+
+class _Late:
+    """An array of a prediction that is on its way."""
+
+    def __init__(self, value: Callable[[], Any], form: Any) -> None:
+        self._value = value
+        self.shape, self.dtype = form.shape, form.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self._value(), dtype)
+
+    def __jax_array__(self) -> Any:
+        return self._value()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def _late(program: Traced, result: RemoteValue) -> Any:
+    """The results, each of which waits for the worker when it is read."""
+    left = iter(range(program.num_results))
+
+    def leaf_of(index: int) -> Any:
+        def value() -> Any:
+            return jax.tree.leaves(result.get())[index]
+
+        return _Late(value, program.forms[index])
+
+    leaves = [
+        leaf_of(next(left)) if leaf is None else leaf.value for leaf in program.leaves
+    ]
+    return jax.tree.unflatten(program.structure, leaves)
