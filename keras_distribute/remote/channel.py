@@ -59,6 +59,7 @@ class Channel:
         self._socket.connect(f"tcp://{address}")
         nonce = signing.new_nonce()
         try:
+            self._wait_for_handshake(timeout)
             header, _ = self.call({"op": "hello", "nonce": nonce}, timeout=timeout)
             if not credentials.accepts(f"serve {address}", nonce, header.get("proof")):
                 raise self._error("it does not have the token of the job")
@@ -74,8 +75,21 @@ class Channel:
         """Asks; the answer will have the number that is returned."""
         self._numbers += 1
         parts = frames.encode({**header, "number": self._numbers}, arrays)
-        self._socket.send_multipart(parts, copy=False)
+        try:
+            # Where there is no connection any more, it would wait for ever.
+            self._socket.send_multipart(parts, copy=False, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._error("its connection has ended") from None
         return self._numbers
+
+    def _wait_for_handshake(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while not self._connected:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise self._error(f"it has not answered for {timeout:g} s")
+            if self._monitor.poll(int(left * 1000)):
+                self._note(monitor.recv_monitor_message(self._monitor)["event"])
 
     def receive(self, timeout: float | None = None, wake: Any = None) -> Reply | None:
         """The next answer, to whichever question; `None` after `timeout` seconds, or

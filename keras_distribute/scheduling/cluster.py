@@ -220,17 +220,18 @@ class Cluster:
             self._lives[worker] = self._lives.get(worker, 0) + 1
             life = self._lives[worker]
         for server in self.servers:
-            try:
-                server.call({"op": "fence", "worker": worker, "incarnation": life})
-            except DistributeError as error:
-                self.lost(error)
-                raise
+            server.call({"op": "fence", "worker": worker, "incarnation": life})
         return life
 
-    def lost(self, error: DistributeError) -> None:
-        """Notes that a server is gone."""
-        self.queue.is_lost = True
-        self.queue.failed(error)
+    def lost_server(self) -> DistributeError | None:
+        """The error of a server that is gone, if one is."""
+        for server in self.servers:
+            try:
+                server.call({"op": "status"})
+            except DistributeError as error:
+                self.queue.is_lost = True
+                return error
+        return None
 
     def layout_of(self, program: Traced) -> Header:
         """What a worker has to know of a program, as plain data."""

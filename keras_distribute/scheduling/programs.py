@@ -168,6 +168,18 @@ def is_tracing() -> bool:
     return _current.trace is not None
 
 
+def refuse_loss_scaling(optimizer: Any) -> None:
+    """Raises `StructureTypeError` for an optimizer that scales losses."""
+    if compat.is_loss_scaling(optimizer):
+        raise StructureTypeError(
+            "Parameter servers do not scale losses: a worker does not know whether the "
+            "gradients of all overflow.",
+            received=f"{optimizer!r}.",
+            fix="the optimizer without loss scaling, and bfloat16 for mixed "
+            'precision: keras.mixed_precision.set_global_policy("mixed_bfloat16").',
+        )
+
+
 class _Scope(Capture):
     """Notes what a scheduled function reads and assigns."""
 
@@ -267,14 +279,7 @@ class _Trace:
     ) -> None:
         """Notes what an optimizer is to apply on the servers."""
         compat.build(optimizer, variables)
-        if compat.is_loss_scaling(optimizer):
-            raise StructureTypeError(
-                "Parameter servers do not scale losses: a worker does not know whether "
-                "the gradients of all overflow.",
-                received=f"{optimizer!r}.",
-                fix="the optimizer without loss scaling, and bfloat16 for mixed "
-                'precision: keras.mixed_precision.set_global_policy("mixed_bfloat16").',
-            )
+        refuse_loss_scaling(optimizer)
         targets = (
             list(variables)
             if variables is not None

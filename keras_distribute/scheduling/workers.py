@@ -43,6 +43,10 @@ class Owner(Protocol):
         """
         ...
 
+    def lost_server(self) -> DistributeError | None:
+        """The error of a server that is gone, if one is."""
+        ...
+
     def note_versions(self, versions: Sequence[int]) -> None:
         """Notes how far the servers are."""
         ...
@@ -193,6 +197,8 @@ class Worker(threading.Thread):
                 if closure is not None:
                     self._owner.queue.put_back(closure)
                 raise  # It lives on, but was taken for dead: begin again.
+            if isinstance(error, UnavailableError):
+                error = self._owner.lost_server() or error
             self._owner.queue.failed(error, closure)
             return
         if closure is None:
@@ -228,11 +234,11 @@ class Worker(threading.Thread):
         try:
             self._owner.fence(self.index)
         except DistributeError as failure:
+            failure = self._owner.lost_server() or failure
             for closure in self._running.values():
                 self._owner.queue.failed(failure, closure)
         else:
-            for closure in sorted(
-                self._running.values(), key=lambda each: -each.number
-            ):
+            newest_first = sorted(self._running.values(), key=lambda c: -c.number)
+            for closure in newest_first:
                 self._owner.queue.put_back(closure)
         self._running.clear()

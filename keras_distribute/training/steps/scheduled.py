@@ -38,6 +38,8 @@ class ScheduledStep:
     def __init__(
         self, strategy: ParameterServerStrategy, trainer: Any, kind: str
     ) -> None:
+        if kind == "train":
+            programs.refuse_loss_scaling(trainer.optimizer)
         self._strategy, self._trainer, self._kind = strategy, trainer, kind
         self._step = getattr(trainer, f"{kind}_step")
         self._logs = _Logs(strategy, trainer)

@@ -1,0 +1,44 @@
+"""One cluster for all tests of a process: starting its tasks takes seconds, and each
+strategy begins with empty servers.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+import keras_distribute as kd
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[kd.testing.ParameterServerCluster]:
+    """Two workers and two parameter servers."""
+    with kd.testing.ParameterServerCluster(num_workers=2, num_ps=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def strategy(cluster) -> Iterator[kd.ParameterServerStrategy]:
+    """A strategy on the cluster."""
+    strategy = kd.ParameterServerStrategy(cluster.cluster_resolver)
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
+def one_worker(cluster) -> Iterator[kd.ParameterServerStrategy]:
+    """A strategy that uses one of the workers, and both servers."""
+    strategy = kd.ParameterServerStrategy(resolver_of(cluster, num_workers=1))
+    yield strategy
+    strategy.close()
+
+
+def resolver_of(cluster, num_workers, num_ps=2):
+    """The cluster with fewer of its tasks."""
+    jobs = cluster.cluster_resolver.cluster_spec().as_dict()
+    resolver = kd.cluster_resolver.SimpleClusterResolver(
+        kd.cluster_resolver.ClusterSpec(
+            {"worker": jobs["worker"][:num_workers], "ps": jobs["ps"][:num_ps]}
+        )
+    )
+    resolver.credentials = cluster.cluster_resolver.credentials
+    return resolver

@@ -1,0 +1,399 @@
+"""`ClusterCoordinator` by TensorFlow's rules: the cases of its own test
+(`cluster_coordinator_test.py` of TensorFlow 2.21), and what differs.
+"""
+
+import gc
+import time
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.coordinator import (
+    ClusterCoordinator,
+    PerWorkerValues,
+    RemoteValue,
+)
+
+
+@pytest.fixture
+def coordinator(strategy):
+    return ClusterCoordinator(strategy)
+
+
+def numbers(count=None):
+    """A dataset function: 1.0, 2.0, and so on."""
+
+    def dataset():
+        value = 0.0
+        while count is None or value < count:
+            value += 1.0
+            yield np.float32(value)
+
+    return dataset
+
+
+def test_there_is_one_coordinator_of_a_strategy(strategy, coordinator):
+    assert ClusterCoordinator(strategy) is coordinator
+    assert coordinator.strategy is strategy
+
+
+def test_join_and_done_without_work(coordinator):
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_fetch_of_a_result(coordinator):
+    value = coordinator.schedule(lambda: keras.ops.convert_to_tensor(1.5))
+    assert isinstance(value, RemoteValue)
+    assert isinstance(value.get(), jax.Array)
+    assert isinstance(value.fetch(), np.ndarray)
+    assert value.fetch() == 1.5
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_fetch_of_a_structure(coordinator):
+    value = coordinator.schedule(lambda x: {"a": (x, 2 * x), "b": "text"}, (3.0,))
+    plain = coordinator.fetch({"deep": [value, 7]})
+    assert plain["deep"][1] == 7
+    assert plain["deep"][0]["b"] == "text"
+    assert plain["deep"][0]["a"] == (3.0, 6.0)
+
+
+def test_arguments_by_name_and_numpy_arrays_are_copied(coordinator):
+    x = np.ones(3, "float32")
+    values = [coordinator.schedule(lambda x, y: x + y, (x,), {"y": x})]
+    x[:] = 5.0
+    np.testing.assert_array_equal(values[0].fetch(), [2.0, 2.0, 2.0])
+
+
+def test_an_assignment(strategy, coordinator):
+    with strategy.scope():
+        v = keras.Variable(3.0)
+    coordinator.schedule(lambda: v.assign(7.0))
+    coordinator.join()
+    assert v.numpy() == 7.0
+
+
+def test_additions_of_all_workers_count(strategy, coordinator):
+    with strategy.scope():
+        v = keras.Variable(np.zeros(4, "float32"))
+        counter = keras.Variable(0, dtype="int32")
+
+    def add(x):
+        v.assign_add(x)
+        counter.assign_add(1)
+
+    for i in range(200):
+        coordinator.schedule(add, (np.full(4, i, "float32"),))
+    coordinator.join()
+    np.testing.assert_array_equal(v.numpy(), [sum(range(200))] * 4)
+    assert counter.numpy() == 200
+
+
+def test_what_the_coordinator_assigns_is_seen_by_what_it_schedules(
+    strategy, coordinator
+):
+    with strategy.scope():
+        v = keras.Variable(0.0)
+
+    def read(x):
+        return v.value + x
+
+    for i in range(20):
+        v.assign(float(i))
+        assert coordinator.schedule(read, (0.5,)).fetch() == i + 0.5
+
+
+def test_what_has_finished_is_seen_after_join(strategy, coordinator):
+    with strategy.scope():
+        v = keras.Variable(0.0)
+
+    def add():
+        v.assign_add(1.0)
+
+    def read():
+        return v.value + 0.0
+
+    for i in range(1, 11):
+        coordinator.schedule(add)
+        coordinator.join()
+        found = [coordinator.schedule(read) for _ in range(4)]
+        assert coordinator.fetch(found) == [i] * 4
+
+
+def test_an_iterator_on_each_worker(strategy, coordinator):
+    dataset = coordinator.create_per_worker_dataset(numbers())
+    iterator = iter(dataset)
+    with strategy.scope():
+        total = keras.Variable(0.0)
+
+    def step(iterator):
+        x = next(iterator)
+        total.assign_add(x)
+        return x
+
+    values = coordinator.fetch(
+        [coordinator.schedule(step, (iterator,)) for _ in range(30)]
+    )
+    assert total.numpy() == sum(values)
+    steps = [worker.steps for worker in strategy.cluster.workers]
+    assert sorted(values) == sorted(i + 1.0 for n in steps for i in range(n))
+
+
+def test_iterators_are_independent(coordinator):
+    dataset = coordinator.create_per_worker_dataset(numbers())
+
+    def step(iterator):
+        return next(iterator)
+
+    for _ in range(3):
+        assert coordinator.schedule(step, (iter(dataset),)).fetch() == 1.0
+
+
+def test_several_batches_in_a_function(coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(numbers()))
+    value = coordinator.schedule(lambda it: next(it) + 10 * next(it), (iterator,))
+    assert value.fetch() == 21.0
+
+
+def test_a_dataset_of_tensorflow_whose_last_batch_is_smaller(coordinator):
+    def dataset():
+        import tensorflow as tf
+
+        x = tf.range(10.0)
+        return tf.data.Dataset.from_tensor_slices((x, {"y": 2 * x})).batch(4)
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+
+    def step(iterator):
+        x, more = next(iterator)
+        return keras.ops.sum(x), keras.ops.sum(more["y"])
+
+    values = [coordinator.schedule(step, (iterator,)).fetch() for _ in range(3)]
+    values = {tuple(map(float, value)) for value in values}
+    assert values <= {(6.0, 12.0), (22.0, 44.0), (17.0, 34.0)}
+
+
+def test_the_end_of_a_dataset_is_an_error(coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(numbers(2)))
+
+    def step(iterator):
+        return next(iterator)
+
+    for _ in range(5):
+        coordinator.schedule(step, (iterator,))
+    with pytest.raises(kd.errors.OutOfRangeError, match=r"at its end(.|\n)*repeat"):
+        coordinator.join()
+    coordinator.join()
+
+
+def broken():
+    yield np.float32(1.0)
+    raise OSError("the disk is gone")
+
+
+def test_the_first_error_is_raised_once_and_the_others_cancelled(coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(broken))
+
+    def step(iterator):
+        return next(iterator)
+
+    values = [coordinator.schedule(step, (iterator,)) for _ in range(50)]
+    with pytest.raises(kd.errors.RemoteError, match=r"OSError in the task worker:\d"):
+        coordinator.join()
+    coordinator.join()
+    assert coordinator.done()
+    failed = 0
+    for value in values:
+        try:
+            assert value.fetch() == 1.0
+        except kd.errors.DistributeError:
+            failed += 1
+    assert failed >= 48
+    assert coordinator.schedule(lambda: keras.ops.ones(())).fetch() == 1.0
+
+
+@pytest.mark.parametrize("method", ["schedule", "done"])
+def test_other_methods_raise_the_error_too(coordinator, method):
+    iterator = iter(coordinator.create_per_worker_dataset(numbers(1)))
+
+    def step(iterator):
+        return next(iterator)
+
+    def call():
+        if method == "schedule":
+            return coordinator.schedule(lambda: keras.ops.ones(()))
+        return coordinator.done()
+
+    for _ in range(4):
+        coordinator.schedule(step, (iterator,))
+    with pytest.raises(kd.errors.OutOfRangeError):
+        for _ in range(500):
+            call()
+            time.sleep(0.01)
+    coordinator.join()
+
+
+def test_a_mistake_in_the_function_is_raised_where_it_is_scheduled(coordinator):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        coordinator.schedule(lambda x: x + "text", (1.0,))
+    coordinator.join()
+
+
+def test_values_of_each_worker(strategy, coordinator):
+    own = PerWorkerValues([10.0, 20.0])
+    values = coordinator.fetch(
+        [coordinator.schedule(lambda x, y: x + y, (own, 1.0)) for _ in range(40)]
+    )
+    steps = [worker.steps for worker in strategy.cluster.workers]
+    assert sorted(values) == [11.0] * steps[0] + [21.0] * steps[1]
+
+
+def test_remote_values_are_no_arguments(coordinator):
+    value = coordinator.schedule(lambda: keras.ops.ones(()))
+    with pytest.raises(ValueError, match=r"RemoteValue(.|\n)*value.fetch\(\)"):
+        coordinator.schedule(lambda x: x, ((value,),))
+
+
+def training(strategy):
+    """A model, its optimizer, a metric, and a step over them."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.Adam(0.05, epsilon=1e-3)
+        metric = keras.metrics.Mean()
+    loss_of = keras.losses.MeanSquaredError()
+    both = kd.value_and_grad(
+        lambda x, y: loss_of(y, model(x)), model.trainable_variables
+    )
+
+    def step(x, y):
+        loss, grads = both(x, y)
+        optimizer.apply(grads, model.trainable_variables)
+        metric.update_state(loss)
+        return loss
+
+    return model, optimizer, metric, step
+
+
+def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker):
+    coordinator = ClusterCoordinator(one_worker)
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(2, 8, 4)).astype("float32") for _ in range(20)]
+    model, optimizer, metric, step = training(one_worker)
+    values = [coordinator.schedule(step, (x, y[:, :2])) for x, y in batches]
+    losses = coordinator.fetch(values)
+    plain, plain_optimizer, plain_metric, plain_step = training(kd.get_strategy())
+    expected = [float(plain_step(x, y[:, :2])) for x, y in batches]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        model.get_weights()[0], plain.get_weights()[0], rtol=1e-5, atol=1e-7
+    )
+    assert metric.result() == pytest.approx(float(plain_metric.result()))
+    assert optimizer.iterations.numpy() == plain_optimizer.iterations.numpy() == 20
+
+
+def test_strategy_run_belongs_into_a_scheduled_function(strategy, coordinator):
+    def step(x):
+        return strategy.run(lambda y: 2 * y, (x,))
+
+    assert coordinator.schedule(step, (4.0,)).fetch() == 8.0
+    with pytest.raises(kd.errors.ContextError, match=r"coordinator.schedule\(step\)"):
+        strategy.run(lambda: 1)
+
+
+def test_a_weight_is_not_read_after_its_gradient(strategy, coordinator):
+    step = training(strategy)[-1]
+
+    def two_steps(x, y):
+        step(x, y)
+        return step(x, y)
+
+    x = np.ones((4, 4), "float32")
+    with pytest.raises(kd.errors.ContextError, match=r"schedule one step a call"):
+        coordinator.schedule(two_steps, (x, x[:, :2]))
+
+
+def test_a_function_that_creates_variables_each_time(coordinator):
+    def make():
+        return keras.Variable("ones", shape=()).value
+
+    with pytest.raises(kd.errors.VariableScopeError, match=r"create models, metrics"):
+        coordinator.schedule(make)
+
+
+def test_layers_may_be_built_by_the_first_call(strategy, coordinator):
+    with strategy.scope():
+        dense = keras.layers.Dense(2, kernel_initializer="ones")
+    x = np.ones((1, 3), "float32")
+    assert coordinator.schedule(dense, (x,)).fetch().tolist() == [[3.0, 3.0]]
+
+
+def test_an_iterator_is_read_in_functions_alone(coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(numbers()))
+    with pytest.raises(kd.errors.ContextError, match=r"read on the workers"):
+        next(iterator)
+
+
+def test_datasets_that_cannot_be_had(coordinator):
+    with pytest.raises(kd.errors.InputError, match="no batch"):
+        coordinator.create_per_worker_dataset(lambda: iter(()))
+    lock = __import__("threading").Lock()
+    with pytest.raises(kd.errors.InputError, match="cannot be sent"):
+        coordinator.create_per_worker_dataset(lambda: [lock])
+
+
+def test_wrong_arguments(strategy, coordinator):
+    with pytest.raises(kd.errors.StructureTypeError, match="is a function"):
+        coordinator.schedule(3)
+    with pytest.raises(kd.errors.StructureTypeError, match="ParameterServerStrategy"):
+        ClusterCoordinator(kd.MirroredStrategy(["cpu:0"]))
+    with pytest.raises(kd.errors.StructureTypeError, match="one shape and one dtype"):
+        PerWorkerValues([np.ones(2), np.ones(3)])
+    with pytest.raises(kd.errors.ContextError, match="inside a scheduled function"):
+        coordinator.schedule(lambda: coordinator.join())
+    with pytest.raises(kd.errors.ClusterError, match="has no ps task"):
+        cluster = kd.cluster_resolver.ClusterSpec({"worker": ["a:1"]})
+        kd.ParameterServerStrategy(kd.cluster_resolver.SimpleClusterResolver(cluster))
+
+
+def test_closed_strategies_leave_nothing(cluster):
+    from tests.parameter_server.conftest import resolver_of
+
+    for _ in range(3):
+        strategy = kd.ParameterServerStrategy(resolver_of(cluster, 2))
+        assert ClusterCoordinator(strategy).schedule(lambda: 1.0).fetch() == 1.0
+        threads = strategy.cluster.workers
+        strategy.close()
+        assert not any(thread.is_alive() for thread in threads)
+        gc.collect()
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_gradients_that_are_too_old_are_computed_again(cluster, bound):
+    """Each push adds the value that the step has pulled, and one: with a bound of 0
+    every step has seen the one before, and the numbers are those of one worker.
+    """
+    strategy = kd.ParameterServerStrategy(cluster.cluster_resolver, max_staleness=bound)
+    try:
+        coordinator = ClusterCoordinator(strategy)
+        with strategy.scope():
+            v = keras.Variable(0.0)
+            n = keras.Variable(0, dtype="int32")
+
+        def double():
+            v.assign(2 * v.value + 1.0)
+            n.assign_add(1)
+
+        for _ in range(20):
+            coordinator.schedule(double)
+        coordinator.join()
+        assert n.numpy() == 20
+        if bound == 0:
+            assert v.numpy() == 2.0**20 - 1.0
+    finally:
+        strategy.close()

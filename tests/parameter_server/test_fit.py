@@ -1,0 +1,298 @@
+"""`fit`, `evaluate` and `predict` on workers: with one worker the numbers of one device,
+with several each batch once.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+from tests.exactness import zoo
+from tests.exactness.harness import (
+    assert_same_outcome,
+    fit_evaluate_predict,
+    fit_only,
+    observe,
+    table,
+)
+from tests.exactness.test_layers_optimizers_metrics import (
+    OPTIMIZERS,
+    classifier,
+    make_optimizer,
+)
+
+X, Y = table(22)
+
+
+def equals_one_device(strategy: Any, build: Any, run: Any) -> None:
+    """Asserts that a run on the cluster leaves what one device does."""
+    assert_same_outcome(observe(build, run, strategy), observe(build, run))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(one_worker, name):
+    """On two servers: slots beside their weights, and shared state on both."""
+    equals_one_device(
+        one_worker,
+        lambda: classifier(make_optimizer(name)),
+        fit_only(X, Y, batch_size=8),
+    )
+
+
+@pytest.mark.parametrize("name", ["Adam", "ScheduleFreeAdamW"])
+def test_optimizers_with_every_option(one_worker, name):
+    options: dict[str, Any] = {
+        "weight_decay": 0.01,
+        "clipnorm": 0.2,
+        "gradient_accumulation_steps": 2,
+        "use_ema": True,
+        "ema_momentum": 0.7,
+    }
+
+    def build() -> keras.Model:
+        optimizer = make_optimizer(name, **options)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(
+            0.02, 2, 0.5
+        )
+        return classifier(optimizer)
+
+    equals_one_device(one_worker, build, fit_only(X, Y, batch_size=8))
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_clipping_looks_at_whole_gradients(one_worker, clip):
+    equals_one_device(
+        one_worker,
+        lambda: classifier(make_optimizer("SGD", **{clip: 0.05})),
+        fit_only(X, Y, batch_size=8),
+    )
+
+
+def network() -> keras.Model:
+    """Moving statistics, seeds, penalties, weighted metrics."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.Adam(0.02, epsilon=1e-2)
+    weighted = [keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]
+    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=weighted)
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_tail_and_validation(one_worker, steps):
+    def build() -> keras.Model:
+        model = network()
+        model.steps_per_execution = steps
+        return model
+
+    run = fit_evaluate_predict(
+        X, Y, batch_size=6, validation_data=(X[:9], Y[:9]), sample_weight=X[:, 0] ** 2
+    )
+    equals_one_device(one_worker, build, run)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("inputs", zoo.INPUTS)
+@pytest.mark.parametrize("kind", sorted(zoo.BUILDERS))
+def test_models_of_every_kind_on_every_input(one_worker, kind, inputs):
+    case = zoo.Case(
+        kind=kind,
+        flavour=1,
+        replicas=1,
+        batch_size=6,
+        samples=20,
+        reduction="sum_over_batch_size",
+        optimizer=zoo.OptimizerChoice("Adam"),
+        inputs=inputs,
+        weights="none",
+    )
+    equals_one_device(one_worker, lambda: zoo.build_model(case), zoo.run_case(case))
+
+
+def test_several_workers_count_each_batch_once(strategy):
+    """Sums over the rows that were trained on, whoever had them."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1, trainable=False)])
+        model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+        model.layers[0].set_weights([np.ones((1, 1)), np.zeros(1)])
+    x = np.arange(100.0, dtype="float32")[:, None]
+    history = model.fit(x, 0 * x, batch_size=7, epochs=3, verbose=0).history
+    np.testing.assert_allclose(history["mean_absolute_error"], [49.5] * 3, rtol=1e-6)
+    np.testing.assert_allclose(model.predict(x, batch_size=7, verbose=0), x)
+    evaluated = model.evaluate(x, 0 * x, batch_size=7, verbose=0, return_dict=True)
+    assert evaluated["mean_absolute_error"] == pytest.approx(49.5)
+
+
+def test_several_workers_train(strategy):
+    """Every step is applied once, and the model learns."""
+    x, y = table(512)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = network()
+    history = model.fit(x, y, batch_size=16, epochs=4, verbose=0).history
+    assert int(model.optimizer.iterations.numpy()) == 4 * 32
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert sum(worker.steps for worker in strategy.cluster.workers) == 4 * 32
+    assert all(worker.steps for worker in strategy.cluster.workers)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+def test_a_metric_that_is_no_sum(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Largest()])
+    x = np.arange(30.0, dtype="float32")[::-1, None].copy()
+    with pytest.raises(kd.errors.StructureTypeError, match=r"largest/value(.|\n)*Fix"):
+        model.fit(x, x, batch_size=7, verbose=0)
+    assert model.evaluate(x, x, batch_size=7, verbose=0)[1] == 29.0
+
+
+def test_a_metric_that_is_no_sum_with_one_worker(one_worker):
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Largest()])
+        return model
+
+    equals_one_device(one_worker, build, fit_only(X, Y, batch_size=4))
+
+
+def test_callbacks_see_and_change_the_training(strategy):
+    seen = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(dict(logs))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.0
+            if epoch == 2:
+                self.model.stop_training = True
+
+    x, y = table(64)
+    with strategy.scope():
+        model = network()
+    rates = []
+    schedule = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: rates.append(
+            float(model.optimizer.learning_rate)
+        )
+    )
+    history = model.fit(
+        x, y, batch_size=8, epochs=9, verbose=0, callbacks=[Notes(), schedule]
+    ).history
+    assert len(history["loss"]) == 3
+    assert rates == pytest.approx([0.02, 0.0, 0.0])
+    assert len(seen) == 24
+    assert set(seen[0]) == set(history)
+    weights = model.get_weights()
+    model.fit(x, y, batch_size=8, verbose=0)  # With a learning rate of zero.
+    np.testing.assert_array_equal(weights[0], model.get_weights()[0])
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of the user's own, with logs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "rows": np.float32(1) * data[0].shape[0]}, state
+
+
+def test_logs_of_a_step_of_the_users_own(strategy):
+    with strategy.scope():
+        model = OwnStep()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+    assert history["rows"] == [6.0, 6.0]
+
+
+def test_models_are_saved_and_loaded(strategy, tmp_path):
+    with strategy.scope():
+        model = network()
+    model.fit(X, Y, batch_size=6, verbose=0)
+    model.save(tmp_path / "model.keras")
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), ours.path)
+    plain.fit(X, Y, batch_size=6, verbose=0)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    model.load_weights(tmp_path / "plain.weights.h5")
+    np.testing.assert_allclose(
+        model.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-6
+    )
+    assert model.optimizer.iterations.numpy() == plain.optimizer.iterations.numpy()
+
+
+def test_train_on_batch(one_worker):
+    def run(model: keras.Model) -> Any:
+        return [model.train_on_batch(X[:8], Y[:8], return_dict=True) for _ in range(3)]
+
+    equals_one_device(one_worker, network, run)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_divided_variables(cluster, parts):
+    """Their parts are on both servers, and are put together."""
+
+    def partitioner(shape: Any, dtype: Any) -> list[int]:
+        return [min(parts, shape[0]), *[1] * (len(shape) - 1)]
+
+    strategy = kd.ParameterServerStrategy(cluster.cluster_resolver, partitioner)
+    strategy.cluster.workers[1].close()
+    try:
+        equals_one_device(
+            strategy,
+            lambda: classifier(make_optimizer("Adam")),
+            fit_only(X, Y, batch_size=8),
+        )
+    finally:
+        strategy.close()
+
+
+def test_loss_scaling_is_refused(strategy):
+    with strategy.scope():
+        model = classifier(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        )
+    with pytest.raises(kd.errors.StructureTypeError, match=r"mixed_bfloat16"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_the_summary_says_where_steps_run(strategy):
+    with strategy.scope():
+        model = network()
+    model.fit(X, Y, batch_size=6, verbose=0)
+    assert "scheduled on a worker" in str(strategy.summary(model))

@@ -1,0 +1,327 @@
+"""Messages between tasks: what arrives is what was sent, and strangers are kept out."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.launch.job import free_port
+from keras_distribute.remote import credentials, frames
+from keras_distribute.remote.channel import Channel
+from keras_distribute.remote.credentials import Credentials
+from keras_distribute.remote.endpoint import Endpoint
+from keras_distribute.remote.engine import msgpack, zmq
+
+TOKEN = "the token of a job, which is long"
+
+
+class Task:
+    """A task that returns what it is sent, in a thread."""
+
+    def __init__(self, credentials):
+        self.address = f"127.0.0.1:{free_port()}"
+        self.credentials, self.seen = credentials, []
+        self._stop = threading.Event()
+        self._endpoint = Endpoint(self.address, credentials)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self):
+        self._endpoint.serve(self._handle, self._stop.is_set)
+        self._endpoint.close()
+
+    def _handle(self, peer, header, arrays):
+        self.seen.append(header["op"])
+        if header["op"] == "fail":
+            raise KeyError("of the task")
+        return header, [np.array(array) for array in arrays]
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join()
+
+    def channel(self, credentials=None, timeout=10.0):
+        return Channel(self.address, "ps:0", credentials or self.credentials, timeout)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def task(request):
+    task = Task(Credentials(TOKEN, request.param))
+    yield task
+    task.stop()
+
+
+ARRAYS = [
+    np.float32(3.0),
+    np.zeros((0, 4)),
+    np.arange(12, dtype="int8").reshape(3, 4).T,
+    np.ones((2, 3), ml_dtypes.bfloat16),
+    np.array([True, False]),
+    np.array([1 + 2j]),
+]
+
+
+def test_messages_are_what_was_sent():
+    header, arrays = frames.decode(frames.encode({"a": [1, "b"]}, ARRAYS))
+    assert header == {"a": [1, "b"]}
+    for ours, theirs in zip(arrays, ARRAYS, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [frames.LARGEST_FRAME, frames.LARGEST_FRAME + 1])
+def test_large_arrays_travel_in_parts(size):
+    array = np.arange(size, dtype="uint8")
+    parts = frames.encode({}, [array, np.ones(2)])
+    assert max(map(len, parts)) <= frames.LARGEST_FRAME
+    np.testing.assert_array_equal(frames.decode(parts)[1][0], array)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b""],
+        [b"\xc1"],
+        [msgpack.packb(3)],
+        [msgpack.packb([{}, [["float32", [3]]]])],
+        [msgpack.packb([{}, [["float32", [3]]]]), b"12"],
+        [msgpack.packb([{}, [["object", [1]]]]), b"12345678"],
+        [msgpack.packb([{}, [["float32", [2**40, 2**40]]]]), b""],
+        [msgpack.packb([{}, []]), b"more"],
+        [msgpack.packb([[], []])],
+    ],
+)
+def test_what_is_no_message(parts):
+    with pytest.raises(kd.errors.ClusterError, match="that is none"):
+        frames.decode(parts)
+
+
+def test_objects_are_not_sent():
+    with pytest.raises(TypeError):
+        frames.encode({}, [np.array([object()])])
+
+
+def test_questions_and_answers(task):
+    channel = task.channel()
+    first = channel.send({"op": "one"}, ARRAYS)
+    second = channel.send({"op": "two"})
+    assert channel.answer(second)[0]["op"] == "two"
+    header, arrays = channel.answer(first)
+    assert header["op"] == "one"
+    assert [a.shape for a in arrays] == [np.shape(a) for a in ARRAYS]
+    assert channel.receive(timeout=0.05) is None
+    with pytest.raises(kd.errors.RemoteError, match=r"KeyError in the task ps:0"):
+        channel.call({"op": "fail"})
+    channel.close()
+
+
+def test_a_task_with_another_token_is_refused(task):
+    start = time.monotonic()
+    other = Credentials("x" * 40, task.credentials.encrypted)
+    with pytest.raises(kd.errors.UnavailableError, match=r"ps:0 cannot be had"):
+        task.channel(other, timeout=1.5)
+    assert time.monotonic() - start < 6
+    assert task.seen == []
+
+
+def test_a_task_that_does_not_have_the_token_is_not_believed():
+    """Somebody who took the address, and lets everybody in."""
+    address = f"127.0.0.1:{free_port()}"
+    context = zmq.Context()
+    impostor = context.socket(zmq.ROUTER)
+    impostor.linger = 0
+    impostor.bind(f"tcp://{address}")
+    stop = threading.Event()
+
+    def serve():
+        while not stop.is_set():
+            if impostor.poll(50):
+                peer, *parts = impostor.recv_multipart()
+                header, _ = frames.decode(parts)
+                answer = {"number": header["number"], "proof": "0" * 64}
+                impostor.send_multipart([peer, *frames.encode(answer)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with pytest.raises(kd.errors.UnavailableError):
+            Channel(address, "ps:0", Credentials(TOKEN), 1.0)
+    finally:
+        stop.set()
+        thread.join()
+        impostor.close()
+        context.term()
+
+
+def test_a_password_that_was_overheard_is_good_for_nothing():
+    task = Task(Credentials(TOKEN))
+    try:
+        name = "a name that somebody used"
+        password = task.credentials.proof(f"connect {task.address}", name)
+        assert _answers(task.address, name, password)
+        assert not _answers(task.address, name, password)
+        other = task.credentials.proof("connect 127.0.0.1:1", "elsewhere")
+        assert not _answers(task.address, "elsewhere", other)
+    finally:
+        task.stop()
+
+
+def _answers(address, name, password):
+    one = zmq.Context.instance().socket(zmq.DEALER)
+    one.linger = 0
+    one.plain_username, one.plain_password = name.encode(), password.encode()
+    one.connect(f"tcp://{address}")
+    one.send_multipart(frames.encode({"op": "x", "number": 1}))
+    found = bool(one.poll(1000))
+    one.close()
+    return found
+
+
+def attack(kind, address):
+    """What a stranger can do to a port."""
+    host, port = address.split(":")
+    rng = np.random.default_rng(0)
+    if kind == "silent":
+        return [socket.create_connection((host, int(port))) for _ in range(50)]
+    if kind == "no mechanism":
+        one = zmq.Context.instance().socket(zmq.DEALER)
+        one.linger = 0
+        one.connect(f"tcp://{address}")
+        with contextlib.suppress(zmq.Again):
+            for _ in range(100):
+                message = frames.encode({"op": "end", "number": 1})
+                one.send_multipart(message, flags=zmq.NOBLOCK)
+        return [one]
+    connection = socket.create_connection((host, int(port)))
+    try:
+        if kind == "garbage":
+            connection.sendall(rng.bytes(100_000))
+        elif kind == "greeting, then a frame of many bytes":
+            connection.sendall(b"\xff" + b"\0" * 8 + b"\x7f\x03\x00PLAIN" + b"\0" * 48)
+            connection.sendall(b"\x06" + (2**40).to_bytes(8, "big") + b"x" * 1000)
+        elif kind == "slow":
+            connection.sendall(b"\xff")
+    except OSError:
+        pass
+    return [connection]
+
+
+KINDS = [
+    "silent",
+    "no mechanism",
+    "garbage",
+    "greeting, then a frame of many bytes",
+    "slow",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_disturb_nobody(task, kind):
+    channel = task.channel()
+    held = []
+    for _ in range(5):
+        held += attack(kind, task.address)
+        assert channel.call({"op": "x"}, [np.ones(3)], timeout=5.0)[0]["op"] == "x"
+    other = task.channel()
+    assert other.call({"op": "y"}, timeout=5.0)[0]["op"] == "y"
+    assert set(task.seen) == {"x", "y"}
+    for one in (*held, channel, other):
+        one.close()
+
+
+def test_a_cluster_of_which_strangers_want_something(strategy, cluster):
+    """A job goes on while each of its ports is attacked, and counts each step once."""
+    import keras
+
+    jobs = cluster.cluster_resolver.cluster_spec().as_dict()
+    stop, held = threading.Event(), []
+
+    def strangers():
+        while not stop.is_set():
+            for address in (*jobs["worker"], *jobs["ps"]):
+                for kind in KINDS:
+                    held.extend(attack(kind, address))
+            stop.wait(0.2)
+
+    thread = threading.Thread(target=strangers)
+    thread.start()
+    try:
+        with strategy.scope():
+            v = keras.Variable(0.0)
+        coordinator = kd.coordinator.ClusterCoordinator(strategy)
+        for _ in range(300):
+            coordinator.schedule(lambda: v.assign_add(1.0))
+        coordinator.join()
+        assert v.numpy() == 300.0
+    finally:
+        stop.set()
+        thread.join()
+        for one in held:
+            one.close()
+
+
+def test_two_tasks_at_one_address():
+    first = Task(Credentials(TOKEN))
+    try:
+        with pytest.raises(
+            kd.errors.ClusterError, match=r"cannot listen at(.|\n)*free"
+        ):
+            Endpoint(first.address, Credentials(TOKEN))
+    finally:
+        first.stop()
+
+
+def test_an_address_of_another_host():
+    with pytest.raises(kd.errors.ClusterError, match="cannot listen at"):
+        Endpoint("192.0.2.1:4444", Credentials(TOKEN))
+    with pytest.raises(kd.errors.ClusterError, match="is not known here"):
+        Endpoint("no-such-host.invalid:4444", Credentials(TOKEN))
+
+
+def test_a_task_that_ends_is_noticed(task):
+    channel = task.channel()
+    task.stop()
+    start = time.monotonic()
+    with pytest.raises(kd.errors.UnavailableError, match="connection has ended"):
+        channel.call({"op": "x"})
+    assert time.monotonic() - start < 2
+    channel.close()
+
+
+def test_a_job_without_a_token(monkeypatch):
+    monkeypatch.delenv("KERAS_DISTRIBUTE_JOB_TOKEN", raising=False)
+    monkeypatch.delenv("KERAS_DISTRIBUTE_JOB_TOKEN_FILE", raising=False)
+    with pytest.raises(kd.errors.ClusterError, match=r"have a token(.|\n)*secrets"):
+        kd.Server({"ps": ["127.0.0.1:0"]}, "ps", 0)
+
+
+def test_a_server_of_this_process(monkeypatch):
+    monkeypatch.setenv("KERAS_DISTRIBUTE_JOB_TOKEN", "t" * 40)
+    server = kd.Server.create_local_server()
+    assert server.target.startswith("grpc://127.0.0.1:")
+    assert server.server_def["job_name"] == "worker"
+    server.stop()
+    server.join()
+    with pytest.raises(kd.errors.ClusterError, match="was not started"):
+        kd.Server(server.server_def["cluster"], "worker", 0, start=False).join()
+    with pytest.raises(kd.errors.ClusterError, match="a worker or a parameter server"):
+        kd.Server({"chief": ["a:1"]}, "chief", 0)
+
+
+def test_the_token_is_nowhere_to_be_seen(cluster):
+    """Not in the arguments of processes, which all users can read."""
+    token = cluster._token
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                assert token.encode() not in file.read()
+        except OSError:
+            continue
+    assert token not in repr(Credentials(token))
+    assert credentials.ENCRYPT
