@@ -14,6 +14,7 @@ NAMES = (
     "exactness",
     "step_time",
     "processes",
+    "parameter_servers",
     "optimizer_memory",
     "input_pipeline",
     "checkpoints",

@@ -128,6 +128,11 @@ class ParameterServerStrategy(Strategy):
         del options
         return fn(*args, **(kwargs or {}))
 
+    @property
+    def steps_of_workers(self) -> dict[str, int]:
+        """How many steps each worker has finished, by its task: `{"worker:0": 12}`."""
+        return {worker.name: worker.steps for worker in self.cluster.workers}
+
     def wait_for_steps(self) -> None:
         self.cluster.join()
 

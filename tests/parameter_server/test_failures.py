@@ -17,10 +17,14 @@ MOMENTS = ["idle", "in a step", "at random"]
 
 
 @pytest.fixture
-def own_cluster():
-    """A cluster of the test's own."""
-    with kd.testing.ParameterServerCluster(num_workers=2, num_ps=2) as cluster:
-        yield cluster
+def own_cluster(cluster):
+    """The cluster, whose tasks a test may end: they are started again."""
+    yield cluster
+    for name, task in cluster._tasks.items():
+        task.send(signal.SIGCONT)
+        if not task.running():
+            job, _, index = name.partition(":")
+            cluster.start(job, int(index))
 
 
 def counting(strategy):
@@ -43,6 +47,7 @@ def assert_counts(v, n, count):
     assert n.numpy() == count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGTERM"])
 def test_a_worker_that_goes_and_comes_back(own_cluster, name, moment):
