@@ -42,6 +42,7 @@ def test_optimizer_sums_raw_gradients(entry):
     assert int(optimizer.iterations.value) == entry["iterations"]
 
 
+@pytest.mark.sampled(2)
 @entries("metrics", "metric", "weighted")
 def test_metric(entry):
     strategy = mirrored(entry["replicas"])
