@@ -5,6 +5,7 @@ Keras.
 import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 
 import keras_distribute as kd
 
