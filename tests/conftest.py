@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import pathlib
+import sys
 import zlib
 from collections import defaultdict
 from importlib import metadata
@@ -28,6 +29,9 @@ kd.config.set_cpu_devices(8)
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+LIGHT = str(pathlib.Path(__file__).with_name("light"))
 
 # Files of few tests that take long: begun last, they would be the tail of a run.
 LONGEST = [
@@ -81,6 +85,49 @@ def pytest_collection_modifyitems(config, items):
             items=[item for item in items if item in left_out]
         )
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs_are_kept(tmp_path_factory):
+    """Programs are compiled once for all tests and the processes that they start: JAX's
+    cache on disk, shared by the workers of pytest-xdist. One that the environment names
+    stays, for the next run.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        yield
+        return
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    settings = {
+        "jax_compilation_cache_dir": str(base / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        before = {name: getattr(jax.config, name) for name in settings}
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def light_processes():
+    """The processes that tests start do without libraries that Keras imports wherever
+    they are installed, which is a third of the time of a start.
+    """
+    if os.environ.get("EVERY_CASE"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTS_WITHOUT", "sklearn matplotlib")
+        patch.setenv("PYTHONPATH", LIGHT, prepend=os.pathsep)
+        patch.setattr(sys, "path", [*sys.path, LIGHT])  # What a runner hands on.
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,15 @@ def without_tensorflow() -> None:
     `set_random_seed`, which is 40 % (3 s) of the time that such a process takes.
     """
     sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
+
+
+def without_what_is_not_named(text: str) -> dict[str, str]:
+    """The environment in which a program of this text starts without the libraries that
+    Keras would import, and that it does not name; with `EVERY_CASE` as for users.
+    """
+    libraries = ("sklearn", "matplotlib", "tensorflow")
+    missing = [name for name in libraries if name not in text]
+    return {} if os.environ.get("EVERY_CASE") else {"TESTS_WITHOUT": " ".join(missing)}
 
 
 def mirrored(replicas: int, *args: Any, **options: Any) -> kd.MirroredStrategy:

@@ -3,6 +3,7 @@ lead somewhere.
 """
 
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 import keras_distribute as kd
+from tests.support import without_what_is_not_named
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [
@@ -27,7 +29,7 @@ SITE = runpy.run_path(
 RUN = runpy.run_path(str(ROOT / "scripts" / "run_docs.py"), run_name="run_docs")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "page", RUN["pages"](), ids=lambda page: str(pathlib.Path(page).name)
 )
@@ -38,6 +40,7 @@ def test_code_blocks_run(page):
         text=True,
         timeout=280,
         cwd=ROOT,
+        env=os.environ | without_what_is_not_named(page.read_text()),
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 

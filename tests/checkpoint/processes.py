@@ -33,6 +33,7 @@ class Script:
             str(folder),
             *arguments,
         ]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
@@ -40,7 +41,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env=os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
 
     def __enter__(self) -> Script:

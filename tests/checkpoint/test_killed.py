@@ -34,7 +34,8 @@ SEED = os.environ.get("KILL_SEED", "0")
 
 
 def started(folder: Any, *args: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
+    path = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, str(SCRIPT), str(folder), *args]
     return subprocess.Popen(
         command,

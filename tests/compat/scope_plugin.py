@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import types
+import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--report", required=True, help="the file that gets a JSON object for each test"
     )
+    group.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        help="of so many tests one runs, always the same",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +68,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(
         Report(Path(str(config.getoption("--report"))), watch)
     )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    one_in = int(config.getoption("--one-in"))
+    items[:] = [item for item in items if in_sample(identify(item), one_in)]
+
+
+def in_sample(test: str, one_in: int) -> bool:
+    """Whether this test is the one of so many that runs, or opens a distribution of
+    Keras's own.
+    """
+    return "_distributed" in test or zlib.crc32(test.encode()) % one_in == 0
 
 
 def keras_conftest() -> types.ModuleType:

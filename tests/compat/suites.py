@@ -22,6 +22,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+if __package__:
+    from .scope_plugin import in_sample
+else:  # The script that records.
+    from scope_plugin import in_sample
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 BASELINE = HERE / "baseline.json"
@@ -82,7 +87,7 @@ class Difference:
 
 
 def run_suite(
-    name: str, scope: str, *, timeout: float = TIMEOUT, select: str = ""
+    name: str, scope: str, *, timeout: float = TIMEOUT, one_in: int = 1
 ) -> dict[str, TestResult]:
     """Runs a suite with every test under a scope, in a process of its own.
 
@@ -90,7 +95,7 @@ def run_suite(
         name: A key of `SUITES`.
         scope: One of `scope_plugin.SCOPES`.
         timeout: Seconds until the child and its children are killed.
-        select: A pytest `-k` expression; empty for the whole suite.
+        one_in: Of so many tests one runs, always the same.
 
     Returns:
         The result of every test, by test id.
@@ -134,7 +139,8 @@ def run_suite(
             scope,
             "--report",
             str(report),
-            *(["-k", select] if select else []),
+            "--one-in",
+            str(one_in),
         ]
         with log.open("wb") as output:
             code = _run(command, cwd=folder, output=output, timeout=timeout)
@@ -216,21 +222,21 @@ def versions() -> dict[str, Any]:
     }
 
 
-def baseline(name: str) -> dict[str, str]:
-    """The outcome of every test without a strategy: as recorded, or measured now where
-    the versions differ.
+def baseline(name: str, one_in: int = 1) -> dict[str, str]:
+    """The outcome of every test of a sample without a strategy: as recorded, or measured
+    now where the versions differ.
     """
     for entry in _records():
         if entry["versions"] == versions():
-            return entry["suites"][name]
-    return measure(name)
+            recorded = entry["suites"][name]
+            return {t: o for t, o in recorded.items() if in_sample(t, one_in)}
+    return measure(name, one_in)
 
 
-def measure(name: str) -> dict[str, str]:
+def measure(name: str, one_in: int = 1) -> dict[str, str]:
     """Runs a suite without a strategy."""
-    return {
-        test: result.outcome for test, result in sorted(run_suite(name, "none").items())
-    }
+    found = run_suite(name, "none", one_in=one_in)
+    return {test: result.outcome for test, result in sorted(found.items())}
 
 
 def differences(

@@ -138,6 +138,7 @@ def child(*arguments: str) -> dict[str, Any]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_goes_on_in_a_new_process(seed: int, tmp_path: Any) -> None:
     """Stopped at a random step; the second process has only the position."""

@@ -98,6 +98,7 @@ def expected_of(entry: Entry) -> list[JSON]:
     return ours
 
 
+@pytest.mark.sampled(3)
 @entries("distribute_dataset", "structures", "policies")
 def test_tf_data(entry):
     strategy = mirrored(entry["replicas"])
@@ -135,6 +136,7 @@ def test_tf_data(entry):
             len(dataset)
 
 
+@pytest.mark.sampled(3)
 @with_kinds(
     "distribute_dataset",
     "structures",

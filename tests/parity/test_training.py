@@ -5,6 +5,7 @@ Keras.
 import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 
 import keras_distribute as kd
 
@@ -42,6 +43,7 @@ def test_optimizer_sums_raw_gradients(entry):
     assert int(optimizer.iterations.value) == entry["iterations"]
 
 
+@pytest.mark.sampled(2)
 @entries("metrics", "metric", "weighted")
 def test_metric(entry):
     strategy = mirrored(entry["replicas"])

@@ -516,6 +516,7 @@ def eager_fit(strategy):
 
 def different_seeds(seed):
     """Seeds that differ, or are missing: what each process draws afterwards."""
+    without_tensorflow()
     if seed is not None:
         keras.utils.set_random_seed(
             seed + int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
@@ -573,6 +574,7 @@ def checkpoint(folder, what):
     """Trains with a checkpoint in the middle, or goes on from one: the weights, and
     what each process saw.
     """
+    without_tensorflow()
     strategy = kd.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_model()

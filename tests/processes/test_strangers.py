@@ -23,7 +23,7 @@ from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import agreement, signing
 from keras_distribute.launch.job import Job, free_port
 from tests import attacks
-from tests.support import mirrored
+from tests.support import mirrored, without_tensorflow
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = str(pathlib.Path(__file__).parents[2])
@@ -94,6 +94,7 @@ class Stranger:
 
 def training(folder, what=(), seconds=0.0):
     """Trains and talks for some seconds, beside a stranger."""
+    without_tensorflow()
     address, process = (
         os.environ["KERAS_DISTRIBUTION_JOB_ADDRESSES"],
         int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]),
@@ -205,6 +206,7 @@ def test_processes_of_different_tokens_say_so_within_seconds(tokens, reason, tmp
         "import keras_distribute as kd\nkd.MultiWorkerMirroredStrategy()\n"
     )
     address = f"127.0.0.1:{free_port()}"
+    path = os.pathsep.join(filter(None, sys.path))
     jobs = [
         Job(
             [sys.executable, str(script)],
@@ -212,7 +214,7 @@ def test_processes_of_different_tokens_say_so_within_seconds(tokens, reason, tmp
             first=i,
             num_processes=2,
             coordinator=address,
-            environment=lambda _: {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+            environment=lambda _: {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
             token=token,
         )
         for i, token in enumerate(tokens)
@@ -237,7 +239,9 @@ HOSTS = """
 import json, os, sys
 import keras_distribute as kd
 from tests.processes.test_strangers import trained
+from tests.support import without_tensorflow
 
+without_tensorflow()
 said, weights = trained(kd.MultiWorkerMirroredStrategy())
 attempt = os.environ["KERAS_DISTRIBUTE_RESTARTS"]
 kd.barrier("all have trained")

@@ -16,7 +16,7 @@ import keras_distribute as kd
 from keras_distribute.training.steps import packed_state
 from tests.support import mirrored, mirrored_or_default
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(42, 6).astype("float32"), RNG.randint(0, 3, 42)
