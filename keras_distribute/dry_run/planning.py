@@ -7,15 +7,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
-from jax.experimental import sparse
-
 from keras_distribute import context
 from keras_distribute._compat import building
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training.batches import WHOLE, Placed, Spread
+from keras_distribute.training.batches import Placed, placed_form
 from keras_distribute.training.steps.choose import compiled_step
 from keras_distribute.training.steps.packed_state import State
 
@@ -71,23 +68,3 @@ def training_step(
         with building.seen_as(mesh.devices):
             traced, num_steps = step.traced(state, placed, trainer.steps_per_execution)
     return Plan(traced, num_steps, state, placed)
-
-
-def placed_form(batch: Any, mesh: ReplicaMesh) -> Placed:
-    """`batches.place` of shapes alone, on one process or several."""
-    leaves, structure = jax.tree.flatten(batch)
-    placed: list[Any] = []
-    rows: list[int] = []
-    spread: Spread | None = None
-    for leaf in leaves:
-        assert not isinstance(leaf, sparse.JAXSparse)
-        shape, dtype = tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        count = shape[0] if shape else 0
-        extra = -count % mesh.num_replicas
-        spread = spread or (count, 1 if extra or not count else mesh.num_replicas)
-        if count:
-            shape = (count + extra, *shape[1:])
-        own = mesh.split if count else mesh.replicated
-        placed.append(jax.ShapeDtypeStruct(shape, dtype, sharding=own))
-        rows.append(count if extra else WHOLE)
-    return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))

@@ -173,7 +173,7 @@ class CompiledStep:
         Args:
             state: The groups of Keras's state, each array as a `jax.ShapeDtypeStruct`
                 with its sharding.
-            placed: A batch, likewise; `planning.placed_form` makes it.
+            placed: A batch, likewise; `batches.placed_form` makes it.
             size: As for `several`.
 
         Returns:

@@ -92,9 +92,25 @@ def per_replica(
     of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
     if not all(equal) or not of_rows:
         return None
+    sizes = [len(outputs), len(masks), len(others)]
+    return _over_replicas(program, sizes, strategy, kinds)
 
-    evaluate = core.jaxpr_as_fun(program)
-    ends = list(itertools.accumulate([len(outputs), len(masks), len(others)]))
+
+def _over_replicas(
+    program: core.ClosedJaxpr,
+    sizes: list[int],
+    strategy: Strategy,
+    kinds: dict[str, Any],
+) -> Forward:
+    """The traced forward pass of one replica as that of all.
+
+    Args:
+        program: The trace of `_of_one_replica`.
+        sizes: How many predictions, masks and other variables it returns.
+        strategy: Where it runs.
+        kinds: As of `_of_one_replica`.
+    """
+    evaluate, ends = core.jaxpr_as_fun(program), list(itertools.accumulate(sizes))
 
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
         own = [copy[0] for copy in copies]
