@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
-from keras_distribute.devices import launches
-from keras_distribute.devices.launches import Executable
+from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.errors import AggregationError
 from keras_distribute.run import replication_proof, tracing

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from keras_distribute import context
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import AnyStrategy, Frame, Mode
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.errors import (
     StructureTypeError,
@@ -38,7 +38,6 @@ from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.values.trace_exchange import BrokenOff, RaggedTrace, Told
 from keras_distribute.variables import DistributedVariable
 
-_traces = itertools.count()
 _ORIGIN = core.DebugInfo(
     "strategy.run", "one variant", None, None
 )  # JAX wants to know where a program is from.
@@ -147,15 +146,8 @@ def _trace_variant(
     # JAX keeps the traces of inner functions (`jit`, `checkpoint`, `scan`, ...) by
     # their context. A name that no other trace has keeps one trace from finding what
     # another left behind.
-    axes = [
-        (REPLICA_AXIS, strategy.num_replicas_in_sync),
-        (f"trace {next(_traces)}", 1),
-    ]
-    noting = (
-        jax_internals.noting_folded_sums(REPLICA_AXIS)
-        if is_ragged
-        else contextlib.nullcontext(list[Any]())
-    )
+    axes = [(REPLICA_AXIS, strategy.num_replicas_in_sync), (_TraceAxis(), 1)]
+    noting = _noting_folded_sums() if is_ragged else contextlib.nullcontext([])
     given = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables]
     try:
         with scope, noting as folded:
@@ -172,6 +164,17 @@ def _trace_variant(
     return scope, Trace(
         program, **output, variant=variant, shapes=shapes, folded=folded
     )
+
+
+class _TraceAxis:
+    """The name of an axis that no other trace has."""
+
+
+@contextlib.contextmanager
+def _noting_folded_sums() -> Generator[list[Any]]:
+    """Collects the numbers whose `psum` JAX computes while tracing."""
+    with launches.tracing, jax_internals.noting_folded_sums(REPLICA_AXIS) as folded:
+        yield folded
 
 
 def _trace_local(

@@ -22,7 +22,7 @@ from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import adoption, callback_list, replica_rules, trainer
 from keras_distribute.training.saving import written_once
 from keras_distribute.training.steps import state_shardings
-from keras_distribute.variables import choose_class
+from keras_distribute.variables import accumulators_created, choose_class
 
 _undo: list[Callable[[], None]] = []
 
@@ -36,7 +36,7 @@ def install() -> None:
     context.register_default(default_strategy)
     _undo.extend(
         [
-            variables.install(choose_class),
+            variables.install(choose_class, accumulators_created),
             tensorflow.keep_off_accelerators(),
             trainer.install(),
             adapters.install(adoption.choose_adapter),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.values.cross_device_ops import of_this_replica
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import components
 from keras_distribute.errors import AggregationError
 from keras_distribute.values.per_replica import PerReplica
@@ -24,6 +24,7 @@ from keras_distribute.variables.components import (
     strong,
 )
 from keras_distribute.variables.ownership import owned
+from keras_distribute.variables.thread import thread
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -47,10 +48,8 @@ class SyncOnReadVariable(DistributedVariable):
         **kwargs: Any,
     ) -> None:
         if synchronization == "auto":
-            synchronization, aggregation = (
-                "on_read",
-                "sum" if compat.is_gradient_accumulator() else "mean",
-            )
+            synchronization = "on_read"
+            aggregation = "sum" if thread.creates_accumulators else "mean"
         super().__init__(
             *args, synchronization=synchronization, aggregation=aggregation, **kwargs
         )

@@ -16,7 +16,7 @@ from typing import Any
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import (
     ContextError,
     VariableScopeError,

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute import context
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import launches, timing
-from keras_distribute.devices.launches import Executable
+from keras_distribute.devices import timing
+from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import batches
+from keras_distribute.training import batches, calls
 from keras_distribute.training.steps import state_shardings
 from keras_distribute.training.steps.packed_state import (
     Packed,
@@ -32,24 +32,6 @@ from keras_distribute.training.steps.state import ArrayState, StepState, is_held
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
-
-
-class _Kept:
-    """The batches of the last call, while somebody wants to look at them."""
-
-    batches: list[batches.Placed] | None = None
-
-
-def keep_batches(keep: bool) -> None:
-    """Whether to keep the batches of the last step, or group of steps, of which
-    `kept_batches` tells.
-    """
-    _Kept.batches = [] if keep else None
-
-
-def kept_batches() -> list[batches.Placed]:
-    """The batches of the last step, or group of steps."""
-    return _Kept.batches or []
 
 
 class CompiledStep:
@@ -113,8 +95,7 @@ class CompiledStep:
             The logs, and `state`, which shows the new values; or the new arrays.
         """
         placed = batches.place_whole(data, self._mesh)
-        if _Kept.batches is not None:
-            _Kept.batches = [placed]
+        calls.step_begins([placed])
         if not is_held(state):
             return self._one_on_arrays(state, placed)
         return self._one(self._holder(state), placed), state
@@ -135,8 +116,7 @@ class CompiledStep:
             return logs, state
         holder = self._holder(state)
         left = [batches.place_whole(batch, self._mesh) for batch in data]
-        if _Kept.batches is not None:
-            _Kept.batches = left[:]
+        calls.step_begins(left[:])
         while left:
             group = left[:size]
             if 1 < size == len(group) and _alike(group) and self._can_scan(group):
