@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.models import model as model_module
@@ -83,18 +83,53 @@ def is_unbuilt(trainer: Any) -> bool:
     return not all(layer.built for layer in trainer._flatten_layers())
 
 
-def state_variables(trainer: Any, kind: str) -> list[list[Any]]:
-    """The variables behind the groups of a step's state, in the order of Keras's state
-    tuple.
+class TrainState(NamedTuple):
+    """The state of a training step, in Keras's order: arrays, or what stands for them.
+
+    Attributes:
+        weights: Trainable variables.
+        others: The other variables of layers, such as moving statistics.
+        slots: The optimizer's variables.
+        metrics: The variables of metrics.
     """
-    groups = [trainer.trainable_variables, trainer.non_trainable_variables]
-    if kind == "train":
-        groups.append(
-            trainer.optimizer.variables if trainer.optimizer is not None else []
-        )
-    if kind in ("train", "test"):
-        groups.append(trainer.metrics_variables)
-    return [list(group) for group in groups]
+
+    weights: list[Any]
+    others: list[Any]
+    slots: list[Any]
+    metrics: list[Any]
+
+
+class TestState(NamedTuple):
+    """The same of a step of `evaluate`."""
+
+    weights: list[Any]
+    others: list[Any]
+    metrics: list[Any]
+
+
+class PredictState(NamedTuple):
+    """The same of a step of `predict`."""
+
+    weights: list[Any]
+    others: list[Any]
+
+
+def state_variables(trainer: Any, kind: str) -> TrainState | TestState | PredictState:
+    """The variables behind the state of a step.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    weights = list(trainer.trainable_variables)
+    others = list(trainer.non_trainable_variables)
+    if kind == "predict":
+        return PredictState(weights, others)
+    metrics = list(trainer.metrics_variables)
+    if kind == "test":
+        return TestState(weights, others, metrics)
+    slots = [] if trainer.optimizer is None else list(trainer.optimizer.variables)
+    return TrainState(weights, others, slots, metrics)
 
 
 def is_traced(trainer: Any) -> bool:

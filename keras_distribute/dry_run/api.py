@@ -217,7 +217,7 @@ def _compile(
         needed_bytes=0,
         limit_bytes=limit,
         flops={dtype: count * share for dtype, count in counts.items()},
-        num_gradients=len(plan.state[0]),
+        num_gradients=len(plan.state.weights),
         compile_seconds=seconds,
         versions=_versions(target.platform),
     )

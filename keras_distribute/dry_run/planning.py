@@ -9,19 +9,12 @@ from typing import Any, NamedTuple
 
 from keras_distribute import context
 from keras_distribute._compat import building
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.batches import Placed, placed_form
 from keras_distribute.training.steps.choose import compiled_step
-from keras_distribute.training.steps.packed_state import State
-
-GROUPS = (
-    "parameters",
-    "other state",
-    "optimizer",
-    "metrics",
-)  # Of a training step's state, in Keras's order.
 
 
 class Plan(NamedTuple):
@@ -30,14 +23,13 @@ class Plan(NamedTuple):
     Args:
         traced: The `jax.stages.Traced` of the program that `fit` would call.
         num_steps: How many steps one call of it runs.
-        state: The state's groups, in the order of `GROUPS`: each array as a
-            `jax.ShapeDtypeStruct` with its sharding.
+        state: Each array as a `jax.ShapeDtypeStruct` with its sharding.
         batch: The batch on the devices, likewise.
     """
 
     traced: Any
     num_steps: int
-    state: State
+    state: TrainState
     batch: Placed
 
 
@@ -67,4 +59,4 @@ def training_step(
         placed = placed_form(batch, mesh)
         with building.seen_as(mesh.devices):
             traced, num_steps = step.traced(state, placed, trainer.steps_per_execution)
-    return Plan(traced, num_steps, state, placed)
+    return Plan(traced, num_steps, TrainState(*state), placed)

@@ -19,7 +19,13 @@ from keras_distribute._compat import (
     variables,
 )
 from keras_distribute.strategies.default import default_strategy
-from keras_distribute.training import adoption, callback_list, replica_rules, trainer
+from keras_distribute.training import (
+    adoption,
+    batch_normalization,
+    callback_list,
+    replica_rules,
+    trainer,
+)
 from keras_distribute.training.saving import written_once
 from keras_distribute.training.steps import state_shardings
 from keras_distribute.variables import accumulators_created, choose_class
@@ -54,8 +60,8 @@ def install() -> None:
             ),
             added_losses.install(),
             layers.install(
-                replica_rules.batch_normalization,
-                replica_rules.synchronized_moments,
+                batch_normalization.call,
+                batch_normalization.synchronized_moments,
                 replica_rules.global_sum,
                 replica_rules.replica_seed,
             ),

@@ -15,6 +15,7 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.trainer import PredictState, TrainState
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import (
@@ -34,7 +35,7 @@ from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.variables import DistributedVariable, check_same_values
 
-_SLOTS = 2  # In the state of a training step.
+_SLOTS = TrainState._fields.index("slots")  # Where they are in the state.
 
 
 def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
@@ -54,7 +55,7 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
-        strategy.placement.check_layouts([variable.path for variable in groups[0]])
+        strategy.placement.check_layouts([variable.path for variable in groups.weights])
     return compiled_step(strategy, trainer, kind)
 
 
@@ -73,7 +74,9 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         plan = plan_of(trainer, strategy)
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan.accumulators, plain)
-        flat = FlatStep.of(trainer, strategy, form, places, plan)
+        flat = FlatStep.of(
+            trainer, strategy, TrainState(*map(list, form)), places, plan
+        )
         if plan.is_local:
             step = local_step(trainer, strategy, plain)
     carried: Step
@@ -95,7 +98,7 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
 def _accumulating(
     strategy: Strategy,
     trainer: Any,
-    groups: list[list[Any]],
+    groups: Sequence[list[Any]],
     indices: Sequence[int],
     step: Step,
 ) -> CompiledStep:
@@ -119,7 +122,8 @@ def _step_of(trainer: Any, kind: str) -> Step:
 
     def predict_step(state: Any, data: Any) -> Any:
         outputs, non_trainable_variables = trainer.predict_step(state, data)
-        return outputs, (state[0], non_trainable_variables)
+        new = PredictState(*state)._replace(others=non_trainable_variables)
+        return outputs, new
 
     return predict_step
 
@@ -168,7 +172,7 @@ class EagerStep:
         return logs, state
 
 
-def _check_variables(strategy: Strategy, groups: list[list[Any]]) -> None:
+def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
     wrong = [
         variable
         for group in groups

@@ -53,7 +53,7 @@ class CompiledStep:
         self,
         strategy: Strategy,
         step: Step,
-        groups: list[list[Any]],
+        groups: Sequence[list[Any]],
         packing: Packing | None = None,
         shardings: Any = None,
         components: Collection[Place] = (),
@@ -70,7 +70,7 @@ class CompiledStep:
         self._on_arrays: CompiledStep | None = None
         self._begin(groups)
 
-    def _begin(self, groups: list[list[Any]]) -> None:
+    def _begin(self, groups: Sequence[list[Any]]) -> None:
         self._groups = groups
         self._seen: tuple[State | None, StepState | None] = (None, None)
         self._scans: dict[Any, bool] = {}
@@ -206,7 +206,7 @@ class CompiledStep:
         assert holder is not None
         return holder
 
-    def _check_groups(self, groups: list[list[Any]]) -> None:
+    def _check_groups(self, groups: Sequence[list[Any]]) -> None:
         if form_of(groups) == form_of(self._groups):
             return
         if self._packing is None:
