@@ -19,7 +19,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import reductions
-from keras_distribute.values.cross_device_ops import as_array
+from keras_distribute.values.arrays import as_array
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 

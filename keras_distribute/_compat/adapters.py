@@ -61,21 +61,19 @@ if "on_epoch_end" in vars(ArrayDataAdapter):  # It counts epochs, from Keras 3.1
 check(TFDatasetAdapter, "_dataset")
 check(TorchDataLoaderAdapter, "_dataloader")
 
-Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
-def install(around: Around) -> Undo:
+def install(replaced: Replacements, around: Around) -> None:
     """Puts `around(original, x, arguments)` around the choice of an adapter for the `x`
     of `fit`.
     """
-    replaced, original = Replacements(), data_adapters.get_data_adapter
+    original = data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
         return around(original, x, arguments)
 
     replaced.replace(data_adapters, "get_data_adapter", get_data_adapter)
-    return replaced.undo
 
 
 def adapter_of(dataset: Any) -> DataAdapter:

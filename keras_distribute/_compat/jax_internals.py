@@ -129,12 +129,16 @@ def mapped_times(params: dict[str, Any]) -> int:
     return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
 
 
+_PSUM = "_psum"
+_psum: Any = getattr(parallel, _PSUM)
+
+
 @contextlib.contextmanager
 def noting_folded_sums(axis: str) -> Generator[list[Any]]:
     """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this
     thread, for a `with` block. The caller holds `launches.tracing`.
     """
-    thread, psum = threading.get_ident(), getattr(parallel, _PSUM)
+    thread, before = threading.get_ident(), getattr(parallel, _PSUM)
     folded: list[Any] = []
 
     def noting_psum(x: Any, axis_name: Any, **options: Any) -> Any:
@@ -142,14 +146,10 @@ def noting_folded_sums(axis: str) -> Generator[list[Any]]:
         if threading.get_ident() == thread and axis in axes:
             leaves = jax.tree.leaves(x)
             folded.extend(v for v in leaves if not isinstance(v, jax.core.Tracer))
-        return psum(x, axis_name, **options)
+        return _psum(x, axis_name, **options)
 
     setattr(parallel, _PSUM, noting_psum)
     try:
         yield folded
     finally:
-        setattr(parallel, _PSUM, psum)
-
-
-_PSUM = "_psum"
-check(parallel, _PSUM)
+        setattr(parallel, _PSUM, before)

@@ -24,18 +24,18 @@ from keras_distribute._compat.seams import Replacements, check
 
 check(BatchNormalization, "_reduction_axes")
 
-Undo = Callable[[], None]
-
 
 def install(
+    replaced: Replacements,
     around_call: Callable[..., Any],
     synchronized_moments: Callable[[Any, Any, bool, Callable[..., Any]], Any],
     global_sum: Callable[[Any], Any],
     replica_seed: Callable[[Any], Any],
-) -> Undo:
+) -> None:
     """Hooks for batch normalization's statistics and for seeds.
 
     Args:
+        replaced: Gets what undoes it.
         around_call: `around_call(layer, original, inputs, training, mask)` in place of
             `BatchNormalization.call`.
         synchronized_moments: `(x, axes, keepdims, local_moments)` in place of
@@ -70,13 +70,11 @@ def install(
     def new_next(self: Any, ordered: bool = True) -> Any:
         return replica_seed(next_seed(self, ordered))
 
-    replaced = Replacements()
     replaced.replace(BatchNormalization, "__init__", new_init)
     replaced.replace(BatchNormalization, "call", new_call)
     replaced.replace(BatchNormalization, "_moments", _masked_moments(global_sum))
     replaced.replace(jax_nn, "moments", new_moments)
     replaced.replace(SeedGenerator, "next", new_next)
-    return replaced.undo
 
 
 def _masked_moments(global_sum: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -22,7 +22,6 @@ from keras_distribute._compat.names import BaseTrainer
 from keras_distribute._compat.seams import Replacements
 from keras_distribute.errors import ValueStructureError
 
-Undo = Callable[[], None]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
@@ -37,13 +36,15 @@ Share = Callable[[Any], Any]
 
 
 def install(
+    replaced: Replacements,
     global_sum: Callable[[Any], Any],
     in_replica: Callable[[], bool],
     shapes_differ: Callable[[], bool],
-) -> Undo:
+) -> None:
     """Divides means by the global count.
 
     Args:
+        replaced: Gets what undoes it.
         global_sum: Returns the sum over the replicas of a count, or `None` where there
             is nothing to sum over.
         in_replica: Whether values are one replica's.
@@ -55,7 +56,7 @@ def install(
         total = global_sum(local)
         return None if total is None else keras.ops.divide_no_nan(local, total)
 
-    replaced, rows = Replacements(), _Rows()
+    rows = _Rows()
     replaced.replace(BaseTrainer, "_aggregate_additional_loss", _counted_once(share))
     replaced.replace(
         loss_module,
@@ -67,7 +68,6 @@ def install(
         loss_module, "unscale_loss_for_distribution", _unscaled(share, rows)
     )
     replaced.replace(loss_module.Loss, "__call__", _noting_rows(rows))
-    return replaced.undo
 
 
 def _reduced_to_share(

@@ -31,8 +31,6 @@ from keras.src.models import model as model_module
 from keras_distribute._compat.names import BaseTrainer, JAXTrainer
 from keras_distribute._compat.seams import Replacements
 
-Undo = Callable[[], None]
-
 JAXEpochIterator: Any = jax_trainer.JAXEpochIterator
 
 sync: Callable[[Any], None] = getattr(
@@ -42,20 +40,22 @@ sync: Callable[[Any], None] = getattr(
 
 
 def install(
+    replaced: Replacements,
     trainer: type,
     epoch_iterator: type,
     around_compile: Callable[[Callable[..., Any]], Callable[..., Any]],
     host_batch: Callable[[Callable[..., Any], Any, Any], Any],
-) -> Undo:
-    """Puts our subclasses in the place of Keras's classes, and returns what undoes it.
+) -> None:
+    """Puts our subclasses in the place of Keras's classes.
 
     Args:
+        replaced: Gets what undoes it.
         trainer: A subclass of `JAXTrainer`.
         epoch_iterator: A subclass of `JAXEpochIterator`.
         around_compile: From Keras's `compile` to ours.
         host_batch: Called with `_distribute_data` and its arguments.
     """
-    replaced, distribute = Replacements(), jax_trainer._distribute_data
+    distribute = jax_trainer._distribute_data
     for cls in JAXTrainer.__subclasses__():
         if cls is not trainer:
             bases = [trainer if base is JAXTrainer else base for base in cls.__bases__]
@@ -69,7 +69,6 @@ def install(
         return host_batch(functools.partial(distribute, **more), data, layouts)
 
     replaced.replace(jax_trainer, "_distribute_data", _distribute_data)
-    return replaced.undo
 
 
 def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

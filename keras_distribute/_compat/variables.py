@@ -40,16 +40,16 @@ __all__ = [
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
-Undo = Callable[[], None]
-
 
 def install(
+    replaced: Replacements,
     choose_class: Callable[[dict[str, Any]], type | None],
     accumulators_created: Callable[[], AbstractContextManager[None]],
-) -> Undo:
+) -> None:
     """Lets `choose_class` pick the class of each `keras.Variable`.
 
     Args:
+        replaced: Gets what undoes it.
         choose_class: From the named arguments to the class; `None`: Keras's own.
         accumulators_created: Is around the creation of gradient accumulators.
     """
@@ -75,16 +75,9 @@ def install(
         with accumulators_created() if is_accumulator else nullcontext():
             return add_variable(self, reference_variable, name, *more, **kw)
 
-    replaced = Replacements()
-    Variable.__new__ = new
+    replaced.assign(Variable, "__new__", new)
     replaced.replace(Variable, "__init__", init)
     replaced.replace(Optimizer, "add_variable_from_reference", add_and_mark)
-
-    def undo() -> None:
-        del Variable.__new__
-        replaced.undo()
-
-    return undo
 
 
 def is_layer_state() -> bool:

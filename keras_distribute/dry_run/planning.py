@@ -54,7 +54,7 @@ def training_step(
     """
     placement = dataclasses.replace(strategy.placement, mesh=mesh)
     with context.entered(Frame(strategy, Mode.CROSS, placement=placement)):
-        step = compiled_step(strategy, trainer, "train")
+        step = compiled_step(strategy, trainer, "train").programs
         state = step.form_of_groups(mesh)
         placed = placed_form(batch, mesh)
         with building.seen_as(mesh.devices):

@@ -28,7 +28,7 @@ from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.errors import AggregationError
 from keras_distribute.run import replication_proof, tracing
 from keras_distribute.run.arguments import Call, Static
-from keras_distribute.run.tracing import Trace
+from keras_distribute.run.traces import Trace
 from keras_distribute.types import RunOptions
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (

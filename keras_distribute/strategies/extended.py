@@ -15,6 +15,7 @@ from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run import program
+from keras_distribute.strategies import reducing
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values.cross_device_ops import checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
@@ -120,7 +121,7 @@ class StrategyExtended:
             results[i] = result
         for i, (value, _) in enumerate(pairs):
             if not isinstance(value, PerReplica):
-                results[i] = self._strategy.reduce_one(op, value, ())
+                results[i] = reducing.reduce_one(self._strategy, op, value, ())
         return results
 
     def update(

@@ -21,7 +21,7 @@ from keras_distribute import checks, context
 from keras_distribute._compat import layers as compat
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.values.cross_device_ops import as_array
+from keras_distribute.values.arrays import as_array
 from keras_distribute.values.per_replica import DistributedValues
 
 _FREE = PartitionSpec.UNCONSTRAINED

@@ -5,7 +5,7 @@ The rows of an array are split over the replicas. Where their number does not di
 the batch is padded: rows are added for the transfer and sliced off inside the compiled
 step (`trim`), before anything is computed. Each replica holds at most
 `ceil(rows / num_replicas)` of them, none enters a number, and XLA keeps the uneven
-split throughout the step; or each replica has them all (`steps/compiled_step.py`). All
+split throughout the step; or each replica has them all (`steps/step_programs.py`). All
 of padding is here.
 """
 

@@ -28,7 +28,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.accumulation import micro_step
 from keras_distribute.values import reductions
-from keras_distribute.values.cross_device_ops import of_this_replica
+from keras_distribute.values.stacked import of_this_replica
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 

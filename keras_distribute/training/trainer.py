@@ -25,6 +25,7 @@ from keras.callbacks import CallbackList
 from keras_distribute import checks, context
 from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.seams import Replacements
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
@@ -189,10 +190,10 @@ class StrategyTrainer(JAXTrainer):
             super()._symbolic_build(iterator=first)
 
 
-def install() -> compat.Undo:
-    """Makes `StrategyTrainer` the trainer of all models, and returns what undoes it."""
-    return compat.install(
-        StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch
+def install(replaced: Replacements) -> None:
+    """Makes `StrategyTrainer` the trainer of all models."""
+    compat.install(
+        replaced, StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch
     )
 
 

@@ -22,6 +22,7 @@ from keras_distribute import context
 from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
+from keras_distribute.values.arrays import checked_arrays, filled_up
 from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from keras_distribute.values.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -30,14 +31,10 @@ from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllRed
 from keras_distribute.values.cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
-from keras_distribute.values.cross_device_ops import (
-    checked_arrays,
-    compiled,
-    of_this_replica,
-    widened,
-)
-from keras_distribute.values.cross_device_ops import mesh_of as mesh_of
-from keras_distribute.values.per_replica import PerReplica, filled_up
+from keras_distribute.values.cross_device_ops import widened
+from keras_distribute.values.per_replica import PerReplica
+from keras_distribute.values.stacked import compiled, of_this_replica
+from keras_distribute.values.stacked import mesh_of as mesh_of
 from keras_distribute.values.trace_exchange import Form
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -20,7 +20,7 @@ import jax.core
 import numpy as np
 
 from keras_distribute._compat import variables as compat
-from keras_distribute.errors import StructureTypeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 IsLeaf = Callable[[Any], bool]
 _SIMPLE = bool, int, float, complex, str, bytes, type(None)
@@ -240,3 +240,48 @@ def _filled_mapping(value: Any, items: dict[Any, Any]) -> Any:
             received=f"a {type(value).__name__}: {error}",
             fix="return a dict, or let the class take one.",
         ) from error
+
+
+def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:
+    """One structure of values from one structure per replica.
+
+    Containers keep their kind; the leaves of all replicas go to `group` together.
+
+    Args:
+        per_replica: One structure for each replica.
+        group: Makes one value of one leaf per replica.
+
+    Raises:
+        ValueStructureError: Where the replicas disagree in structure.
+    """
+    first = per_replica[0]
+    kinds = list(map(is_structure, per_replica))
+    found = [
+        contents(value) if kind else None
+        for value, kind in zip(per_replica, kinds, strict=True)
+    ]
+    if found[0] is None and not any(kinds):
+        return group(per_replica)
+    items: list[list[Any]] = []
+    for i, (value, own) in enumerate(zip(per_replica, found, strict=True)):
+        keys = [None if each is None else each[0] for each in (own, found[0])]
+        if type(value) is not type(first) or keys[0] != keys[1]:
+            raise ValueStructureError(
+                "The replicas returned different structures.",
+                received=f"{_form(first)} from replica 0, {_form(value)} from replica "
+                f"{i}.",
+                fix="return the same structure from every replica.",
+            )
+        if own is not None:  # Otherwise a replica further on has a structure.
+            items.append(own[1])
+    return filled(
+        first, [regroup(column, group) for column in zip(*items, strict=True)]
+    )
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

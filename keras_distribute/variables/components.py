@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
-from keras_distribute.values.cross_device_ops import of_this_replica
+from keras_distribute.values.stacked import of_this_replica
 
 
 def of_first(value: Any) -> Any:

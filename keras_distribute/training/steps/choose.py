@@ -27,12 +27,13 @@ from keras_distribute.strategies.base import (
 )
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
-from keras_distribute.training.steps.compiled_step import CompiledStep, Step
+from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StepState, is_held
+from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.variables import DistributedVariable, check_same_values
 
 _SLOTS = TrainState._fields.index("slots")  # Where they are in the state.

@@ -17,8 +17,8 @@ from keras_distribute._compat import rows as compat
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import forward
-from keras_distribute.training.steps.compiled_step import Step
 from keras_distribute.training.steps.forward import Restore
+from keras_distribute.training.steps.step_programs import Step
 
 
 def local_step(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
