@@ -146,9 +146,8 @@ def tf_to_host(batch: Any) -> Any:
 
 
 def _tf_leaf_to_host(leaf: Any) -> Any:
-    if (
-        type(leaf).__name__ == "EagerTensor"
-    ):  # By far the most, and Keras's way to it is slow: 20 microseconds each.
+    # By far the most, and Keras's way to it is slow: 20 microseconds each.
+    if type(leaf).__name__ == "EagerTensor":
         return leaf.numpy()
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         return data_adapter_utils.tf_sparse_to_jax_sparse(leaf)

@@ -94,9 +94,8 @@ class Pass(Iterator[Any]):
         refuse_empty: Callable[[], None],
         group: int | None = None,
     ) -> None:
-        self._epochs = weakref.ref(
-            epochs
-        )  # It holds its last pass: what that has read is to end with it.
+        # It holds its last pass: what that has read is to end with it.
+        self._epochs = weakref.ref(epochs)
         self._open, self._refuse_empty = open_feed, refuse_empty
         self._any, self._group = False, group
         self.feed: Any = None
@@ -297,6 +296,5 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    object.__setattr__(
-        owner, name, value
-    )  # Not Keras's `__setattr__`, which would track what is inside.
+    # Not Keras's `__setattr__`, which would track what is inside.
+    object.__setattr__(owner, name, value)

@@ -34,15 +34,15 @@ _CALLS = {
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 }
+# Opened where replicas communicate in them: kept whole, they save memory.
 _RECOMPUTED = {
     "checkpoint",
     "remat",
     "remat2",
-}  # Opened where replicas communicate in them: kept whole, they save memory.
+}
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_ORIGIN = core.DebugInfo(
-    "strategy.run", "one operation", None, None
-)  # JAX wants to know where a program is from.
+# JAX wants to know where a program is from.
+_ORIGIN = core.DebugInfo("strategy.run", "one operation", None, None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,9 +110,8 @@ class Numbering:
 
     def __init__(self, avals: Sequence[Any]) -> None:
         self._known: dict[Hashable, Any] = {}
-        self._kept: list[
-            Any
-        ] = []  # What is known by its identity must live as long as its number.
+        # What is known by its identity must live as long as its number.
+        self._kept: list[Any] = []
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.inputs = [self._new(aval) for aval in avals]

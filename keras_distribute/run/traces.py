@@ -43,9 +43,8 @@ class Trace:
     folded: list[Any]
 
 
-_ORIGIN = core.DebugInfo(
-    "strategy.run", "one variant", None, None
-)  # JAX wants to know where a program is from.
+# JAX wants to know where a program is from.
+_ORIGIN = core.DebugInfo("strategy.run", "one variant", None, None)
 
 
 def joined(traces: Sequence[Trace], variables: Sequence[Any]) -> Trace:

@@ -165,9 +165,8 @@ def _trace_local(
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            if (
-                variant.empty and frame.ragged is not None
-            ):  # Replicas with rows were traced before, and raised nothing.
+            # Replicas with rows were traced before, and raised nothing.
+            if variant.empty and frame.ragged is not None:
                 raise _no_rows_error(variant, error) from error
             raise
     leaves, output["structure"] = structures.flatten(result, is_leaf)
@@ -210,9 +209,8 @@ class _Capture(compat.StatelessScope):
     """
 
     def __init__(self, strategy: AnyStrategy) -> None:
-        super().__init__(
-            collect_losses=True
-        )  # As without a scope, `model.losses` holds what its layers added.
+        # As without a scope, `model.losses` holds what its layers added.
+        super().__init__(collect_losses=True)
         self._strategy = strategy
         self.given: dict[int, Any] = {}
         self.updates: dict[int, Any] = {}

@@ -94,9 +94,8 @@ def frame_for(strategy: Strategy | None) -> Frame | None:
     if strategy is None:
         if current.strategy is context.default_strategy():
             return None
-        return (
-            context.default_strategy().top_frame
-        )  # A plain model, in a callback of another's fit.
+        # A plain model, in a callback of another's fit.
+        return context.default_strategy().top_frame
     if current.per_replica:
         raise ContextError(
             "A model's fit, evaluate and predict run on all replicas by themselves.",

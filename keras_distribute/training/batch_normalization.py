@@ -31,17 +31,15 @@ def call(
     """`BatchNormalization.call`: in a step of `fit`, each replica's rows by their own
     statistics.
     """
-    if (
-        in_replica() and inputs.size == 0 and not layer.synchronized
-    ):  # No rows, no statistics: the moving ones stay.
+    # No rows, no statistics: the moving ones stay.
+    if in_replica() and inputs.size == 0 and not layer.synchronized:
         return original(layer, inputs, False, mask)
     batch = context.frame().batch
     groups = 1 if batch is None else batch.shards
     whole = groups == 1 or not training or not layer.trainable or layer.synchronized
     rows = 0 if batch is None else batch.rows
-    if (
-        whole or inputs.shape[0] != rows or layer.axis % inputs.ndim == 0
-    ):  # Not the batch's rows: as they come.
+    # Not the batch's rows: as they come.
+    if whole or inputs.shape[0] != rows or layer.axis % inputs.ndim == 0:
         return original(layer, inputs, training, mask)
     variables = compat.statistics(layer)
     values = [variable.value for variable in variables]

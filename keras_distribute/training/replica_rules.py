@@ -50,9 +50,8 @@ def apply_gradients(
         list(variables) if variables is not None else compat.built_variables(optimizer)
     )
     if compat.is_loss_scaling(optimizer):
-        if compat.inner_accumulates(
-            optimizer
-        ):  # The inner optimizer sums, when it updates.
+        # The inner optimizer sums, when it updates.
+        if compat.inner_accumulates(optimizer):
             return _apply_scaled(optimizer, grads, targets)
         grads = _summed(grads)
         with _updating():

@@ -20,9 +20,8 @@ from keras_distribute.errors import StructureTypeError, ValueStructureError
 def is_array(value: Any) -> bool:
     """Whether `value` is an array, or a number that stands for one."""
     if isinstance(value, np.ndarray | np.generic):
-        return (
-            value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
-        )  # 2: the 16-bit and smaller floats of JAX.
+        # 2: the 16-bit and smaller floats of JAX.
+        return value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
     return isinstance(value, jax.Array | int | float | complex) and not isinstance(
         value, bool
     )
@@ -45,9 +44,8 @@ def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
     ]
     if not isinstance(array, jax.Array):
         return np.pad(array, widths)
-    if jnp.issubdtype(
-        array.dtype, jax.dtypes.extended
-    ):  # Keys of random numbers: XLA cannot pad them.
+    # Keys of random numbers: XLA cannot pad them.
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return lax.dynamic_update_slice(
             lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
         )

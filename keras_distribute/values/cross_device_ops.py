@@ -197,9 +197,8 @@ class _Packed(CrossDeviceOps):
         return results
 
     def _sums(self, values: list[Any]) -> list[jax.Array]:
-        return (
-            lax.psum(values, REPLICA_AXIS) if values else []
-        )  # One operation, which XLA need not combine.
+        # One operation, which XLA need not combine.
+        return lax.psum(values, REPLICA_AXIS) if values else []
 
 
 class NcclAllReduce(_Packed):

@@ -210,9 +210,8 @@ class PerReplica(DistributedValues):
                     fix="strategy.reduce, strategy.gather or "
                     "strategy.extended.reduce_to, which are collectives.",
                 )
-            with (
-                jax.ensure_compile_time_eval()
-            ):  # Also where a program is being traced: these are real arrays.
+            # Also where a program is being traced: these are real arrays.
+            with jax.ensure_compile_time_eval():
                 if array.size:
                     self._components = tuple(
                         self._cut(jnp.squeeze(part, 0), replica)

@@ -152,9 +152,8 @@ def _opened_one(value: Any, is_leaf: IsLeaf | None, around: tuple[int, ...]) -> 
     if found is None:
         return value
     keys, items = found
-    own = isinstance(value, Mapping) and not isinstance(
-        value, dict
-    )  # Its items are in its attributes.
+    # Its items are in its attributes.
+    own = isinstance(value, Mapping) and not isinstance(value, dict)
     attributes = (
         {} if own or _is_proxy(type(value)) else dict(getattr(value, "__dict__", {}))
     )

@@ -105,9 +105,8 @@ class SyncOnReadVariable(DistributedVariable):
                 if any(self.logical_axes)
                 else stacked
             )
-        value = self.replica_mesh.put(
-            strong(value), self.value_sharding
-        )  # It may be on one device, for good.
+        # It may be on one device, for good.
+        value = self.replica_mesh.put(strong(value), self.value_sharding)
         return self._spread(value)
 
     def _spread(self, value: Any) -> jax.Array:

@@ -59,9 +59,8 @@ class GroupSize:
         now = self._clock()
         if self._begun is not None and self._compiled:
             self._seconds.append(now - self._begun)
-        self._compiled = (
-            self._compiled or self._begun is not None
-        )  # The first group of a size compiles.
+        # The first group of a size compiles.
+        self._compiled = self._compiled or self._begun is not None
         self._begun = now
         if len(self._seconds) >= max(_GROUPS, _STEPS / size):
             self._judge(statistics.median(self._seconds) / size)

@@ -104,9 +104,8 @@ class FlatStep:
         ]
         if len(small) < packed_state.MANY:
             return None
-        with context.entered(
-            context.default_strategy().top_frame
-        ):  # It makes small optimizers, to look at them.
+        # It makes small optimizers, to look at them.
+        with context.entered(context.default_strategy().top_frame):
             order = compat_optimizer.slots_by_element(
                 trainer.optimizer, trainer.trainable_variables
             )

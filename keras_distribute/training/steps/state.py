@@ -107,10 +107,11 @@ class StepState(Holder):
         )
 
     def take(self) -> Any:
+        # The arrays end with their step.
         self._unpacked, self._stored = (
             (None, None),
             {},
-        )  # The arrays end with their step.
+        )
         return super().take()
 
     def put(self, groups: State) -> None:
