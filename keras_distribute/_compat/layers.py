@@ -44,11 +44,8 @@ def install(
             `None` where there is none.
         replica_seed: This replica's seed from the common one.
     """
-    init, call, moments = (
-        BatchNormalization.__init__,
-        BatchNormalization.call,
-        jax_nn.moments,
-    )
+    init, call = BatchNormalization.__init__, BatchNormalization.call
+    moments = jax_nn.moments
     next_seed = SeedGenerator.next
 
     def new_init(

@@ -67,10 +67,8 @@ def source_of_adapter(
     if isinstance(adapter, compat.TFDatasetAdapter):
         return TensorFlowSource(compat.tf_dataset_of(adapter))
     if isinstance(adapter, compat.GrainDatasetAdapter):
-        dataset, example = (
-            compat.grain_dataset_of(adapter),
-            compat.grain_example(adapter),
-        )
+        dataset = compat.grain_dataset_of(adapter)
+        example = compat.grain_example(adapter)
         return GrainSource(dataset, adapter.batch_size, example)
     if isinstance(adapter, compat.PyDatasetAdapter):
         counted = compat.epochs_of(adapter)

@@ -181,10 +181,8 @@ class _Work:
         self._reader.start(self._ahead + 2)
         self._position = self._position_now()
         if self._ahead:
-            args, name = (
-                (context.frames(), compat.thread_state()),
-                "keras_distribute input",
-            )
+            args = (context.frames(), compat.thread_state())
+            name = "keras_distribute input"
             self._thread = threading.Thread(
                 target=self._run, args=args, name=name, daemon=True
             )

@@ -54,10 +54,8 @@ class ProgramCache:
         """The programs compiled from `function`, to look up and to add to."""
         # A bound method is a new object at each access: its object and its function
         # last. Equal is not the same here.
-        anchor, code = (
-            getattr(function, "__self__", function),
-            getattr(function, "__func__", None),
-        )
+        anchor = getattr(function, "__self__", function)
+        code = getattr(function, "__func__", None)
         key = id(anchor)
         if key not in self._by_anchor:
             try:

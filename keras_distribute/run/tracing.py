@@ -176,11 +176,8 @@ def _trace_local(
     ]
     output["written"] = list(scope.updated.values())
     # Nothing of this trace may be read after it.
-    written, scope.updates, scope.given = (
-        [scope.updates[key] for key in scope.updated],
-        {},
-        {},
-    )
+    written, scope.updates = [scope.updates[key] for key in scope.updated], {}
+    scope.given = {}
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
 
 

@@ -96,11 +96,8 @@ class _Schedule:
         self, numbering: Numbering, listings: list[Listing], variant_of: Sequence[int]
     ) -> None:
         self._listings, self._variant_of = listings, variant_of
-        self._inputs, self._constants, self._avals = (
-            numbering.inputs,
-            numbering.constants,
-            numbering.avals,
-        )
+        self._inputs, self._constants = numbering.inputs, numbering.constants
+        self._avals = numbering.avals
         self._maker = {
             number: node
             for listing in listings

@@ -200,10 +200,8 @@ def install(replaced: Replacements) -> None:
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
-        sizes, size = (
-            adoption.group_sizes(self),
-            compat.steps_per_execution(args, kwargs),
-        )
+        sizes = adoption.group_sizes(self)
+        size = compat.steps_per_execution(args, kwargs)
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'

@@ -202,10 +202,8 @@ def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
     """The sums over the replicas of gradients with respect to copies, on
     every replica.
     """
-    ops, dtype = (
-        strategy.extended.cross_device_ops,
-        strategy.placement.communication_dtype,
-    )
+    ops = strategy.extended.cross_device_ops
+    dtype = strategy.placement.communication_dtype
 
     def sum_of_all(copies: list[Any]) -> list[Any]:
         return reductions.sum_gradients(ops, [copy[0] for copy in copies], dtype)

@@ -75,10 +75,6 @@ class GroupSize:
         ):
             self.settled = True
             return
-        self._before, self._seconds, self._compiled, self._begun = (
-            seconds,
-            [],
-            False,
-            None,
-        )
+        self._before, self._seconds, self._compiled = seconds, [], False
+        self._begun = None
         self._index += 1

@@ -49,12 +49,8 @@ class FlatStep:
         places: Sequence[Place],
         is_local: bool,
     ) -> None:
-        self._trainer, self._strategy, self._optimizer, self._order = (
-            trainer,
-            strategy,
-            optimizer,
-            order,
-        )
+        self._trainer, self._strategy, self._optimizer = trainer, strategy, optimizer
+        self._order = order
         self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
         self._ones, self._slots_of = order.places(count)

@@ -108,10 +108,7 @@ class StepState(Holder):
 
     def take(self) -> Any:
         # The arrays end with their step.
-        self._unpacked, self._stored = (
-            (None, None),
-            {},
-        )
+        self._unpacked, self._stored = (None, None), {}
         return super().take()
 
     def put(self, groups: State) -> None:
