@@ -39,11 +39,9 @@ def seen_as(devices: Sequence[Any]) -> Generator[None]:
     known, backend = jax.devices, jax.default_backend
 
     def seen_devices(platform: Any = None) -> Any:
-        return (
-            list(devices)
-            if platform in (None, devices[0].platform)
-            else known(platform)
-        )
+        if platform in (None, devices[0].platform):
+            return list(devices)
+        return known(platform)
 
     jax.devices, jax.default_backend = seen_devices, lambda: devices[0].platform
     try:

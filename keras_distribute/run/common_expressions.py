@@ -67,11 +67,9 @@ class Node:
     @property
     def name(self) -> str:
         """What it is called where the user reads of it."""
-        return (
-            "a joining all_gather"
-            if _joins(self.equation)
-            else self.equation.primitive.name
-        )
+        if _joins(self.equation):
+            return "a joining all_gather"
+        return self.equation.primitive.name
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Its results, while a program is traced."""
@@ -133,11 +131,9 @@ class Numbering:
         )
 
         def read(atom: Any) -> int:
-            return (
-                self._constant(atom.val, atom.aval)
-                if isinstance(atom, core.Literal)
-                else numbers[atom]
-            )
+            if isinstance(atom, core.Literal):
+                return self._constant(atom.val, atom.aval)
+            return numbers[atom]
 
         for equation in jaxpr.eqns:
             operands = tuple(read(atom) for atom in equation.invars)

@@ -304,11 +304,9 @@ def _form_of(variable: Any) -> Any:
 
 
 def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
-    return (
-        PerReplica(stacked=array)
-        if shapes is None
-        else PerReplica(padded=array, shapes=shapes)
-    )
+    if shapes is None:
+        return PerReplica(stacked=array)
+    return PerReplica(padded=array, shapes=shapes)
 
 
 def _differing_error(variables: list[Any]) -> AggregationError:

@@ -140,11 +140,9 @@ class _Schedule:
         ]
 
         def resolved(numbers: tuple[int, ...]) -> Any:
-            return (
-                known[numbers[0]]
-                if self._is_common(numbers)
-                else placed[self._place(numbers)]
-            )
+            if self._is_common(numbers):
+                return known[numbers[0]]
+            return placed[self._place(numbers)]
 
         for level, places in enumerate(self._places):
             for node in self._shared:

@@ -149,11 +149,9 @@ def group_sizes(trainer: Any) -> GroupSize | None:
         return None
     # Several processes, which have to run the same programs, would measure different
     # times.
-    return (
-        GroupSize()
-        if strategy.replica_mesh.num_processes == 1
-        else GroupSize(sizes=(1,))
-    )
+    if strategy.replica_mesh.num_processes == 1:
+        return GroupSize()
+    return GroupSize(sizes=(1,))
 
 
 def is_quiet() -> bool:

@@ -188,11 +188,9 @@ def _with_rows(data: Any) -> Any:
     """
 
     def one_row(leaf: Any) -> Any:
-        return (
-            np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype)
-            if np.shape(leaf)[:1] == (0,)
-            else leaf
-        )
+        if np.shape(leaf)[:1] == (0,):
+            return np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype)
+        return leaf
 
     return jax.tree.map(one_row, data, is_leaf=compat.is_sparse)
 

@@ -65,11 +65,9 @@ def apply_gradients(
 
 def all_replicas_agree(finite: Any) -> Any:
     """Whether a flag is set on every replica."""
-    return (
-        lax.pmin(finite.astype("int32"), REPLICA_AXIS).astype("bool")
-        if in_replica()
-        else finite
-    )
+    if in_replica():
+        return lax.pmin(finite.astype("int32"), REPLICA_AXIS).astype("bool")
+    return finite
 
 
 def global_sum(count: Any) -> Any:

@@ -68,11 +68,9 @@ class DistributedValues(NDArrayOperatorsMixin):
     def __array__(
         self, dtype: Any = None, copy: bool | None = None
     ) -> np.ndarray[Any, Any]:
-        return (
-            np.array(self._as_one(), dtype=dtype)
-            if copy
-            else np.asarray(self._as_one(), dtype=dtype)
-        )
+        if copy:
+            return np.array(self._as_one(), dtype=dtype)
+        return np.asarray(self._as_one(), dtype=dtype)
 
     def __getitem__(self, key: Any) -> Any:
         return self._as_one()[key]
@@ -163,11 +161,9 @@ class PerReplica(DistributedValues):
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
         array = mesh.joined([filled_up(a, largest)[None] for a in arrays])
-        return (
-            PerReplica(stacked=array)
-            if len(set(shapes)) == 1
-            else PerReplica(padded=array, shapes=shapes)
-        )
+        if len(set(shapes)) == 1:
+            return PerReplica(stacked=array)
+        return PerReplica(padded=array, shapes=shapes)
 
     @property
     def stacked(self) -> jax.Array | None:
@@ -227,11 +223,9 @@ class PerReplica(DistributedValues):
 
     def _cut(self, value: jax.Array, replica: int) -> jax.Array:
         shape = value.shape if self._shapes is None else self._shapes[replica]
-        return (
-            value
-            if shape == value.shape
-            else lax.slice(value, (0,) * value.ndim, shape)
-        )
+        if shape == value.shape:
+            return value
+        return lax.slice(value, (0,) * value.ndim, shape)
 
     def _as_one(self) -> Any:
         if self._local is None and len(self.values) == 1:

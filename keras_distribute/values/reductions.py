@@ -219,11 +219,9 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
         return jnp.zeros(_joined_shape(shapes, axis), array.dtype)
 
     def gather(local: jax.Array) -> jax.Array:
-        return (
-            all_gather_locals([local], axis)[0]
-            if value.shapes is None
-            else gather_and_cut(local, shapes, axis)
-        )
+        if value.shapes is None:
+            return all_gather_locals([local], axis)[0]
+        return gather_and_cut(local, shapes, axis)
 
     return compiled(None, None, (axis, value.shapes), mesh_of_array(array), gather)(
         array
@@ -270,11 +268,9 @@ def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
 
 def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
     """The mean from a sum: of the values' dtype where that can hold one."""
-    return (
-        (total / count).astype(dtype)
-        if jnp.issubdtype(dtype, jnp.floating)
-        else total / count
-    )
+    if jnp.issubdtype(dtype, jnp.floating):
+        return (total / count).astype(dtype)
+    return total / count
 
 
 def _reduce_padded_local(

@@ -41,11 +41,9 @@ def mesh_of(destinations: Any) -> ReplicaMesh | None:
     if isinstance(own, ReplicaMesh):
         return own
     sharding = getattr(destinations, "sharding", None)
-    return (
-        ReplicaMesh(mesh_of_array(destinations))
-        if isinstance(sharding, jax.sharding.NamedSharding)
-        else None
-    )
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return ReplicaMesh(mesh_of_array(destinations))
+    return None
 
 
 def as_per_replica(value: Any) -> PerReplica:
@@ -105,11 +103,9 @@ def of_this_replica(value: Any) -> Any:
     known.
     """
     known = not isinstance(value, jax.core.Tracer)
-    return (
-        lax.optimization_barrier(value)
-        if known and context.in_ragged_program()
-        else value
-    )
+    if known and context.in_ragged_program():
+        return lax.optimization_barrier(value)
+    return value
 
 
 def compiled(

@@ -210,11 +210,9 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     attributes = getattr(kind, "__attrs_attrs__", None)
-    return (
-        None
-        if attributes is None
-        else tuple(attribute.name for attribute in attributes)
-    )
+    if attributes is None:
+        return None
+    return tuple(attribute.name for attribute in attributes)
 
 
 def _is_proxy(kind: type) -> bool:

@@ -39,11 +39,9 @@ def strong(value: Any) -> Any:
     """Without JAX's weak type, which a Python number leaves: the programs that follow
     would compile twice.
     """
-    return (
-        lax.convert_element_type(value, value.dtype)
-        if getattr(value, "weak_type", False)
-        else value
-    )
+    if getattr(value, "weak_type", False):
+        return lax.convert_element_type(value, value.dtype)
+    return value
 
 
 @functools.lru_cache(maxsize=256)

@@ -62,20 +62,16 @@ class SyncOnReadVariable(DistributedVariable):
         """Where the components are: each on its replica, divided over its logical
         devices if the variable is.
         """
-        return (
-            self.replica_mesh.stacked(self.logical_axes)
-            if any(self.logical_axes)
-            else self.replica_mesh.split
-        )
+        if any(self.logical_axes):
+            return self.replica_mesh.stacked(self.logical_axes)
+        return self.replica_mesh.split
 
     @property
     def value_sharding(self) -> NamedSharding:
         mesh = self.replica_mesh
-        return (
-            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes))
-            if any(self.logical_axes)
-            else mesh.replicated
-        )
+        if any(self.logical_axes):
+            return NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes))
+        return mesh.replicated
 
     @property
     def is_read_together(self) -> bool:
@@ -100,11 +96,9 @@ class SyncOnReadVariable(DistributedVariable):
     def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             stacked = jnp.asarray(owned(value.stacked), self._dtype)
-            return (
-                jax.device_put(stacked, self.sharding)
-                if any(self.logical_axes)
-                else stacked
-            )
+            if any(self.logical_axes):
+                return jax.device_put(stacked, self.sharding)
+            return stacked
         # It may be on one device, for good.
         value = self.replica_mesh.put(strong(value), self.value_sharding)
         return self._spread(value)
