@@ -27,7 +27,6 @@ def build(trainer: Any, batch: Any) -> None:
     """Builds what is not built yet: layers, metrics, losses, the optimizer.
 
     Args:
-        trainer: A compiled model.
         batch: What a step takes; anything with shapes and dtypes.
     """
     trainer._symbolic_build(data_batch=batch)

@@ -155,7 +155,6 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
     one.
 
     Args:
-        epochs: The iterator.
         within: Whether the loop of the epoch goes on.
 
     Raises:
@@ -201,7 +200,6 @@ class Group(Iterator[Any]):
 
     Args:
         batches: Where they come from.
-        size: How many.
     """
 
     def __init__(self, batches: Iterator[Any], size: int) -> None:

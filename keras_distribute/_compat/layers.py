@@ -35,7 +35,6 @@ def install(
     """Hooks for batch normalization's statistics and for seeds.
 
     Args:
-        replaced: Gets what undoes it.
         around_call: `around_call(layer, original, inputs, training, mask)` in place of
             `BatchNormalization.call`.
         synchronized_moments: `(x, axes, keepdims, local_moments)` in place of

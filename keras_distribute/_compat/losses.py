@@ -44,7 +44,6 @@ def install(
     """Divides means by the global count.
 
     Args:
-        replaced: Gets what undoes it.
         global_sum: Returns the sum over the replicas of a count, or `None` where there
             is nothing to sum over.
         in_replica: Whether values are one replica's.

@@ -200,7 +200,6 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     holds no values.
 
     Args:
-        optimizer: The user's.
         weights: The shape and dtype of each.
     """
     clone = _clone(optimizer, weights)

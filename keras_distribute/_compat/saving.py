@@ -29,7 +29,6 @@ def install(
     """Hands each writing over.
 
     Args:
-        replaced: Gets what undoes it.
         write: Called with the model and a function that writes its files.
     """
 

@@ -49,7 +49,6 @@ def install(
     """Puts our subclasses in the place of Keras's classes.
 
     Args:
-        replaced: Gets what undoes it.
         trainer: A subclass of `JAXTrainer`.
         epoch_iterator: A subclass of `JAXEpochIterator`.
         around_compile: From Keras's `compile` to ours.
@@ -117,7 +116,6 @@ def state_variables(trainer: Any, kind: str) -> TrainState | TestState | Predict
     """The variables behind the state of a step.
 
     Args:
-        trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
     weights = list(trainer.trainable_variables)

@@ -49,7 +49,6 @@ def install(
     """Lets `choose_class` pick the class of each `keras.Variable`.
 
     Args:
-        replaced: Gets what undoes it.
         choose_class: From the named arguments to the class; `None`: Keras's own.
         accumulators_created: Is around the creation of gradient accumulators.
     """

@@ -86,7 +86,6 @@ def steps(directory: str, complete: Callable[[], list[int]]) -> list[int]:
     """The steps of a folder, as if the save that is under way there were complete.
 
     Args:
-        directory: The folder.
         complete: Lists the steps that are complete now.
     """
     save = in_folder(directory)

@@ -153,7 +153,6 @@ class Executable:
 
         Args:
             landing: Where the result is appended.
-            arguments: Of the program.
         """
         launches.settle()
         if self._direct is None:

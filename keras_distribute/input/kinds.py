@@ -56,7 +56,6 @@ def source_of_adapter(
     """The source of a Keras data adapter.
 
     Args:
-        adapter: Keras's adapter.
         stream: What a generator is read through.
         hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and
             `on_epoch_end`.

@@ -94,13 +94,10 @@ def run(
     """Runs `function` on every replica of `strategy`.
 
     Args:
-        strategy: Where to run.
         function: Called, while traced, with one replica's arguments.
         args: `PerReplica` become this replica's component; arrays are the same on every
             replica; variables and other objects are passed as they are.
-        kwargs: Likewise.
         mode: The context that `function` sees.
-        options: Compiler options.
 
     Returns:
         What `function` returns, with a `PerReplica` for each array.

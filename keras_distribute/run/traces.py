@@ -23,7 +23,6 @@ class Trace:
     assigned values, and what it returned.
 
     Args:
-        program: The traced program.
         structure: The structure of the results.
         leaves: Its leaves: `None` for an array, and other objects as they are.
         written: The variables that it assigns, in the order of its last outputs.

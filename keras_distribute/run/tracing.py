@@ -47,9 +47,7 @@ def traced(
     """The trace of a call, and the variables that are its first inputs.
 
     Args:
-        strategy: Where it will run.
         function: Called with one replica's arguments.
-        call: The arguments.
         mode: The context that `function` sees.
         guess: Variables that it probably uses.
 

@@ -26,7 +26,6 @@ def micro_step(
     """Adds gradients to accumulators.
 
     Args:
-        accumulated: The accumulators.
         gradients: This replica's own, in their order.
         count: How many micro-steps there were.
         num_steps: Between two updates.

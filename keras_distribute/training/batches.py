@@ -62,7 +62,6 @@ def place(
     Args:
         batch: A structure of arrays whose axis 0 is the rows; arrays without
             dimensions, and sparse ones, go to every replica whole.
-        mesh: Where to.
         sizes: The rows of each replica, over all processes: the batch holds those of
             this process alone. Otherwise it is the whole batch, the same in every
             process.
@@ -172,7 +171,6 @@ def _put_own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) ->
 
     Args:
         array: The rows of this process, or all.
-        mesh: The replicas.
         sizes: The rows of each replica, in the former case.
     """
     if _is_sparse(array):

@@ -59,7 +59,6 @@ def sum_gradients(
 
     Args:
         ops: How to reduce.
-        gradients: This replica's.
         dtype: Travels in place of a wider float; `None`: as they are.
     """
     sums = reduce_locals(

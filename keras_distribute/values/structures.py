@@ -107,7 +107,6 @@ class _Shell:
     """A container without its items.
 
     Args:
-        kind: Its class.
         keys: Those of its items.
         names: Those of the attributes with arrays that it has besides, which follow the
             items.

@@ -31,8 +31,6 @@ def accumulating(
     """A training step whose state holds the accumulators per replica.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         indices: Where the accumulators are among the slots.
         global_step: For batches whose rows do not divide.
     """

@@ -38,7 +38,6 @@ def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list
 
     Args:
         buffer: One-dimensional.
-        shapes: Of the arrays.
         by_calls: Whether to share kernels, for the sake of XLA's compiler for CPUs.
     """
     if by_calls and jnp.issubdtype(buffer.dtype, jnp.floating):

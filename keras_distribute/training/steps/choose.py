@@ -44,7 +44,6 @@ def compile_step(trainer: Any, kind: str) -> CompiledStep | EagerStep | None:
     without a strategy.
 
     Args:
-        trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
     strategy = adoption.strategy_of(trainer)
@@ -64,7 +63,6 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     """The program of a step; making it reads no variable's value.
 
     Args:
-        strategy: Where it runs.
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
     """
@@ -133,7 +131,6 @@ class EagerStep:
     """A step that runs operation by operation.
 
     Args:
-        strategy: Where it runs.
         step: From the state and the global batch to the logs and the new state.
 
     Raises:

@@ -32,7 +32,6 @@ class CompiledStep:
     """A step compiled for the global batch, once for each form of a batch.
 
     Args:
-        strategy: Where it runs.
         step: From the state and the global batch to the logs and the new state.
         groups: The variables behind the state.
         packing: How the state is carried that `step` takes; `None` for Keras's groups

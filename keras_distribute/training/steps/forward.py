@@ -42,7 +42,6 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
     to predictions, others, losses.
 
     Args:
-        trainer: The model.
         restore: From weights as they are carried to the values of the trainable
             variables.
     """
@@ -65,14 +64,10 @@ def per_replica(
     do not make up the whole.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         restore: From weights as they are carried to the values of the trainable
             variables.
         weights: Examples of what the result will be called with, without the axis of
             copies.
-        others: Likewise.
-        x: Likewise, the global batch.
     """
     replicas = strategy.num_replicas_in_sync
     leaves = jax.tree.leaves(x)
@@ -108,8 +103,6 @@ def _over_replicas(
     Args:
         program: The trace of `_of_one_replica`.
         sizes: How many predictions, masks and other variables it returns.
-        strategy: Where it runs.
-        kinds: As of `_of_one_replica`.
     """
     evaluate, ends = core.jaxpr_as_fun(program), list(itertools.accumulate(sizes))
 
@@ -142,9 +135,6 @@ def _of_one_replica(
     to predictions, their masks, others, losses.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
-        restore: As of `per_replica`.
         kinds: Gets the structure of the predictions, and which have masks.
     """
     kept = trainer.non_trainable_variables
@@ -225,12 +215,9 @@ def loss_and_gradients(
     what `forward` took.
 
     Args:
-        trainer: The model.
-        forward: One of the above.
         restore: From weights as they are carried to the values of the trainable
             variables.
         state: With its weights as they are carried: a loss may look at them.
-        data: The global batch.
         copies: What `forward` takes in place of the weights.
 
     Returns:

@@ -23,7 +23,6 @@ class GroupSize:
     """The size of the groups of one model, from group to group.
 
     Args:
-        clock: Tells seconds.
         sizes: To try.
     """
 

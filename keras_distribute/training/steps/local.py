@@ -25,8 +25,6 @@ def local_step(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
     """Keras's training step on local gradients, for a model whose plan is local.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         global_step: For batches whose rows do not divide.
     """
 
@@ -52,12 +50,9 @@ def gradients(
     """What `forward.loss_and_gradients` returns, of each replica's rows.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         restore: From weights as they are carried to the values of the trainable
             variables.
         state: With its weights as they are carried.
-        data: The global batch.
         summed: Whether the gradients are the sums over the replicas; otherwise each has
             an axis for the replicas' own.
 

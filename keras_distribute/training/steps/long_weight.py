@@ -28,8 +28,6 @@ class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         optimizer: The optimizer of one long weight and the large ones.
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.

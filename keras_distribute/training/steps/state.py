@@ -170,12 +170,7 @@ class StepState(Holder):
 
 
 class ArrayState:
-    """The state of one step of a model that keeps its state by itself, as a `Holder`'s.
-
-    Args:
-        groups: Keras's groups of values.
-        mesh: Where the step runs.
-    """
+    """The state of one step of a model that keeps it by itself, as a `Holder`'s."""
 
     def __init__(self, groups: State, mesh: ReplicaMesh) -> None:
         self._sizes = [len(group) for group in groups]

@@ -30,7 +30,6 @@ class StepPrograms:
     """What a step is compiled to.
 
     Args:
-        strategy: Where it runs.
         step: From the state and the global batch to the logs and the new state.
         groups: The variables behind the state.
         packing: How the state is carried that `step` takes; `None` for Keras's groups
