@@ -14,10 +14,7 @@ from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
-from keras_distribute.errors import (
-    ContextError,
-    StructureTypeError,
-)
+from keras_distribute.errors import ContextError, StructureTypeError
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.run import program, replica_context

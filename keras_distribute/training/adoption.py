@@ -13,10 +13,7 @@ from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import (
-    ContextError,
-    ValueStructureError,
-)
+from keras_distribute.errors import ContextError, ValueStructureError
 from keras_distribute.strategies.base import (
     Strategy,
     get_strategy,

@@ -10,10 +10,7 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.cluster.resolvers import environment
-from keras_distribute.cluster.resolvers.base import (
-    ClusterResolver,
-    check_port,
-)
+from keras_distribute.cluster.resolvers.base import ClusterResolver, check_port
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.errors import ClusterError, ValueStructureError
 

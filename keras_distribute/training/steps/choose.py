@@ -18,13 +18,8 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import PredictState, TrainState
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices.launches import launches
-from keras_distribute.errors import (
-    ContextError,
-    VariableScopeError,
-)
-from keras_distribute.strategies.base import (
-    Strategy,
-)
+from keras_distribute.errors import ContextError, VariableScopeError
+from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.compiled_step import CompiledStep
@@ -33,7 +28,7 @@ from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StepState, is_held
-from keras_distribute.training.steps.step_programs import Step
+from keras_distribute.training.steps.step_programs import CarriedStep, Step
 from keras_distribute.variables import DistributedVariable, check_same_values
 
 _SLOTS = TrainState._fields.index("slots")  # Where they are in the state.
@@ -89,9 +84,8 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     shardings = state_shardings.of_state(groups, mesh) if places else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
-    return CompiledStep(
-        strategy, carried, groups, packing or None, shardings, plain=plain
-    )
+    packed = CarriedStep(carried, packing or None, shardings)
+    return CompiledStep(strategy, packed, groups, plain)
 
 
 def _accumulating(
@@ -107,9 +101,8 @@ def _accumulating(
         shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
     step = accumulating.accumulating(trainer, strategy, indices, step)
     components = [(_SLOTS, i) for i in indices]
-    return CompiledStep(
-        strategy, step, groups, shardings=shardings, components=components
-    )
+    carried = CarriedStep(step, shardings=shardings, components=components)
+    return CompiledStep(strategy, carried, groups)
 
 
 def _step_of(trainer: Any, kind: str) -> Step:

@@ -4,8 +4,7 @@ the state that it takes and leaves.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,14 +15,14 @@ from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches, calls
-from keras_distribute.training.steps.packed_state import (
-    Packing,
-    Place,
-    State,
-    form_of,
-)
+from keras_distribute.training.steps.packed_state import State, form_of
 from keras_distribute.training.steps.state import ArrayState, StepState, is_held
-from keras_distribute.training.steps.step_programs import Step, StepPrograms, alike
+from keras_distribute.training.steps.step_programs import (
+    CarriedStep,
+    Step,
+    StepPrograms,
+    alike,
+)
 
 _PLACE = "in fit, evaluate or predict"
 
@@ -32,45 +31,28 @@ class CompiledStep:
     """A step compiled for the global batch, once for each form of a batch.
 
     Args:
-        step: From the state and the global batch to the logs and the new state.
+        strategy: Where it runs.
+        carried: The step.
         groups: The variables behind the state.
-        packing: How the state is carried that `step` takes; `None` for Keras's groups
-            of values.
-        shardings: Of the new state, where it is not on every replica.
-        components: Where in the groups the variables are whose components on the
-            replicas `step` takes.
-        plain: `step` on Keras's groups of values; `None` if it is that.
+        plain: The step on Keras's groups of values; `None` if `carried` is that.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        step: Step,
+        carried: CarriedStep,
         groups: Sequence[list[Any]],
-        packing: Packing | None = None,
-        shardings: Any = None,
-        components: Collection[Place] = (),
         plain: Step | None = None,
     ) -> None:
-        self._mesh = strategy.replica_mesh
-        self._strategy = strategy
-        self._packing, self._components = packing, components
-        self._programs_of = functools.partial(
-            StepPrograms,
-            strategy,
-            step,
-            packing=packing,
-            shardings=shardings,
-            components=components,
-        )
-        self._plain = plain or step
+        self._mesh, self._strategy = strategy.replica_mesh, strategy
+        self._carried, self._plain = carried, plain or carried.step
         self._on_arrays: CompiledStep | None = None
         self._begin(groups)
 
     def _begin(self, groups: Sequence[list[Any]]) -> None:
         self._groups = groups
         self._seen: tuple[State | None, StepState | None] = (None, None)
-        self.programs = self._programs_of(groups)
+        self.programs = StepPrograms(self._strategy, self._carried, groups)
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step.
@@ -131,7 +113,7 @@ class CompiledStep:
     def _one_on_arrays(self, state: State, placed: batches.Placed) -> tuple[Any, State]:
         step, form = self._on_arrays, [list(group) for group in form_of(state)]
         if step is None or form_of(step._groups) != form_of(form):
-            step = CompiledStep(self._strategy, self._plain, form)
+            step = CompiledStep(self._strategy, CarriedStep(self._plain), form)
             self._on_arrays = step
         holder = ArrayState(state, self._mesh)
         return step._one(holder, placed), holder.groups()
@@ -159,7 +141,8 @@ class CompiledStep:
                 groups = [group.variables for group in state]
                 if holder is None or not holder.is_of(groups):
                     self._check_groups(groups)
-                    holder = StepState(groups, self._packing, self._components)
+                    own = self._carried
+                    holder = StepState(groups, own.packing, own.components)
                 self._seen = state, holder
         assert holder is not None
         return holder
@@ -167,7 +150,7 @@ class CompiledStep:
     def _check_groups(self, groups: Sequence[list[Any]]) -> None:
         if form_of(groups) == form_of(self._groups):
             return
-        if self._packing is None:
+        if self._carried.packing is None:
             self._begin(groups)
             return
         counts = [[len(group) for group in each] for each in (groups, self._groups)]

@@ -4,6 +4,7 @@ several batches in one dispatch. Knows no values of variables.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -26,12 +27,12 @@ from keras_distribute.training.steps.packed_state import Packed, Packing, Place,
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class StepPrograms:
-    """What a step is compiled to.
+@dataclasses.dataclass(frozen=True)
+class CarriedStep:
+    """A step, and how it carries its state.
 
     Args:
         step: From the state and the global batch to the logs and the new state.
-        groups: The variables behind the state.
         packing: How the state is carried that `step` takes; `None` for Keras's groups
             of values.
         shardings: Of the new state, where it is not on every replica.
@@ -39,27 +40,37 @@ class StepPrograms:
             replicas `step` takes.
     """
 
+    step: Step
+    packing: Packing | None = None
+    shardings: Any = None
+    components: Collection[Place] = ()
+
+
+class StepPrograms:
+    """What a step is compiled to.
+
+    Args:
+        strategy: Where it runs.
+        carried: The step.
+        groups: The variables behind the state.
+    """
+
     def __init__(
-        self,
-        strategy: Strategy,
-        step: Step,
-        groups: Sequence[list[Any]],
-        packing: Packing | None,
-        shardings: Any,
-        components: Collection[Place],
+        self, strategy: Strategy, carried: CarriedStep, groups: Sequence[list[Any]]
     ) -> None:
         self._mesh, self._strategy = strategy.replica_mesh, strategy
-        self._step, self._groups, self._packing = step, groups, packing
-        self._shardings, self._components = shardings, components
+        self._step, self._packing = carried.step, carried.packing
+        self._shardings, self._components = carried.shardings, carried.components
+        self._groups = groups
         self._scans: dict[Any, bool] = {}
         self._scatters: dict[Any, bool] = {}
         self._executables: dict[Any, Executable] = {}
         labels = tuple([0] * len(group) for group in groups)
-        carried: Any = labels
-        if packing is not None:
-            buffers = [0] * len(packing.buffers)
-            carried = Packed(buffers, packing.without_packed(labels))
-        self._structure = jax.tree.structure(carried)
+        state: Any = labels
+        if self._packing is not None:
+            buffers = [0] * len(self._packing.buffers)
+            state = Packed(buffers, self._packing.without_packed(labels))
+        self._structure = jax.tree.structure(state)
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
         """The compiled program for a batch of this form, or for `size` of them
