@@ -179,7 +179,6 @@ def _known_rows(rows: _Rows) -> int:
             "does not say how many it is of.",
             received="a scalar, to be averaged over the rows of all replicas.",
             fix="return one loss for each row from the loss, or create it with "
-            'reduction="sum" and divide by the '
-            "number of rows of all replicas.",
+            'reduction="sum" and divide by the number of rows of all replicas.',
         )
     return rows.known

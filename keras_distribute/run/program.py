@@ -120,10 +120,8 @@ def run(
             warnings.warn(
                 "strategy.run has compiled "
                 f"{getattr(function, '__qualname__', function)!r} {len(programs)} "
-                "times, "
-                "once for each new shape and each new Python value among its "
-                "arguments. Pass numbers that change as "
-                "arrays: np.int32(step).",
+                "times, once for each new shape and each new Python value among its "
+                "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
     return program(call.arrays)

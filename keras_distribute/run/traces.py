@@ -105,8 +105,7 @@ def _check_results(traces: Sequence[Trace]) -> None:
         if len(folded[0]) != len(folded[1]) or not all(map(np.array_equal, *folded)):
             raise ValueStructureError(
                 "jax.lax.psum of a number that is known while tracing multiplies it by "
-                "the number of replicas; here it "
-                "differs per replica.",
+                "the number of replicas; here it differs per replica.",
                 received=f"{_numbers(folded[0])} on replica {replicas[0]}, "
                 f"{_numbers(folded[1])} on {replicas[1]}.",
                 fix='kd.get_replica_context().all_reduce("SUM", x.shape[0]), which '

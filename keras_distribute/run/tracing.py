@@ -192,8 +192,7 @@ def _unwrapped(leaf: Any) -> Any:
             "and is no structure of them.",
             received=f"a {type(leaf).__name__}.",
             fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
-            "register the class with JAX: "
-            "jax.tree_util.register_pytree_node.",
+            "register the class with JAX: jax.tree_util.register_pytree_node.",
         )
     return leaf
 
@@ -253,8 +252,7 @@ def _no_rows_error(variant: Variant, error: Exception) -> ValueStructureError:
         f"replica(s) {replicas} got.",
         received=f"{type(error).__name__}: {error}",
         fix="drop the last batch, dataset.batch(size, drop_remainder=True), or give "
-        "each replica a row: a last batch "
-        "of at least as many rows as replicas.",
+        "each replica a row: a last batch of at least as many rows as replicas.",
     )
 
 
@@ -273,8 +271,7 @@ def _foreign_error(strategy: AnyStrategy, variables: list[Any]) -> VariableScope
     names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
     return VariableScopeError(
         f"{len(variables)} variable(s) that strategy.run assigns live on one device, "
-        "the strategy has "
-        f"{strategy.num_replicas_in_sync} replica(s):\n    {names}",
+        f"the strategy has {strategy.num_replicas_in_sync} replica(s):\n    {names}",
         fix="create the model, the optimizer and the metrics inside `with "
         "strategy.scope():`.",
     )

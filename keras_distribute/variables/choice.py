@@ -39,8 +39,7 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
         raise AggregationError(
             'synchronization="none" has no meaning for a variable on several replicas.',
             received=f"keras.Variable(..., synchronization={synchronization!r}) in the "
-            "scope of "
-            f"{context.get_strategy()!r}.",
+            f"scope of {context.get_strategy()!r}.",
             fix='synchronization="auto", "on_write" or "on_read".',
         )
     if synchronization == "on_read":
