@@ -1,5 +1,11 @@
 """Between one value and the components of the replicas: inside a program, and as
 programs of their own.
+
+This is how a metric is reduced over the replicas: its totals, which Keras creates
+`on_read` with the aggregation `"sum"`, are summed when its result is read across
+replicas, and so is the mean of batch normalization's moving statistics taken. In a step
+of `fit` there is nothing to reduce: a metric is computed over the global batch.
+`choice.py` says which variables have components.
 """
 
 from __future__ import annotations
