@@ -163,6 +163,22 @@ class Replacements:
             self._undo.pop()()
 
 
+class _Changes:
+    """What the package has changed outside of itself, in this process.
+
+    Attributes:
+        replaced: In Keras.
+        loaded_libtpu: Whether it has loaded libtpu, without its profiler.
+    """
+
+    def __init__(self) -> None:
+        self.replaced = Replacements()
+        self.loaded_libtpu = False
+
+
+changes = _Changes()
+
+
 def _parameters(function: Any) -> set[str]:
     found = inspect.signature(function).parameters.values()
     return {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
