@@ -88,9 +88,6 @@ class ClusterResolver:
             rpc_layer: The protocol; by default the resolver's.
         """
         check_task(task_type, task_id, rpc_layer)
-        return self._master_of(task_type, task_id, rpc_layer)
-
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -112,9 +109,6 @@ class ClusterResolver:
             config_proto: Accepted for compatibility.
         """
         check_task(task_type, task_id)
-        known = self._accelerators()
-        if known is not None:
-            return known
         process = jax.process_index()
         task, own = (task_type, task_id), (self.task_type, self.task_id)
         if None not in task and task != own:
@@ -122,9 +116,6 @@ class ClusterResolver:
         devices = (d for d in jax.devices() if d.process_index == process)
         platforms = (d.platform.upper() for d in devices if d.platform != "cpu")
         return dict(Counter(platforms))
-
-    def _accelerators(self) -> dict[str, int] | None:
-        """What each process has, where that is known without asking the devices."""
 
     def topology(self) -> Topology:
         """The place of this process among those that train together.
@@ -223,19 +214,31 @@ class SimpleClusterResolver(ClusterResolver):
             checks.instance("num_accelerators", kind, str, what, fix)
             checks.count("num_accelerators", number, what=what, fix=fix)
         self._cluster_spec = ClusterSpec(cluster_spec)
-        self._address, self._environment = master, environment
+        self._master, self._environment = master, environment
         self._num_accelerators = num_accelerators
 
     def cluster_spec(self) -> ClusterSpec:
         return self._cluster_spec
 
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
-        address = self._address
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        check_task(task_type, task_id, rpc_layer)
+        address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
         return master_url(address, rpc_layer or self.rpc_layer)
 
-    def _accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        check_task(task_type, task_id)
         return self._num_accelerators or {}
 
     @property
@@ -317,7 +320,13 @@ class UnionResolver(ClusterResolver):
                 merged[job].update(numbered)
         return ClusterSpec(merged)
 
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        check_task(task_type, task_id, rpc_layer)
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             return master_url(address, rpc_layer or self._rpc_layer)

@@ -261,7 +261,13 @@ class TPUClusterResolver(ClusterResolver):
         endpoints = node.get("networkEndpoints") or [node]
         return [f"{endpoint['ipAddress']}:{endpoint['port']}" for endpoint in endpoints]
 
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        check_task(task_type, task_id, rpc_layer)
         if not self._has_hosts:
             return ""
         if task_type is None or task_id is None:

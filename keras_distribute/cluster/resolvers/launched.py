@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.cluster.resolvers import environment
-from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.cluster.resolvers.base import ClusterResolver, check_task
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
@@ -31,10 +30,16 @@ class NumberedResolver(ClusterResolver):
         """The workers whose addresses are known."""
         return ClusterSpec({"worker": dict(enumerate(self._addresses))})
 
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of a task; that of the first where the task's is not known."""
+        check_task(task_type, task_id, rpc_layer)
         known = task_id is not None and 0 <= task_id < len(self._addresses)
-        return super()._master_of(task_type, task_id if known else 0, rpc_layer)
+        return super().master(task_type, task_id if known else 0, rpc_layer)
 
     def topology(self) -> Topology:
         coordinator = self._addresses[0] if self._num_processes > 1 else None

@@ -10,7 +10,11 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.cluster.resolvers import environment
-from keras_distribute.cluster.resolvers.base import ClusterResolver, check_port
+from keras_distribute.cluster.resolvers.base import (
+    ClusterResolver,
+    check_port,
+    check_task,
+)
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.errors import ClusterError, ValueStructureError
 
@@ -184,7 +188,13 @@ class SlurmClusterResolver(ClusterResolver):
         """The type and the number of this task."""
         return self.task_type, self.task_id
 
-    def _accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        check_task(task_type, task_id)
         return {"GPU": self._gpus_per_task}
 
 

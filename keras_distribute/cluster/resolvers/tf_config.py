@@ -65,10 +65,16 @@ class _ConfigResolver(ClusterResolver):
         checks.instance(name, value, kind | None, what, fix, ClusterError)
         return value
 
-    def _master_of(self, task_type: Any, task_id: Any, rpc_layer: str | None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of a task; `""` in a cluster of one, and `session_master` where
         the configuration has one.
         """
+        check_task(task_type, task_id, rpc_layer)
         session_master = self._part("session_master", str, None)
         if session_master is not None:
             return session_master
@@ -78,7 +84,7 @@ class _ConfigResolver(ClusterResolver):
             return ""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        address = cluster.task_address(task_type, task_id)
+        address = cluster.task_address(task_type, task_id)  # type: ignore[arg-type]
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @property
