@@ -113,9 +113,8 @@ def set_cpu_devices(num_devices: int) -> None:
             )
         return
     flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG.search(
-        flags
-    ):  # JAX refuses to start when the flag and its own option are both set.
+    # JAX refuses to start when the flag and its own option are both set.
+    if _FLAG.search(flags):
         os.environ["XLA_FLAGS"] = _FLAG.sub("", flags).strip()
     jax.config.update("jax_num_cpu_devices", num_devices)
     # Where it is installed, for dry runs, JAX would load it now.

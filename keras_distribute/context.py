@@ -126,45 +126,51 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-class _Process:
-    """What holds in all threads: the strategy that was set for them, and how the
-    default one is made, which lives in a room below.
+class _InForce:
+    """What is in force.
+
+    Attributes:
+        thread: The stack of this thread.
+        strategy: The one that was set for all threads.
+        make_default: How the default one is made, which lives in a room below.
+        scopes: The scopes that are open, each in its thread.
     """
 
-    strategy: AnyStrategy | None = None
-    make_default: Callable[[], AnyStrategy] | None = None
+    def __init__(self) -> None:
+        self.thread = _Stack()
+        self.strategy: AnyStrategy | None = None
+        self.make_default: Callable[[], AnyStrategy] | None = None
+        self.scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
+            weakref.WeakKeyDictionary()
+        )
 
 
-stack = _Stack()
-_scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (
-    weakref.WeakKeyDictionary()
-)
-_process = _Process()
+in_force = _InForce()
 
 
 def register_default(make: Callable[[], AnyStrategy]) -> None:
     """Tells this room how to get the default strategy, which lives in a room below."""
-    _process.make_default = make
+    in_force.make_default = make
 
 
 def default_strategy() -> AnyStrategy:
     """The strategy in force where the user chose none."""
-    assert _process.make_default is not None
-    return _process.make_default()
+    assert in_force.make_default is not None
+    return in_force.make_default()
 
 
 def frame() -> Frame:
     """The innermost frame of this thread."""
-    if stack.frames:
-        return stack.frames[-1]
-    if _process.strategy is not None:
-        return Frame(_process.strategy, Mode.CROSS)
+    if in_force.thread.frames:
+        return in_force.thread.frames[-1]
+    if in_force.strategy is not None:
+        return Frame(in_force.strategy, Mode.CROSS)
     return default_strategy().top_frame
 
 
 def placement_of(strategy: AnyStrategy) -> Placement | None:
     """Where steps of `strategy` are planned for in this thread, if they are."""
-    for entry in reversed(stack.frames):
+    for entry in reversed(in_force.thread.frames):
         if entry.placement is not None and entry.strategy is strategy:
             return entry.placement
     return None
@@ -172,7 +178,7 @@ def placement_of(strategy: AnyStrategy) -> Placement | None:
 
 def gradients_taker() -> Callable[..., None] | None:
     """Who takes the gradients that optimizers are given, instead of them."""
-    takers = (entry.gradients for entry in reversed(stack.frames))
+    takers = (entry.gradients for entry in reversed(in_force.thread.frames))
     return next((taker for taker in takers if taker is not None), None)
 
 
@@ -185,7 +191,7 @@ def in_ragged_program() -> bool:
 
 def ragged_trace() -> Any:
     """The trace of this thread, if its replicas hold different shapes."""
-    traces = (entry.ragged for entry in reversed(stack.frames))
+    traces = (entry.ragged for entry in reversed(in_force.thread.frames))
     return next((trace for trace in traces if trace is not None), None)
 
 
@@ -194,27 +200,27 @@ def entered(new: Frame) -> Generator[Frame]:
     """Makes `new` the innermost frame for a `with` block; removed again whatever
     happens inside.
     """
-    stack.frames.append(new)
-    depth = len(stack.frames)
+    in_force.thread.frames.append(new)
+    depth = len(in_force.thread.frames)
     try:
         yield new
     finally:
-        del stack.frames[depth - 1 :]
+        del in_force.thread.frames[depth - 1 :]
 
 
 def frames() -> list[Frame]:
     """This thread's frames, to hand to another thread."""
-    return list(stack.frames)
+    return list(in_force.thread.frames)
 
 
 @contextlib.contextmanager
 def inherited(frames: list[Frame]) -> Generator[None]:
     """Gives this thread the frames of another one, for a `with` block."""
-    before, stack.frames = stack.frames, list(frames)
+    before, in_force.thread.frames = in_force.thread.frames, list(frames)
     try:
         yield
     finally:
-        stack.frames = before
+        in_force.thread.frames = before
 
 
 class Scope(contextlib.AbstractContextManager[_S]):
@@ -237,7 +243,7 @@ class Scope(contextlib.AbstractContextManager[_S]):
                 received=describe(current),
                 fix="open `with strategy.scope():` around the call of strategy.run.",
             )
-        if stack.frames and current.strategy is not self._strategy:
+        if in_force.thread.frames and current.strategy is not self._strategy:
             raise ContextError(
                 "Two strategies cannot be mixed: this scope was opened inside another "
                 "strategy's.",
@@ -246,25 +252,25 @@ class Scope(contextlib.AbstractContextManager[_S]):
                 "strategy.",
             )
         own = Frame(self._strategy, Mode.CROSS, named=True)
-        stack.frames.append(own)
+        in_force.thread.frames.append(own)
         self._entered.append(own)
-        _scopes[own] = threading.current_thread()
+        in_force.scopes[own] = threading.current_thread()
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
         own = self._entered.pop() if self._entered else None
         if own is not None:
-            _scopes.pop(own, None)
-        if not stack.frames or stack.frames[-1] is not own:
-            if own is not None and own in stack.frames:
-                stack.frames.remove(own)
+            in_force.scopes.pop(own, None)
+        if not in_force.thread.frames or in_force.thread.frames[-1] is not own:
+            if own is not None and own in in_force.thread.frames:
+                in_force.thread.frames.remove(own)
             raise ContextError(
                 "Scopes were left in another order than they were entered.",
                 received=f"the end of a scope of {self._strategy!r} that is not the "
                 "innermost one.",
                 fix="use `with strategy.scope():` blocks, which nest by themselves.",
             )
-        stack.frames.pop()
+        in_force.thread.frames.pop()
 
 
 def get_strategy() -> AnyStrategy:
@@ -281,8 +287,8 @@ def scope_strategy() -> AnyStrategy | None:
     """The strategy whose scope the user opened around this code, or set for the
     process; `None` for the default one.
     """
-    named = [entry.strategy for entry in stack.frames if entry.named]
-    chosen = named[-1] if named else _process.strategy
+    named = [entry.strategy for entry in in_force.thread.frames if entry.named]
+    chosen = named[-1] if named else in_force.strategy
     return None if chosen is default_strategy() else chosen
 
 
@@ -323,11 +329,11 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             "experimental_set_strategy takes a strategy.",
             "kd.MirroredStrategy()",
         )
-    scopes = list(_scopes.items())
+    scopes = list(in_force.scopes.items())
     opened = [(one, thread) for one, thread in scopes if thread.is_alive()]
-    if stack.frames or opened:
+    if in_force.thread.frames or opened:
         inside = describe(frame())
-        if not stack.frames:
+        if not in_force.thread.frames:
             one, thread = opened[0]
             inside = f"the thread {thread.name!r} in {describe(one)}"
         raise ContextError(
@@ -336,7 +342,7 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             fix="call experimental_set_strategy at the top level of the program, "
             "before its threads enter scopes.",
         )
-    _process.strategy = (
+    in_force.strategy = (
         None if strategy is None or strategy is default_strategy() else strategy
     )
 

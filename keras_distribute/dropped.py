@@ -14,10 +14,35 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# Of all queues the one whose `put` may be called within `put`.
-_queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-_starting = threading.Lock()
-_thread: threading.Thread | None = None
+
+class _Closer:
+    """A thread that closes what is in its queue."""
+
+    def __init__(self) -> None:
+        # Of all queues the one whose `put` may be called within `put`.
+        self.queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread, in a process that was forked, too."""
+        with self._starting:
+            if self.thread is None or not self.thread.is_alive():
+                name = "keras_distribute dropped"
+                self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            close = self.queue.get()
+            try:
+                close()
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+            del close
+
+
+_closer = _Closer()
 
 
 def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..., Any]:
@@ -31,38 +56,18 @@ def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..
     Returns:
         The finalizer, whose `detach` cancels the call.
     """
-    _start()
-    finalizer = weakref.finalize(owner, _queue.put, close)
+    _closer.start()
+    finalizer = weakref.finalize(owner, _closer.queue.put, close)
     finalizer.atexit = False
     return finalizer
 
 
 def settle() -> None:
     """Waits until all that was dropped before is closed."""
-    thread = _thread
+    thread = _closer.thread
     if thread is None or not thread.is_alive() or thread is threading.current_thread():
         return
     done = threading.Event()
-    _queue.put(done.set)
+    _closer.queue.put(done.set)
     while not done.wait(1.0) and thread.is_alive():
         pass
-
-
-def _start() -> None:
-    """Starts the thread, in a process that was forked, too."""
-    global _thread
-    with _starting:
-        if _thread is None or not _thread.is_alive():
-            name = "keras_distribute dropped"
-            _thread = threading.Thread(target=_run, name=name, daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    while True:
-        close = _queue.get()
-        try:
-            close()
-        except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        del close

@@ -19,7 +19,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import reductions
-from keras_distribute.values.cross_device_ops import as_array
+from keras_distribute.values.arrays import as_array
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
@@ -70,24 +70,7 @@ def compute_average_loss(
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype("float32")
     if sample_weight is not None:
-        weights = as_array(sample_weight, "The weights of the examples are numbers.")
-        weights = weights.astype(losses.dtype)
-        if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
-            weights = weights[..., 0]
-        weights = jnp.reshape(
-            weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim)
-        )
-        fits = all(
-            w in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False)
-        )
-        if weights.ndim > losses.ndim or not fits:
-            raise ValueStructureError(
-                "The weights do not fit the losses.",
-                received=f"losses of shape {losses.shape}, sample_weight of shape "
-                f"{jnp.shape(sample_weight)}.",
-                fix="one weight for each example, of shape (batch,).",
-            )
-        losses = losses * weights
+        losses = losses * _weights_for(losses, sample_weight)
     if global_batch_size is None:
         per_replica = context.frame().per_replica
         size: Any = (
@@ -121,6 +104,26 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     _require_replica("scale_regularization_loss")
     total = as_array(regularization_loss, "A regularization loss is a number.").sum()
     return total / context.get_strategy().num_replicas_in_sync
+
+
+def _weights_for(losses: jax.Array, sample_weight: Any) -> jax.Array:
+    """The weights of the examples, in a shape that broadcasts to their losses'."""
+    weights = as_array(sample_weight, "The weights of the examples are numbers.")
+    weights = weights.astype(losses.dtype)
+    if weights.ndim == losses.ndim + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    weights = jnp.reshape(
+        weights, weights.shape + (1,) * max(0, losses.ndim - weights.ndim)
+    )
+    fits = all(w in (1, n) for w, n in zip(weights.shape, losses.shape, strict=False))
+    if weights.ndim > losses.ndim or not fits:
+        raise ValueStructureError(
+            "The weights do not fit the losses.",
+            received=f"losses of shape {losses.shape}, sample_weight of shape "
+            f"{jnp.shape(sample_weight)}.",
+            fix="one weight for each example, of shape (batch,).",
+        )
+    return weights
 
 
 def _require_replica(name: str) -> None:

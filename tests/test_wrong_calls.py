@@ -1129,7 +1129,6 @@ IN_A_PROGRAM = {
 }
 # Called by the package, or by Keras.
 FOR_LIBRARIES = {
-    "Strategy.reduce_one",
     *(
         f"{cls}.{name}_implementation"
         for cls in ("CrossDeviceOps", "ReductionToOneDevice")

@@ -61,21 +61,19 @@ if "on_epoch_end" in vars(ArrayDataAdapter):  # It counts epochs, from Keras 3.1
 check(TFDatasetAdapter, "_dataset")
 check(TorchDataLoaderAdapter, "_dataloader")
 
-Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
-def install(around: Around) -> Undo:
+def install(replaced: Replacements, around: Around) -> None:
     """Puts `around(original, x, arguments)` around the choice of an adapter for the `x`
     of `fit`.
     """
-    replaced, original = Replacements(), data_adapters.get_data_adapter
+    original = data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
         return around(original, x, arguments)
 
     replaced.replace(data_adapters, "get_data_adapter", get_data_adapter)
-    return replaced.undo
 
 
 def adapter_of(dataset: Any) -> DataAdapter:
@@ -148,9 +146,8 @@ def tf_to_host(batch: Any) -> Any:
 
 
 def _tf_leaf_to_host(leaf: Any) -> Any:
-    if (
-        type(leaf).__name__ == "EagerTensor"
-    ):  # By far the most, and Keras's way to it is slow: 20 microseconds each.
+    # By far the most, and Keras's way to it is slow: 20 microseconds each.
+    if type(leaf).__name__ == "EagerTensor":
         return leaf.numpy()
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         return data_adapter_utils.tf_sparse_to_jax_sparse(leaf)

@@ -13,7 +13,6 @@ Goes when Keras does not know losses by `id()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from keras import Layer, StatelessScope
@@ -23,11 +22,10 @@ from keras_distribute._compat.seams import Replacements, check
 
 check(Layer, "_loss_ids")
 
-Undo = Callable[[], None]
 _LAYERS = "_keras_distribute_layers_with_losses"
 
 
-def install() -> Undo:
+def install(replaced: Replacements) -> None:
     """Has scopes forget, at their end, the losses that were added in them."""
     add_loss, leave = Layer.add_loss, StatelessScope.__exit__
 
@@ -43,7 +41,5 @@ def install() -> Undo:
             layer._loss_ids -= of_scope
         leave(self, *args, **kwargs)
 
-    replaced = Replacements()
     replaced.replace(Layer, "add_loss", add_noted)
     replaced.replace(StatelessScope, "__exit__", leave_clean)
-    return replaced.undo

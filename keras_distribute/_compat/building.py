@@ -27,7 +27,6 @@ def build(trainer: Any, batch: Any) -> None:
     """Builds what is not built yet: layers, metrics, losses, the optimizer.
 
     Args:
-        trainer: A compiled model.
         batch: What a step takes; anything with shapes and dtypes.
     """
     trainer._symbolic_build(data_batch=batch)
@@ -39,11 +38,9 @@ def seen_as(devices: Sequence[Any]) -> Generator[None]:
     known, backend = jax.devices, jax.default_backend
 
     def seen_devices(platform: Any = None) -> Any:
-        return (
-            list(devices)
-            if platform in (None, devices[0].platform)
-            else known(platform)
-        )
+        if platform in (None, devices[0].platform):
+            return list(devices)
+        return known(platform)
 
     jax.devices, jax.default_backend = seen_devices, lambda: devices[0].platform
     try:

@@ -22,7 +22,6 @@ their attributes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,23 +42,17 @@ check(CallbackList, "_async_train", "_flush_futures")
 check(MonitorCallback, "_set_monitor_op")
 check(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path")
 
-Undo = Callable[[], None]
 
-
-def install(callback_list: type) -> Undo:
-    """Puts a subclass in the place of Keras's list of callbacks, and returns what
-    undoes it.
-    """
+def install(replaced: Replacements, callback_list: type) -> None:
+    """Puts a subclass in the place of Keras's list of callbacks."""
     get_state_tree = orbax_checkpoint._get_state_tree
 
     def from_one_device(model: Any) -> Any:
         return jax.tree.map(_on_one_device, get_state_tree(model))
 
-    replaced = Replacements()
     replaced.assign(callbacks_module, "CallbackList", callback_list)
     replaced.assign(keras.callbacks, "CallbackList", callback_list)
     replaced.replace(orbax_checkpoint, "_get_state_tree", from_one_device)
-    return replaced.undo
 
 
 def _on_one_device(value: Any) -> Any:

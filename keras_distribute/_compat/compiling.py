@@ -39,7 +39,6 @@ _SIZES = (
     "generated_code_size_in_bytes",
     "peak_memory_in_bytes",
 )
-_lock = threading.Lock()
 
 
 class Program(NamedTuple):
@@ -75,7 +74,8 @@ class _StopBeforeCompiling(Exception):
 
 def program_of(lowered: Any) -> Program | Any:
     """What JAX would give to the compiler of a `jax.stages.Lowered`; the
-    `jax.stages.Compiled` where JAX has compiled the same before.
+    `jax.stages.Compiled` where JAX has compiled the same before. The caller holds
+    `launches.tracing`.
     """
     thread, compile_it = threading.get_ident(), compiler.compile_or_get_cached
 
@@ -87,14 +87,13 @@ def program_of(lowered: Any) -> Program | Any:
         program = Program(file.getvalue(), options.SerializeAsString())
         raise _StopBeforeCompiling(program)
 
-    with _lock:
-        compiler.compile_or_get_cached = take
-        try:
-            return lowered.compile()
-        except _StopBeforeCompiling as stop:
-            return stop.args[0]
-        finally:
-            compiler.compile_or_get_cached = compile_it
+    compiler.compile_or_get_cached = take
+    try:
+        return lowered.compile()
+    except _StopBeforeCompiling as stop:
+        return stop.args[0]
+    finally:
+        compiler.compile_or_get_cached = compile_it
 
 
 def compiled_for(devices: Sequence[Any], program: Program) -> Compiled:

@@ -94,9 +94,8 @@ class Pass(Iterator[Any]):
         refuse_empty: Callable[[], None],
         group: int | None = None,
     ) -> None:
-        self._epochs = weakref.ref(
-            epochs
-        )  # It holds its last pass: what that has read is to end with it.
+        # It holds its last pass: what that has read is to end with it.
+        self._epochs = weakref.ref(epochs)
         self._open, self._refuse_empty = open_feed, refuse_empty
         self._any, self._group = False, group
         self.feed: Any = None
@@ -156,7 +155,6 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
     one.
 
     Args:
-        epochs: The iterator.
         within: Whether the loop of the epoch goes on.
 
     Raises:
@@ -202,7 +200,6 @@ class Group(Iterator[Any]):
 
     Args:
         batches: Where they come from.
-        size: How many.
     """
 
     def __init__(self, batches: Iterator[Any], size: int) -> None:
@@ -297,6 +294,5 @@ def _move_between_passes(epochs: Any, place: Place) -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    object.__setattr__(
-        owner, name, value
-    )  # Not Keras's `__setattr__`, which would track what is inside.
+    # Not Keras's `__setattr__`, which would track what is inside.
+    object.__setattr__(owner, name, value)

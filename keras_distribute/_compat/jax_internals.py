@@ -129,46 +129,27 @@ def mapped_times(params: dict[str, Any]) -> int:
     return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
 
 
-class _Noting(threading.local):
-    axis: str | None = None
-    values: list[Any]
-
-
-class _Replaced:
-    """`parallel._psum`, while traces note what it folds: how many there are."""
-
-    traces = 0
-
-
-_noting = _Noting()
-_lock = threading.Lock()
-_psum: Any = getattr(parallel, "_psum")  # noqa: B009 - private, and pyright says so.
-
-
-def _noting_psum(x: Any, axis_name: Any, **options: Any) -> Any:
-    axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    if _noting.axis in axes:
-        _noting.values += [
-            leaf for leaf in jax.tree.leaves(x) if not isinstance(leaf, jax.core.Tracer)
-        ]
-    return _psum(x, axis_name, **options)
+_PSUM = "_psum"
+_psum: Any = getattr(parallel, _PSUM)
 
 
 @contextlib.contextmanager
 def noting_folded_sums(axis: str) -> Generator[list[Any]]:
     """Collects, in order, what `lax.psum` over `axis` computes while tracing; in this
-    thread, for a `with` block.
+    thread, for a `with` block. The caller holds `launches.tracing`.
     """
-    before = _noting.axis, getattr(_noting, "values", [])
-    _noting.axis, _noting.values = axis, []
-    with _lock:
-        _Replaced.traces += 1
-        setattr(parallel, "_psum", _noting_psum)  # noqa: B010 - as above.
+    thread, before = threading.get_ident(), getattr(parallel, _PSUM)
+    folded: list[Any] = []
+
+    def noting_psum(x: Any, axis_name: Any, **options: Any) -> Any:
+        axes = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+        if threading.get_ident() == thread and axis in axes:
+            leaves = jax.tree.leaves(x)
+            folded.extend(v for v in leaves if not isinstance(v, jax.core.Tracer))
+        return _psum(x, axis_name, **options)
+
+    setattr(parallel, _PSUM, noting_psum)
     try:
-        yield _noting.values
+        yield folded
     finally:
-        with _lock:
-            _Replaced.traces -= 1
-            if not _Replaced.traces:
-                setattr(parallel, "_psum", _psum)  # noqa: B010 - as above.
-        _noting.axis, _noting.values = before
+        setattr(parallel, _PSUM, before)

@@ -24,15 +24,14 @@ from keras_distribute._compat.seams import Replacements, check
 
 check(BatchNormalization, "_reduction_axes")
 
-Undo = Callable[[], None]
-
 
 def install(
+    replaced: Replacements,
     around_call: Callable[..., Any],
     synchronized_moments: Callable[[Any, Any, bool, Callable[..., Any]], Any],
     global_sum: Callable[[Any], Any],
     replica_seed: Callable[[Any], Any],
-) -> Undo:
+) -> None:
     """Hooks for batch normalization's statistics and for seeds.
 
     Args:
@@ -44,12 +43,9 @@ def install(
             `None` where there is none.
         replica_seed: This replica's seed from the common one.
     """
-    init, call, moments = (
-        BatchNormalization.__init__,
-        BatchNormalization.call,
-        jax_nn.moments,
-    )
-    masked_moments, next_seed = BatchNormalization._moments, SeedGenerator.next
+    init, call = BatchNormalization.__init__, BatchNormalization.call
+    moments = jax_nn.moments
+    next_seed = SeedGenerator.next
 
     def new_init(
         self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
@@ -67,15 +63,31 @@ def install(
             return synchronized_moments(x, axes, keepdims, moments)
         return moments(x, axes, keepdims)
 
-    def new_masked_moments(self: Any, inputs: Any, mask: Any) -> Any:
+    def new_next(self: Any, ordered: bool = True) -> Any:
+        return replica_seed(next_seed(self, ordered))
+
+    replaced.replace(BatchNormalization, "__init__", new_init)
+    replaced.replace(BatchNormalization, "call", new_call)
+    replaced.replace(BatchNormalization, "_moments", _masked_moments(global_sum))
+    replaced.replace(jax_nn, "moments", new_moments)
+    replaced.replace(SeedGenerator, "next", new_next)
+
+
+def _masked_moments(global_sum: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`BatchNormalization._moments`: those of masked, synchronized rows count the rows
+    of all replicas.
+    """
+    local_moments = BatchNormalization._moments
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         if mask is None or not self.synchronized:
-            return masked_moments(self, inputs, mask)
+            return local_moments(self, inputs, mask)
         axes, of_rows = self._reduction_axes, ops.expand_dims(mask, -1)
         whole = ops.cast(ops.broadcast_to(of_rows, inputs.shape), "bool")
         count = ops.sum(ops.cast(whole, inputs.dtype), axes, keepdims=True)
         count = global_sum(count)
         if count is None:
-            return masked_moments(self, inputs, mask)
+            return local_moments(self, inputs, mask)
         # From here on as Keras does, with each sum taken over all replicas.
         count += backend.epsilon()
         total = ops.sum(ops.where(whole, inputs, 0), axes, keepdims=True)
@@ -84,16 +96,7 @@ def install(
         variance = global_sum(ops.sum(squares, axes, keepdims=True)) / count
         return ops.squeeze(mean), ops.squeeze(variance)
 
-    def new_next(self: Any, ordered: bool = True) -> Any:
-        return replica_seed(next_seed(self, ordered))
-
-    replaced = Replacements()
-    replaced.replace(BatchNormalization, "__init__", new_init)
-    replaced.replace(BatchNormalization, "call", new_call)
-    replaced.replace(BatchNormalization, "_moments", new_masked_moments)
-    replaced.replace(jax_nn, "moments", new_moments)
-    replaced.replace(SeedGenerator, "next", new_next)
-    return replaced.undo
+    return _moments
 
 
 def statistics(layer: Any) -> list[Any]:

@@ -13,15 +13,13 @@ Private are `xla_client.load_pjrt_plugin_dynamically` and `pjrt_plugin_loaded`,
 
 from __future__ import annotations
 
-import threading
-
 import jax
 from jax._src import xla_bridge
 from jax._src.cloud_tpu_init import get_tpu_library_path
 from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
-_loaded_by_us = threading.Event()
+from keras_distribute._compat.seams import changes
 
 
 def load_without_profiler(for_compiling: bool = False) -> None:
@@ -38,7 +36,7 @@ def load_without_profiler(for_compiling: bool = False) -> None:
     path = get_tpu_library_path()
     if path is not None and not num_available_tpu_chips_and_device_id()[0]:
         xla_client.load_pjrt_plugin_dynamically("tpu", path)
-        _loaded_by_us.set()
+        changes.loaded_libtpu = True
 
 
 def profiling_ends_the_process() -> bool:
@@ -46,6 +44,4 @@ def profiling_ends_the_process() -> bool:
     Starts JAX.
     """
     on_cpu = jax.default_backend() == "cpu"
-    return (
-        on_cpu and xla_client.pjrt_plugin_loaded("tpu") and not _loaded_by_us.is_set()
-    )
+    return on_cpu and xla_client.pjrt_plugin_loaded("tpu") and not changes.loaded_libtpu

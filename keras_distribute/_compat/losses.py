@@ -22,23 +22,25 @@ from keras_distribute._compat.names import BaseTrainer
 from keras_distribute._compat.seams import Replacements
 from keras_distribute.errors import ValueStructureError
 
-Undo = Callable[[], None]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class _Rows(threading.local):
+    """How many rows the loss of this thread is of, and the one before it was of."""
+
     known: int | None = None
     of_last: int | None = None
 
 
-_rows = _Rows()
+Share = Callable[[Any], Any]
 
 
 def install(
+    replaced: Replacements,
     global_sum: Callable[[Any], Any],
     in_replica: Callable[[], bool],
     shapes_differ: Callable[[], bool],
-) -> Undo:
+) -> None:
     """Divides means by the global count.
 
     Args:
@@ -47,117 +49,136 @@ def install(
         in_replica: Whether values are one replica's.
         shapes_differ: Whether the replicas have different numbers of rows.
     """
-    call: Callable[..., Any] = loss_module.Loss.__call__
-    reduce_values: Callable[..., Any] = loss_module.reduce_values
-    apply_mask: Callable[..., Any] = loss_module.apply_mask
-    unscale: Callable[..., Any] = loss_module.unscale_loss_for_distribution
-    aggregate_additional_loss = BaseTrainer._aggregate_additional_loss
 
     def share(local: Any) -> Any:
         """This replica's count over the count of all."""
         total = global_sum(local)
         return None if total is None else keras.ops.divide_no_nan(local, total)
 
-    def reduce_share(
+    rows = _Rows()
+    replaced.replace(BaseTrainer, "_aggregate_additional_loss", _counted_once(share))
+    replaced.replace(
+        loss_module,
+        "reduce_values",
+        _reduced_to_share(share, rows, in_replica, shapes_differ),
+    )
+    replaced.replace(loss_module, "apply_mask", _masked(share))
+    replaced.replace(
+        loss_module, "unscale_loss_for_distribution", _unscaled(share, rows)
+    )
+    replaced.replace(loss_module.Loss, "__call__", _noting_rows(rows))
+
+
+def _reduced_to_share(
+    share: Share,
+    rows: _Rows,
+    in_replica: Callable[[], bool],
+    shapes_differ: Callable[[], bool],
+) -> Callable[..., Any]:
+    """`reduce_values`: a mean is this replica's share of the global mean."""
+    original: Callable[..., Any] = loss_module.reduce_values
+
+    def reduce_values(
         values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size"
     ) -> Any:
-        loss: Any = reduce_values(values, sample_weight, reduction)
-        if (
-            tuple(values.shape) == (0,)
-            and reduction in (*_MEANS, "sum")
-            and in_replica()
-        ):
-            loss = keras.ops.sum(values)  # Keras leaves the empty array as it is.
-        if reduction not in _MEANS or (
-            tuple(values.shape) == (0,) and not in_replica()
-        ):
+        loss: Any = original(values, sample_weight, reduction)
+        if tuple(values.shape) == (0,):  # Keras leaves an empty array as it is.
+            if not in_replica():
+                return loss
+            if reduction in (*_MEANS, "sum"):
+                loss = keras.ops.sum(values)
+        if reduction not in _MEANS:
             return loss
-        if (
-            reduction == "mean_with_sample_weight"
-            and sample_weight is not None
-            and values.shape
-        ):
-            count = keras.ops.cast(keras.ops.sum(sample_weight), loss.dtype)
-        elif (
-            not values.shape and shapes_differ()
-        ):  # A scalar already counts as the mean of this replica's rows.
-            rows = _known_rows()
-            loss = (
-                loss if rows else keras.ops.zeros_like(loss)
-            )  # The mean of no rows is NaN, and counts for nothing.
-            count = keras.ops.cast(rows, loss.dtype)
+        weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if weighted and values.shape:
+            count = keras.ops.sum(sample_weight)
+        elif not values.shape and shapes_differ():
+            # A scalar already counts as the mean of this replica's rows. The mean of no
+            # rows is NaN, and counts for nothing.
+            count = _known_rows(rows)
+            loss = loss if count else keras.ops.zeros_like(loss)
         else:
-            count = keras.ops.cast(values.size, loss.dtype)
-        scale = share(count)
+            count = values.size
+        scale = share(keras.ops.cast(count, loss.dtype))
         return loss if scale is None else loss * scale
 
-    def mask_share(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-        weight = apply_mask(sample_weight, mask, dtype, reduction)
+    return reduce_values
+
+
+def _masked(share: Share) -> Callable[..., Any]:
+    """`apply_mask`: Keras's weight carries size / valid of this replica; the mean
+    divides by the global size.
+    """
+    original: Callable[..., Any] = loss_module.apply_mask
+
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+        weight = original(sample_weight, mask, dtype, reduction)
         if mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weight
-        # Keras's weight carries size / valid of this replica; the mean above divides by
-        # the global size.
         valid = share(keras.ops.sum(keras.ops.cast(mask, dtype)))
+        if valid is None:
+            return weight
         size = share(keras.ops.cast(mask.size, dtype))
-        return (
-            weight if valid is None else weight * keras.ops.divide_no_nan(valid, size)
-        )
+        return weight * keras.ops.divide_no_nan(valid, size)
 
-    def additional_share(self: Any, loss: Any) -> Any:
-        """A weight penalty or `add_loss`, which each replica has: counted once, as
-        Keras does for TensorFlow.
-        """
-        total = aggregate_additional_loss(self, loss)
+    return apply_mask
+
+
+def _counted_once(share: Share) -> Callable[..., Any]:
+    """`_aggregate_additional_loss`: a weight penalty or `add_loss`, which each replica
+    has, is counted once, as Keras does for TensorFlow.
+    """
+    original = BaseTrainer._aggregate_additional_loss
+
+    def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        total = original(self, loss)
         scale = share(keras.ops.ones((), total.dtype))
         return total if scale is None else total * scale
 
-    def call_with_rows(
-        self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        shape = next(
-            (
-                leaf.shape
-                for leaf in keras.tree.flatten(y_pred)
-                if hasattr(leaf, "shape")
-            ),
-            (),
-        )
-        before, _rows.known = _rows.known, shape[0] if shape else None
+    return _aggregate_additional_loss
+
+
+def _noting_rows(rows: _Rows) -> Callable[..., Any]:
+    """`Loss.__call__`, which notes how many rows the loss is of."""
+    original: Callable[..., Any] = loss_module.Loss.__call__
+
+    def call(self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = keras.tree.flatten(y_pred)
+        shapes = (leaf.shape for leaf in leaves if hasattr(leaf, "shape"))
+        shape = next(shapes, ())
+        before, rows.known = rows.known, shape[0] if shape else None
         try:
-            return call(self, y_true, y_pred, *args, **kwargs)
+            return original(self, y_true, y_pred, *args, **kwargs)
         finally:
-            _rows.known, _rows.of_last = before, _rows.known
+            rows.known, rows.of_last = before, rows.known
 
-    def unscaled(value: Any) -> Any:
-        """The metric weights it by the rows of this replica: so that all together yield
-        the sum of the shares.
-        """
-        scale = (
-            share(keras.ops.cast(_rows.of_last, value.dtype))
-            if _rows.of_last is not None
-            else None
-        )
-        return (
-            unscale(value) if scale is None else keras.ops.divide_no_nan(value, scale)
-        )
-
-    replaced = Replacements()
-    replaced.replace(BaseTrainer, "_aggregate_additional_loss", additional_share)
-    replaced.replace(loss_module, "reduce_values", reduce_share)
-    replaced.replace(loss_module, "apply_mask", mask_share)
-    replaced.replace(loss_module, "unscale_loss_for_distribution", unscaled)
-    replaced.replace(loss_module.Loss, "__call__", call_with_rows)
-    return replaced.undo
+    return call
 
 
-def _known_rows() -> int:
-    if _rows.known is None:
+def _unscaled(share: Share, rows: _Rows) -> Callable[..., Any]:
+    """`unscale_loss_for_distribution`: the metric weights its value by the rows of this
+    replica, so that all together yield the sum of the shares.
+    """
+    original: Callable[..., Any] = loss_module.unscale_loss_for_distribution
+
+    def unscale_loss_for_distribution(value: Any) -> Any:
+        if rows.of_last is None:
+            return original(value)
+        scale = share(keras.ops.cast(rows.of_last, value.dtype))
+        if scale is None:
+            return original(value)
+        return keras.ops.divide_no_nan(value, scale)
+
+    return unscale_loss_for_distribution
+
+
+def _known_rows(rows: _Rows) -> int:
+    if rows.known is None:
         raise ValueStructureError(
             "The replicas have different numbers of rows, and a loss of one number "
             "does not say how many it is of.",
             received="a scalar, to be averaged over the rows of all replicas.",
             fix="return one loss for each row from the loss, or create it with "
-            'reduction="sum" and divide by the '
-            "number of rows of all replicas.",
+            'reduction="sum" and divide by the number of rows of all replicas.',
         )
-    return _rows.known
+    return rows.known

@@ -32,16 +32,16 @@ check(
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
 
-Undo = Callable[[], None]
 Apply = Callable[[Any, list[Any], "list[Any] | None"], None]
 AroundApply = Callable[[Any, list[Any], "list[Any] | None", Apply], None]
 
 
 def install(
+    replaced: Replacements,
     around_apply: AroundApply,
     all_of: Callable[[Any], Any],
     slot_created: Callable[[Any], None],
-) -> Undo:
+) -> None:
     """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and
     `all_of` around `check_finite`.
 
@@ -69,12 +69,10 @@ def install(
 
         return apply
 
-    replaced = Replacements()
     for owner in (Optimizer, LossScaleOptimizer):
         replaced.replace(owner, "apply", applying(owner.apply))
     replaced.replace(LossScaleOptimizer, "check_finite", agreed_finite)
     replaced.replace(Optimizer, "add_variable_from_reference", add_and_tell)
-    return replaced.undo
 
 
 def build(optimizer: Any, variables: list[Any] | None) -> None:
@@ -209,7 +207,6 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     holds no values.
 
     Args:
-        optimizer: The user's.
         weights: The shape and dtype of each.
     """
     clone = _clone(optimizer, weights)

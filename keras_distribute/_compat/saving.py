@@ -16,7 +16,6 @@ from keras.src.saving import saving_lib
 
 from keras_distribute._compat.seams import Replacements
 
-Undo = Callable[[], None]
 _WRITERS = (
     (saving_lib, "save_model"),
     (saving_lib, "save_weights_only"),
@@ -24,13 +23,14 @@ _WRITERS = (
 )
 
 
-def install(write: Callable[[Any, Callable[[], Any]], Any]) -> Undo:
-    """Hands each writing over, and returns what ends that.
+def install(
+    replaced: Replacements, write: Callable[[Any, Callable[[], Any]], Any]
+) -> None:
+    """Hands each writing over.
 
     Args:
         write: Called with the model and a function that writes its files.
     """
-    replaced = Replacements()
 
     def handed_over(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,4 +40,3 @@ def install(write: Callable[[Any, Callable[[], Any]], Any]) -> Undo:
 
     for module, name in _WRITERS:
         replaced.replace(module, name, handed_over(getattr(module, name)))
-    return replaced.undo

@@ -22,7 +22,6 @@ from keras_distribute._compat import versions
 from keras_distribute.errors import BackendError
 
 _HERE = pathlib.Path(__file__).parent
-_INHERITED = object()
 
 
 def moved(what: str) -> BackendError:
@@ -114,7 +113,14 @@ class Replacements:
     """Functions and methods of Keras that are replaced, and what they were."""
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def then(self, undo: Callable[[], None]) -> None:
+        """Has `undo` called when all is put back."""
+        self._undo.append(undo)
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         """Puts `new` in the place of `owner.name`.
@@ -133,28 +139,44 @@ class Replacements:
         replacement: Any = functools.wraps(original)(new)
         # Keras reads it to serialize layers, in a way that ignores `__wrapped__`.
         replacement.__signature__ = inspect.signature(original)
-        self._saved.append((owner, name, vars(owner).get(name, _INHERITED)))
-        setattr(owner, name, replacement)
+        self.assign(owner, name, replacement)
 
     def assign(self, owner: Any, name: str, new: Any) -> None:
-        """Puts a class in the place of `owner.name`.
+        """Puts anything in the place of `owner.name`.
 
         Raises:
             BackendError: Where the original is gone.
         """
         if not hasattr(owner, name):
             raise moved(f"{_name_of(owner)} has no {name}")
-        self._saved.append((owner, name, getattr(owner, name)))
+        own = vars(owner)
+        if name in own or name == "__bases__":
+            before = own[name] if name in own else getattr(owner, name)
+            self.then(functools.partial(setattr, owner, name, before))
+        else:
+            self.then(functools.partial(delattr, owner, name))
         setattr(owner, name, new)
 
     def undo(self) -> None:
         """Leaves Keras as it was."""
-        while self._saved:
-            owner, name, original = self._saved.pop()
-            if original is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Changes:
+    """What the package has changed outside of itself, in this process.
+
+    Attributes:
+        replaced: In Keras.
+        loaded_libtpu: Whether it has loaded libtpu, without its profiler.
+    """
+
+    def __init__(self) -> None:
+        self.replaced = Replacements()
+        self.loaded_libtpu = False
+
+
+changes = _Changes()
 
 
 def _parameters(function: Any) -> set[str]:

@@ -17,26 +17,26 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
+
+from keras_distribute._compat.seams import Replacements
 
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
+# Which inputs are the two seeds.
 _FIRST_SEED = {
     "ShuffleDataset": 2,
     "ShuffleAndRepeatDataset": 2,
     "RandomDataset": 0,
-}  # Which inputs are the two seeds.
+}
 
 
-def keep_off_accelerators() -> Callable[[], None]:
+def keep_off_accelerators(replaced: Replacements) -> None:
     """TensorFlow sees no GPU and no TPU in this process, now or when it is imported;
     JAX needs their memory.
 
     The environment variable `KERAS_DISTRIBUTE_TF_DEVICES=1` leaves TensorFlow alone.
-
-    Returns:
-        A function that stops waiting for TensorFlow's import.
     """
     finder = _AfterImport()
     if os.environ.get(_OPT_OUT, "0") in ("", "0"):
@@ -46,11 +46,11 @@ def keep_off_accelerators() -> Callable[[], None]:
         else:
             sys.meta_path.insert(0, finder)
 
-    def undo() -> None:
+    def stop_waiting() -> None:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
 
-    return undo
+    replaced.then(stop_waiting)
 
 
 def _hide_devices(tensorflow: Any) -> None:

@@ -23,15 +23,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.models import model as model_module
 
 from keras_distribute._compat.names import BaseTrainer, JAXTrainer
 from keras_distribute._compat.seams import Replacements
-
-Undo = Callable[[], None]
 
 JAXEpochIterator: Any = jax_trainer.JAXEpochIterator
 
@@ -42,12 +40,13 @@ sync: Callable[[Any], None] = getattr(
 
 
 def install(
+    replaced: Replacements,
     trainer: type,
     epoch_iterator: type,
     around_compile: Callable[[Callable[..., Any]], Callable[..., Any]],
     host_batch: Callable[[Callable[..., Any], Any, Any], Any],
-) -> Undo:
-    """Puts our subclasses in the place of Keras's classes, and returns what undoes it.
+) -> None:
+    """Puts our subclasses in the place of Keras's classes.
 
     Args:
         trainer: A subclass of `JAXTrainer`.
@@ -55,7 +54,7 @@ def install(
         around_compile: From Keras's `compile` to ours.
         host_batch: Called with `_distribute_data` and its arguments.
     """
-    replaced, distribute = Replacements(), jax_trainer._distribute_data
+    distribute = jax_trainer._distribute_data
     for cls in JAXTrainer.__subclasses__():
         if cls is not trainer:
             bases = [trainer if base is JAXTrainer else base for base in cls.__bases__]
@@ -69,7 +68,6 @@ def install(
         return host_batch(functools.partial(distribute, **more), data, layouts)
 
     replaced.replace(jax_trainer, "_distribute_data", _distribute_data)
-    return replaced.undo
 
 
 def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,18 +81,52 @@ def is_unbuilt(trainer: Any) -> bool:
     return not all(layer.built for layer in trainer._flatten_layers())
 
 
-def state_variables(trainer: Any, kind: str) -> list[list[Any]]:
-    """The variables behind the groups of a step's state, in the order of Keras's state
-    tuple.
+class TrainState(NamedTuple):
+    """The state of a training step, in Keras's order: arrays, or what stands for them.
+
+    Attributes:
+        weights: Trainable variables.
+        others: The other variables of layers, such as moving statistics.
+        slots: The optimizer's variables.
+        metrics: The variables of metrics.
     """
-    groups = [trainer.trainable_variables, trainer.non_trainable_variables]
-    if kind == "train":
-        groups.append(
-            trainer.optimizer.variables if trainer.optimizer is not None else []
-        )
-    if kind in ("train", "test"):
-        groups.append(trainer.metrics_variables)
-    return [list(group) for group in groups]
+
+    weights: list[Any]
+    others: list[Any]
+    slots: list[Any]
+    metrics: list[Any]
+
+
+class TestState(NamedTuple):
+    """The same of a step of `evaluate`."""
+
+    weights: list[Any]
+    others: list[Any]
+    metrics: list[Any]
+
+
+class PredictState(NamedTuple):
+    """The same of a step of `predict`."""
+
+    weights: list[Any]
+    others: list[Any]
+
+
+def state_variables(trainer: Any, kind: str) -> TrainState | TestState | PredictState:
+    """The variables behind the state of a step.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    weights = list(trainer.trainable_variables)
+    others = list(trainer.non_trainable_variables)
+    if kind == "predict":
+        return PredictState(weights, others)
+    metrics = list(trainer.metrics_variables)
+    if kind == "test":
+        return TestState(weights, others, metrics)
+    slots = [] if trainer.optimizer is None else list(trainer.optimizer.variables)
+    return TrainState(weights, others, slots, metrics)
 
 
 def is_traced(trainer: Any) -> bool:

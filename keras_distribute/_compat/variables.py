@@ -15,8 +15,8 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from keras import Layer, StatelessScope, Variable
@@ -40,19 +40,17 @@ __all__ = [
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
-Undo = Callable[[], None]
 
+def install(
+    replaced: Replacements,
+    choose_class: Callable[[dict[str, Any]], type | None],
+    accumulators_created: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Lets `choose_class` pick the class of each `keras.Variable`.
 
-class _Creating(threading.local):
-    accumulator = False
-
-
-_creating = _Creating()
-
-
-def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
-    """Lets `choose_class` pick the class of each `keras.Variable` from its named
-    arguments (`None`: Keras's own).
+    Args:
+        choose_class: From the named arguments to the class; `None`: Keras's own.
+        accumulators_created: Is around the creation of gradient accumulators.
     """
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -72,27 +70,13 @@ def install(choose_class: Callable[[dict[str, Any]], type | None]) -> Undo:
     def add_and_mark(
         self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
     ) -> Any:
-        _creating.accumulator = name == "gradient_accumulator"
-        try:
+        is_accumulator = name == "gradient_accumulator"
+        with accumulators_created() if is_accumulator else nullcontext():
             return add_variable(self, reference_variable, name, *more, **kw)
-        finally:
-            _creating.accumulator = False
 
-    replaced = Replacements()
-    Variable.__new__ = new
+    replaced.assign(Variable, "__new__", new)
     replaced.replace(Variable, "__init__", init)
     replaced.replace(Optimizer, "add_variable_from_reference", add_and_mark)
-
-    def undo() -> None:
-        del Variable.__new__
-        replaced.undo()
-
-    return undo
-
-
-def is_gradient_accumulator() -> bool:
-    """Whether the variable being created accumulates gradients over micro-steps."""
-    return _creating.accumulator
 
 
 def is_layer_state() -> bool:

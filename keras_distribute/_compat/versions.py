@@ -39,8 +39,7 @@ def choose_backend() -> None:
                 else " in KERAS_BACKEND."
             ),
             fix='set os.environ["KERAS_BACKEND"] = "jax" before the first `import '
-            "keras`, "
-            "or import keras_distribute first.",
+            "keras`, or import keras_distribute first.",
         )
     os.environ["KERAS_BACKEND"] = "jax"
 

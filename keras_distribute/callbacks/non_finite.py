@@ -13,8 +13,8 @@ from jax.experimental import sparse
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.devices.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.errors import NonFiniteError
+from keras_distribute.training import calls
 from keras_distribute.training.batches import WHOLE, Placed
-from keras_distribute.training.steps import compiled_step
 
 _ARGUMENTS = ("x", "y", "sample_weight")  # Of a batch that is a tuple.
 
@@ -54,7 +54,7 @@ class RaiseOnNaN(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to keep the batch of each step."""
         self._epoch = 0
-        compiled_step.keep_batches(True)
+        calls.keep_batches(True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
@@ -68,11 +68,9 @@ class RaiseOnNaN(keras.callbacks.Callback):
         if loss is None or np.isfinite(loss):
             return
         own = [
-            text
-            for placed in compiled_step.kept_batches()
-            for text in _found_in(placed)
+            text for placed in calls.stack.batches or [] for text in _found_in(placed)
         ]
-        compiled_step.keep_batches(False)
+        calls.keep_batches(False)
         count = processes.process_count()
         of_each = agreement.exchange("a loss that is not finite", own, count)
         found = ", ".join(text for texts in of_each for text in texts)
@@ -97,7 +95,7 @@ class RaiseOnNaN(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Drops the last batch."""
-        compiled_step.keep_batches(False)
+        calls.keep_batches(False)
 
 
 def _found_in(placed: Placed) -> list[str]:

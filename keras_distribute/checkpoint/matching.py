@@ -91,7 +91,6 @@ def match(
 
     Args:
         path: The checkpoint's folder, for error texts.
-        manifest: What the checkpoint holds.
         arrays: Shapes and types of its arrays.
         tracked: What the objects hold.
         partial: Whether names may be in one of them only.

@@ -33,7 +33,6 @@ class Reading:
         tracked: Their variables and states.
         match: Which of these are in the checkpoint, too.
         manifest: What the checkpoint says about itself.
-        arrays: Its arrays.
         status: What `assign` restores.
     """
 

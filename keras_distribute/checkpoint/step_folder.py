@@ -121,7 +121,6 @@ class StepFolder:
         """Saves the state as it is now.
 
         Args:
-            step: The step's number.
             metrics: Numbers to keep along with it.
             in_between: Whether the moment has no number of its own, so that the next
                 save with this number takes its place: a program that is preempted in

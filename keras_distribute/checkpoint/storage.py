@@ -175,7 +175,6 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
     """The arrays of the checkpoint at `path`, verified.
 
     Args:
-        path: The checkpoint's folder.
         records: What its manifest says of them.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from keras_distribute.cluster import agreement
 
@@ -50,31 +50,42 @@ class Save:
     seen: bool = False
 
 
-# By folder: before a manager writes, it waits for any other.
-_saves: dict[str, Save] = {}
+class _Unfinished:
+    """What this process has not finished.
+
+    Attributes:
+        saves: By folder: before a manager writes, it waits for any other.
+        writers: Those that have to be closed before Python ends.
+    """
+
+    def __init__(self) -> None:
+        self.saves: dict[str, Save] = {}
+        self.writers: set[Any] = set()
+
+
+unfinished = _Unfinished()
 
 
 def begin(save: Save) -> None:
     """Another checkpoint of its folder is being written."""
-    _saves[_folder_of(save.path)] = save
+    unfinished.saves[_folder_of(save.path)] = save
 
 
 def forget(save: Save | None) -> None:
     """From now on the folder alone counts: complete, or its error was raised."""
-    if save is not None and _saves.get(_folder_of(save.path)) is save:
-        del _saves[_folder_of(save.path)]
+    if save is not None and unfinished.saves.get(_folder_of(save.path)) is save:
+        del unfinished.saves[_folder_of(save.path)]
 
 
 def in_folder(directory: str) -> Save | None:
     """The save that is under way in a folder, or whose error is still to be raised."""
-    return _saves.get(_key(directory))
+    return unfinished.saves.get(_key(directory))
 
 
 def steps(directory: str, complete: Callable[[], list[int]]) -> list[int]:
     """The steps of a folder, as if the save that is under way there were complete.
 
     Args:
-        directory: The folder.
         complete: Lists the steps that are complete now.
     """
     save = in_folder(directory)
@@ -120,7 +131,7 @@ def before_reading(path: str, num_processes: int) -> None:
 
 def is_elsewhere(path: str) -> bool:
     """Whether another process writes `path`, as far as this one knows."""
-    save = _saves.get(_folder_of(path))
+    save = unfinished.saves.get(_folder_of(path))
     return save is not None and save.writer is None and _key(save.path) == _key(path)
 
 

@@ -27,6 +27,7 @@ from keras_distribute.checkpoint.storage import (
     sync_names,
     writing,
 )
+from keras_distribute.checkpoint.under_way import unfinished
 from keras_distribute.cluster.encoding import Arrays
 
 
@@ -115,7 +116,7 @@ class Writer:
             self._manager = ocp.CheckpointManager(
                 directory, options=options, item_handlers=handlers
             )
-        _open_writers.add(self)
+        unfinished.writers.add(self)
 
     @property
     def is_saving(self) -> bool:
@@ -182,9 +183,9 @@ class Writer:
 
     def close(self) -> None:
         """Waits, and gives threads back; also called when the program ends."""
-        if self not in _open_writers:
+        if self not in unfinished.writers:
             return
-        _open_writers.discard(self)
+        unfinished.writers.discard(self)
         with writing(self._saving):
             try:
                 self.wait()
@@ -210,13 +211,10 @@ class Writer:
             trash.rmtree(missing_ok=True)
 
 
-_open_writers: set[Writer] = set()
-
-
 def _close_all() -> None:
     dropped.settle()
     with contextlib.ExitStack() as stack:  # An error in one keeps none from closing.
-        for writer in list(_open_writers):
+        for writer in list(unfinished.writers):
             stack.callback(writer.close)
 
 

@@ -9,7 +9,6 @@ is one that is not signed, or signed for another process, turn or start of the j
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ _ASK_SECONDS = 0.1
 # A process that is late overwrites in this time what a stranger wrote in its place.
 _REFUSED_SECONDS = 20.0
 _T = TypeVar("_T")
-_next_number = itertools.count().__next__
 
 
 class Interrupted(Exception):
@@ -44,7 +42,8 @@ class Channel:
 
     def __init__(self, topic: str, num_processes: int) -> None:
         self._topic, self._num_processes = topic, num_processes
-        self._name = f"keras_distribute/{_next_number()}" if num_processes > 1 else ""
+        numbers = liveness.current.channel_numbers
+        self._name = f"keras_distribute/{next(numbers)}" if num_processes > 1 else ""
         self._turn = 0
         self._given_up = False
 

@@ -18,6 +18,7 @@ with the token of the job, if it has one, and anything of another form is ignore
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -50,6 +51,10 @@ class Alone:
     seal = Seal(None)
     wait_seconds = WAIT_SECONDS
 
+    def __init__(self) -> None:
+        # All processes open their channels in the same order (`agreement.Channel`).
+        self.channel_numbers = itertools.count()
+
     def begin_step(self, place: str, num_processes: int) -> None:
         """Notes that this process begins a step of `num_processes`, and where it is."""
 
@@ -75,6 +80,7 @@ class Processes(Alone):
         seal: Seal = Alone.seal,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
+        super().__init__()
         self.process, self.num_processes, self.seal = process, num_processes, seal
         self._timeout, self._end = timeout, end
         self._interval = min(_MOST_SECONDS, timeout / 8)

@@ -68,7 +68,9 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
         _initialize(topology, how, silence)
     if not liveness.current.has_joined:
         own, count = topology.process_id, topology.num_processes
-        liveness.current = Processes(own, count, silence, seal)
+        joining = Processes(own, count, silence, seal)
+        joining.channel_numbers = liveness.current.channel_numbers
+        liveness.current = joining
     processes = liveness.current
     processes.wait_seconds = max(timeout_seconds or 0.0, liveness.WAIT_SECONDS)
     if isinstance(processes, Processes) and not processes.has_joined:

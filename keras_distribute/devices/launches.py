@@ -13,7 +13,7 @@ no signal reaches; `settle` waits for it.
 
 Programs of several devices that are launched by several threads at once may reach the
 devices in different orders, and wait for each other for ever (XLA on a CPU crashes). So
-whoever launches one holds `lock`.
+whoever launches one holds `launches.lock`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import atexit
 import functools
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,15 +33,93 @@ from keras_distribute._compat import jax_internals
 Landing = list[tuple[Any, Any]]
 """Where results land: pairs of outputs and state, the newest one last."""
 
-lock = threading.RLock()
-"""Held by the thread that launches a program, or reads what one has left behind."""
-
-tracing = threading.RLock()
-"""Held by the thread that traces a step: Keras's models note on themselves what they
-do.
-"""
-
 _EXIT_SECONDS = 5.0
+
+
+class Times:
+    """The seconds spent in each part of a step, and when each ended last."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.ended: dict[str, float] = {}
+
+
+class Launches:
+    """The programs of this process on their way to the devices.
+
+    Attributes:
+        lock: Held by the thread that launches a program, or reads what one has left
+            behind.
+        tracing: Held by the thread that traces a step: Keras's models note on
+            themselves what they do.
+        times: What `timing` measures; `None` where it does not.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.tracing = threading.RLock(), threading.RLock()
+        self.times: Times | None = None
+        self._unsettled: _Job | None = None
+
+    def run_in_thread(
+        self, program: Any, arguments: Sequence[Any], landing: Landing
+    ) -> None:
+        """Calls a program in a thread that no signal reaches. The caller holds
+        `lock`.
+        """
+        job = self._unsettled = _Job(program, arguments, landing)
+        self._jobs.put(job)
+        job.done.wait()
+        self._unsettled = None
+        if job.error is not None:
+            raise job.error
+
+    def settle(self) -> None:
+        """Waits for a program whose caller was interrupted. The caller holds `lock`."""
+        job = self._unsettled
+        if job is not None:
+            # An exception may have come before the thread was given the job: then
+            # nobody has claimed it, and nobody will.
+            if not job.claim.acquire(blocking=False):
+                job.done.wait()
+            self._unsettled = None
+
+    def ordered(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """`program`, a jitted function that gives nothing away, launched under
+        `lock`.
+        """
+
+        @functools.wraps(program)
+        def launched(*arguments: Any) -> Any:
+            with self.lock:
+                self.settle()
+                return program(*arguments)
+
+        return launched
+
+    @functools.cached_property
+    def _jobs(self) -> queue.SimpleQueue[_Job]:
+        """What the thread has to call; it is started with the first."""
+        jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+
+        def work() -> None:
+            while True:
+                jobs.get().run()
+
+        name = "keras_distribute first calls"
+        threading.Thread(target=work, name=name, daemon=True).start()
+        atexit.register(self._finish)
+        return jobs
+
+    def _finish(self) -> None:
+        """XLA cannot be torn down under a program that runs; one that hangs is left
+        alone.
+        """
+        job = self._unsettled
+        if job is not None and not job.claim.acquire(blocking=False):
+            job.done.wait(_EXIT_SECONDS)
+
+
+launches = Launches()
 
 
 class Executable:
@@ -53,7 +132,7 @@ class Executable:
     """
 
     def __init__(self, program: Any, *arguments: Any) -> None:
-        with tracing:
+        with launches.tracing:
             self.lowered: Any = program.lower(*arguments)
         self.logs: Any = None
         self._compiles = threading.Lock()
@@ -70,29 +149,19 @@ class Executable:
 
     def launch(self, landing: Landing, *arguments: Any) -> None:
         """Runs the program; its result lands whatever is raised. The caller holds
-        `lock`.
+        `launches.lock`.
 
         Args:
             landing: Where the result is appended.
-            arguments: Of the program.
         """
-        settle()
+        launches.settle()
         if self._direct is None:
-            self._launch_in_thread(landing, arguments)
+            launches.run_in_thread(self.compile(), arguments, landing)
+            self._direct = jax_internals.call_without_python(self.compile())
             return
         # No bytecode between the program's return and the append.
         each = [(argument,) for argument in arguments]
         landing.extend(map(self._direct, *each))
-
-    def _launch_in_thread(self, landing: Landing, arguments: Sequence[Any]) -> None:
-        global _unsettled
-        job = _unsettled = _Job(self.compile(), arguments, landing)
-        _worker().put(job)
-        job.done.wait()
-        _unsettled = None
-        if job.error is not None:
-            raise job.error
-        self._direct = jax_internals.call_without_python(self.compile())
 
 
 class _Job:
@@ -117,53 +186,3 @@ class _Job:
                 self.error = error
             self._call = None  # The arguments, which the program may have deleted.
             self.done.set()
-
-
-_unsettled: _Job | None = None
-
-
-def settle() -> None:
-    """Waits for a program whose caller was interrupted. The caller holds `lock`."""
-    global _unsettled
-    if _unsettled is not None:
-        # An exception may have come before the thread was given the job: then nobody
-        # has claimed it, and nobody will.
-        if not _unsettled.claim.acquire(blocking=False):
-            _unsettled.done.wait()
-        _unsettled = None
-
-
-@functools.cache
-def _worker() -> queue.SimpleQueue[_Job]:
-    jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-
-    def work() -> None:
-        while True:
-            jobs.get().run()
-
-    threading.Thread(
-        target=work, name="keras_distribute first calls", daemon=True
-    ).start()
-    atexit.register(_finish)
-    return jobs
-
-
-def _finish() -> None:
-    """XLA cannot be torn down under a program that runs; one that hangs is
-    left alone.
-    """
-    job = _unsettled
-    if job is not None and not job.claim.acquire(blocking=False):
-        job.done.wait(_EXIT_SECONDS)
-
-
-def ordered(program: Callable[..., Any]) -> Callable[..., Any]:
-    """`program`, a jitted function that gives nothing away, launched under `lock`."""
-
-    @functools.wraps(program)
-    def launched(*arguments: Any) -> Any:
-        with lock:
-            settle()
-            return program(*arguments)
-
-    return launched

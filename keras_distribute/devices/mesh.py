@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute._compat import jax_internals
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DeviceError
 
 REPLICA_AXIS = "replica"
@@ -154,11 +154,9 @@ class ReplicaMesh:
         if self.num_processes == 1:
             return jax.device_put(value, self.replicated)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return (
-                value
-                if value.sharding == self.replicated
-                else jax.device_put(value, self.replicated)
-            )
+            if value.sharding == self.replicated:
+                return value
+            return jax.device_put(value, self.replicated)
         host = value if isinstance(value, jax.Array) else np.asarray(value)
         shards = [jax.device_put(host, device) for device in self.local_devices]
         return jax.make_array_from_single_device_arrays(
@@ -223,11 +221,9 @@ class ReplicaMesh:
         and calls notes the mesh.
         """
         inside = self.inside if self.logical_axes else None
-        return (
-            jax.sharding.use_abstract_mesh(inside)
-            if isinstance(inside, AbstractMesh)
-            else contextlib.nullcontext()
-        )
+        if isinstance(inside, AbstractMesh):
+            return jax.sharding.use_abstract_mesh(inside)
+        return contextlib.nullcontext()
 
     def over_replicas(
         self, body: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -288,11 +284,9 @@ class ReplicaMesh:
         ]
         if any(lengths):
             own[lengths.index(max(lengths))] = REPLICA_AXIS
-        return (
-            NamedSharding(self.mesh, PartitionSpec(*own))
-            if any(own)
-            else self.replicated
-        )
+        if any(own):
+            return NamedSharding(self.mesh, PartitionSpec(*own))
+        return self.replicated
 
     def stacked(self, axes: Sequence[Any]) -> NamedSharding:
         """Of one array for each replica, on it: axis 0 split over the replicas, the

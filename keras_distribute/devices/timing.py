@@ -1,44 +1,29 @@
-"""How long parts of a step take, while it is measured. Knows nothing else of
-the package.
-"""
+"""How long parts of a step take, while it is measured, by `launches.times`."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Generator
 
-
-class Times:
-    """The seconds spent in each part of a step, and when each ended last."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.ended: dict[str, float] = {}
-
-
-class _Running:
-    """What is being measured."""
-
-    times: Times | None = None
+from keras_distribute.devices.launches import Times, launches
 
 
 def start() -> Times:
     """Begins to measure anew."""
-    _Running.times = times = Times()
+    launches.times = times = Times()
     return times
 
 
 def stop() -> None:
     """Ends measuring."""
-    _Running.times = None
+    launches.times = None
 
 
 @contextlib.contextmanager
 def of(part: str) -> Generator[None]:
     """Around a part of a step."""
-    times = _Running.times
+    times = launches.times
     if times is None:
         yield
         return

@@ -112,23 +112,7 @@ def dry_run(
     checks.flag("largest_batch", largest_batch)
     checks.flag("shard_optimizer_state", shard_optimizer_state)
     target = targets.parse(topology)
-    limit = target.hardware.usable_bytes if target.hardware else None
-    if memory_limit is not None:
-        limit = checks.count(
-            "memory_limit",
-            memory_limit,
-            1,
-            what="The memory that a program may take is a number of bytes.",
-            fix="memory_limit=16 * 2**30",
-            error=StructureTypeError,
-        )
-    if largest_batch and limit is None:
-        raise ValueStructureError(
-            "The largest batch that fits can be searched only where the size of the "
-            "memory is known.",
-            received=f"topology={topology!r} without memory_limit.",
-            fix="memory_limit=16 * 2**30",
-        )
+    limit = _checked_limit(target, memory_limit, largest_batch)
     devices = target.devices()
     model, strategy = models.with_strategy(model_or_builder, shard_optimizer_state)
     example = examples.batch_of(model, batch)
@@ -141,8 +125,42 @@ def dry_run(
     report = compile_for(example)
     if not largest_batch or limit is None:
         return report
-    rows = report.batch
-    needed = {rows: report.needed_bytes}
+    found = _largest_batch(report, compile_for, example, limit)
+    return dataclasses.replace(report, largest_batch=found)
+
+
+def _checked_limit(
+    target: Target, memory_limit: int | None, is_searching: bool
+) -> int | None:
+    """The bytes that a program may take on each device, where they are known."""
+    if memory_limit is not None:
+        return checks.count(
+            "memory_limit",
+            memory_limit,
+            1,
+            what="The memory that a program may take is a number of bytes.",
+            fix="memory_limit=16 * 2**30",
+            error=StructureTypeError,
+        )
+    limit = target.hardware.usable_bytes if target.hardware else None
+    if is_searching and limit is None:
+        raise ValueStructureError(
+            "The largest batch that fits can be searched only where the size of the "
+            "memory is known.",
+            received=f"topology={target.name!r} without memory_limit.",
+            fix="memory_limit=16 * 2**30",
+        )
+    return limit
+
+
+def _largest_batch(
+    report: DryRunReport,
+    compile_for: Callable[[Any], DryRunReport],
+    example: Any,
+    limit: int,
+) -> LargestBatch:
+    """Searches the largest batch that fits, from the report on a first one."""
+    needed = {report.batch: report.needed_bytes}
 
     def needed_bytes(count: int) -> int:
         if count not in needed:
@@ -150,9 +168,10 @@ def dry_run(
             needed[count] = compile_for(resized).needed_bytes
         return needed[count]
 
-    fits, too_large, _ = fitting.largest(needed_bytes, limit, len(devices), rows)
-    found = LargestBatch(fits, too_large, compilations=len(needed))
-    return dataclasses.replace(report, largest_batch=found)
+    fits, too_large, _ = fitting.largest(
+        needed_bytes, limit, report.target.num_devices, report.batch
+    )
+    return LargestBatch(fits, too_large, compilations=len(needed))
 
 
 def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMesh:
@@ -198,7 +217,7 @@ def _compile(
         needed_bytes=0,
         limit_bytes=limit,
         flops={dtype: count * share for dtype, count in counts.items()},
-        num_gradients=len(plan.state[0]),
+        num_gradients=len(plan.state.weights),
         compile_seconds=seconds,
         versions=_versions(target.platform),
     )

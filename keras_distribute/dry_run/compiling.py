@@ -17,6 +17,7 @@ from typing import Any
 from jax.errors import JaxRuntimeError
 
 from keras_distribute._compat import compiling, topologies
+from keras_distribute.devices.launches import launches
 from keras_distribute.dry_run import targets
 from keras_distribute.dry_run.targets import Target
 from keras_distribute.errors import BackendError
@@ -35,7 +36,8 @@ def compiled(target: Target, lowered: Any) -> Any:
     # For CPUs it is the compiler of every program here.
     if target.platform == "cpu":
         return lowered.compile()
-    program = compiling.program_of(lowered)
+    with launches.tracing:
+        program = compiling.program_of(lowered)
     if not isinstance(program, compiling.Program):
         return program
     search_path = os.pathsep.join(filter(None, sys.path))

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from keras_distribute.dry_run.planning import GROUPS, Plan
+from keras_distribute.dry_run.planning import Plan
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
@@ -69,12 +69,12 @@ class Memory:
 def of_program(compiled: Any, plan: Plan) -> Memory:
     """The memory that a compiled step takes."""
     analysis = compiled.memory_analysis()
-    state = {
-        name.replace(" ", "_"): _bytes_per_device(forms)
-        for name, forms in zip(GROUPS, plan.state, strict=True)
-    }
+    state = plan.state
     return Memory(
-        **state,
+        parameters=_bytes_per_device(state.weights),
+        other_state=_bytes_per_device(state.others),
+        optimizer=_bytes_per_device(state.slots),
+        metrics=_bytes_per_device(state.metrics),
         batch=_bytes_per_device(jax.tree.leaves(plan.batch.data)) * plan.num_steps,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,

@@ -7,24 +7,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
-from jax.experimental import sparse
-
 from keras_distribute import context
 from keras_distribute._compat import building
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training.batches import WHOLE, Placed, Spread
+from keras_distribute.training.batches import Placed, placed_form
 from keras_distribute.training.steps.choose import compiled_step
-from keras_distribute.training.steps.packed_state import State
-
-GROUPS = (
-    "parameters",
-    "other state",
-    "optimizer",
-    "metrics",
-)  # Of a training step's state, in Keras's order.
 
 
 class Plan(NamedTuple):
@@ -33,14 +23,13 @@ class Plan(NamedTuple):
     Args:
         traced: The `jax.stages.Traced` of the program that `fit` would call.
         num_steps: How many steps one call of it runs.
-        state: The state's groups, in the order of `GROUPS`: each array as a
-            `jax.ShapeDtypeStruct` with its sharding.
+        state: Each array as a `jax.ShapeDtypeStruct` with its sharding.
         batch: The batch on the devices, likewise.
     """
 
     traced: Any
     num_steps: int
-    state: State
+    state: TrainState
     batch: Placed
 
 
@@ -65,29 +54,9 @@ def training_step(
     """
     placement = dataclasses.replace(strategy.placement, mesh=mesh)
     with context.entered(Frame(strategy, Mode.CROSS, placement=placement)):
-        step = compiled_step(strategy, trainer, "train")
+        step = compiled_step(strategy, trainer, "train").programs
         state = step.form_of_groups(mesh)
         placed = placed_form(batch, mesh)
         with building.seen_as(mesh.devices):
             traced, num_steps = step.traced(state, placed, trainer.steps_per_execution)
-    return Plan(traced, num_steps, state, placed)
-
-
-def placed_form(batch: Any, mesh: ReplicaMesh) -> Placed:
-    """`batches.place` of shapes alone, on one process or several."""
-    leaves, structure = jax.tree.flatten(batch)
-    placed: list[Any] = []
-    rows: list[int] = []
-    spread: Spread | None = None
-    for leaf in leaves:
-        assert not isinstance(leaf, sparse.JAXSparse)
-        shape, dtype = tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        count = shape[0] if shape else 0
-        extra = -count % mesh.num_replicas
-        spread = spread or (count, 1 if extra or not count else mesh.num_replicas)
-        if count:
-            shape = (count + extra, *shape[1:])
-        own = mesh.split if count else mesh.replicated
-        placed.append(jax.ShapeDtypeStruct(shape, dtype, sharding=own))
-        rows.append(count if extra else WHOLE)
-    return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))
+    return Plan(traced, num_steps, TrainState(*state), placed)

@@ -25,7 +25,7 @@ from keras_distribute.input.options import ElementSpec, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.shares import Layout
 from keras_distribute.input.source import Batch
-from keras_distribute.values import per_replica
+from keras_distribute.values import structures
 from keras_distribute.values.per_replica import PerReplica
 
 _FORMAT = 1
@@ -253,7 +253,7 @@ class _Prepare:
                 fix="yield the same structure for every batch.",
             )
         specs = self._specs(batch, pieces[0])
-        element = per_replica.regroup(pieces, lambda parts: self._group(parts, specs))
+        element = structures.regroup(pieces, lambda parts: self._group(parts, specs))
         self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
         return element
 

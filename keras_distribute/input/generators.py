@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from keras_distribute._compat import adapters as compat
 from keras_distribute.input.source import (
@@ -14,6 +13,7 @@ from keras_distribute.input.source import (
     Reader,
     Source,
     copy_arrays,
+    in_use,
     rows_of,
 )
 
@@ -85,8 +85,6 @@ class Stream:
     as another `fit`.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, Stream]] = weakref.WeakKeyDictionary()
-
     def __init__(self) -> None:
         self._given: deque[Any] = deque(maxlen=1)
         self._returned: deque[Any] = deque()
@@ -94,7 +92,7 @@ class Stream:
     @classmethod
     def of(cls, generator: Any) -> Stream:
         """The only stream of a generator; forgotten with it."""
-        return cls._of.setdefault(generator, cls())
+        return in_use.streams.setdefault(generator, cls())
 
     def read(self, generator: Any) -> Generator[Any]:
         """The batches of the generator, those that were given back first."""

@@ -56,7 +56,6 @@ def source_of_adapter(
     """The source of a Keras data adapter.
 
     Args:
-        adapter: Keras's adapter.
         stream: What a generator is read through.
         hooks: Whether a pass over a `PyDataset` calls its `on_epoch_begin` and
             `on_epoch_end`.
@@ -67,10 +66,8 @@ def source_of_adapter(
     if isinstance(adapter, compat.TFDatasetAdapter):
         return TensorFlowSource(compat.tf_dataset_of(adapter))
     if isinstance(adapter, compat.GrainDatasetAdapter):
-        dataset, example = (
-            compat.grain_dataset_of(adapter),
-            compat.grain_example(adapter),
-        )
+        dataset = compat.grain_dataset_of(adapter)
+        example = compat.grain_example(adapter)
         return GrainSource(dataset, adapter.batch_size, example)
     if isinstance(adapter, compat.PyDatasetAdapter):
         counted = compat.epochs_of(adapter)

@@ -13,10 +13,9 @@ import contextlib
 import functools
 import threading
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from keras_distribute import context, dropped
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices import timing
 from keras_distribute.errors import InputError
-from keras_distribute.input.source import Batch, Position, Reader, copy_arrays
+from keras_distribute.input.source import Batch, Position, Reader, copy_arrays, in_use
 
 _JOIN_SECONDS = 30.0
 
@@ -154,8 +153,6 @@ class _Work:
     feed ends its thread.
     """
 
-    _all: ClassVar[weakref.WeakSet[_Work]] = weakref.WeakSet()
-
     def __init__(
         self,
         reader: Reader,
@@ -175,7 +172,7 @@ class _Work:
         self._thread: threading.Thread | None = None
         self._position: Position | None = None
         self._no_position: InputError | None = None
-        self._all.add(self)
+        in_use.works.add(self)
 
     def start(self) -> None:
         if self._running:
@@ -184,10 +181,8 @@ class _Work:
         self._reader.start(self._ahead + 2)
         self._position = self._position_now()
         if self._ahead:
-            args, name = (
-                (context.frames(), compat.thread_state()),
-                "keras_distribute input",
-            )
+            args = (context.frames(), compat.thread_state())
+            name = "keras_distribute input"
             self._thread = threading.Thread(
                 target=self._run, args=args, name=name, daemon=True
             )
@@ -345,7 +340,7 @@ def _stop_all() -> None:
     """Threads that still read when Python ends would crash in libraries that are being
     taken down.
     """
-    for work in list(_Work._all):
+    for work in list(in_use.works):
         with contextlib.suppress(Exception):
             work.stop()
             if work._thread is not None:

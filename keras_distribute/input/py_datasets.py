@@ -27,7 +27,6 @@ class PyDatasetSource(Shuffled):
     `get_state` and `set_state`.
 
     Args:
-        dataset: The user's dataset.
         class_weight: The argument of `fit`.
         shuffle: Whether each pass takes the batches in an order of its own.
         hooks: Whether a pass calls `on_epoch_begin` and `on_epoch_end`; `fit` does that

@@ -17,7 +17,7 @@ from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, Source, copy_arrays
 from keras_distribute.input.splitting import piece_sizes, worker_sizes
-from keras_distribute.values import per_replica
+from keras_distribute.values import structures
 
 
 class Layout(Protocol):
@@ -332,7 +332,7 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
         return component[0][start:stop] if np.ndim(component[0]) else component[0]
 
     # Keeps the order of keys; jax.tree would sort them.
-    return per_replica.regroup([batch.data], cut)
+    return structures.regroup([batch.data], cut)
 
 
 def _types(leaves: list[Any]) -> str:

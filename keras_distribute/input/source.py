@@ -8,6 +8,7 @@ arrays; restoring one gives the very next batch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,22 @@ from keras_distribute.errors import InputError
 
 Part = Callable[[int], tuple[int, int]]
 Position = dict[str, Any]
+
+
+class _InUse:
+    """What this process reads, as long as somebody holds it.
+
+    Attributes:
+        works: The threads that read ahead (`prefetch`).
+        streams: By their generators, what was read ahead of them (`generators`).
+    """
+
+    def __init__(self) -> None:
+        self.works: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.streams: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+in_use = _InUse()
 
 
 class Batch(NamedTuple):

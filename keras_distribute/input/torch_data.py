@@ -25,7 +25,6 @@ class TorchSource(Source):
     has positions.
 
     Args:
-        loader: The user's loader.
         part: Which rows of each batch to load; `None` for all.
     """
 

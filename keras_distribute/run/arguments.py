@@ -42,9 +42,8 @@ class Static:
             and self.value == other.value
             and repr(self.value) == repr(other.value)
         )
-        return (
-            self.value is other.value or same
-        )  # 0.0 == -0.0, but they compute differently.
+        # 0.0 == -0.0, but they compute differently.
+        return self.value is other.value or same
 
     def __hash__(self) -> int:
         return hash(
@@ -114,9 +113,8 @@ class Call:
                 leaf.shapes if isinstance(leaf, PerReplica) else None
             )
             shape = array.shape[1:] if split else array.shape
-            special = jnp.issubdtype(
-                array.dtype, jax.dtypes.extended
-            )  # Keys of random numbers.
+            # Keys of random numbers.
+            special = jnp.issubdtype(array.dtype, jax.dtypes.extended)
             dtype = (
                 array.dtype if special else jax.dtypes.canonicalize_dtype(array.dtype)
             )

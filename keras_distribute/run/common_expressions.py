@@ -34,15 +34,15 @@ _CALLS = {
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 }
+# Opened where replicas communicate in them: kept whole, they save memory.
 _RECOMPUTED = {
     "checkpoint",
     "remat",
     "remat2",
-}  # Opened where replicas communicate in them: kept whole, they save memory.
+}
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_ORIGIN = core.DebugInfo(
-    "strategy.run", "one operation", None, None
-)  # JAX wants to know where a program is from.
+# JAX wants to know where a program is from.
+_ORIGIN = core.DebugInfo("strategy.run", "one operation", None, None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,11 +67,9 @@ class Node:
     @property
     def name(self) -> str:
         """What it is called where the user reads of it."""
-        return (
-            "a joining all_gather"
-            if _joins(self.equation)
-            else self.equation.primitive.name
-        )
+        if _joins(self.equation):
+            return "a joining all_gather"
+        return self.equation.primitive.name
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Its results, while a program is traced."""
@@ -110,9 +108,8 @@ class Numbering:
 
     def __init__(self, avals: Sequence[Any]) -> None:
         self._known: dict[Hashable, Any] = {}
-        self._kept: list[
-            Any
-        ] = []  # What is known by its identity must live as long as its number.
+        # What is known by its identity must live as long as its number.
+        self._kept: list[Any] = []
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.inputs = [self._new(aval) for aval in avals]
@@ -134,11 +131,9 @@ class Numbering:
         )
 
         def read(atom: Any) -> int:
-            return (
-                self._constant(atom.val, atom.aval)
-                if isinstance(atom, core.Literal)
-                else numbers[atom]
-            )
+            if isinstance(atom, core.Literal):
+                return self._constant(atom.val, atom.aval)
+            return numbers[atom]
 
         for equation in jaxpr.eqns:
             operands = tuple(read(atom) for atom in equation.invars)

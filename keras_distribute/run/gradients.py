@@ -61,6 +61,34 @@ def value_and_grad(
         >>> float(loss), float(grads[0])
         (18.0, 12.0)
     """
+    targets = _checked(fn, variables, has_aux)
+
+    @functools.wraps(fn)
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+        assigned: list[Any] = []
+
+        def pure(values: list[Any]) -> Any:
+            with _Recording(list(zip(targets, values, strict=True))) as scope:
+                result = fn(*args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            assigned[:] = scope.assigned.values()
+            return _scalar(loss), (aux, list(map(scope.get_current_value, assigned)))
+
+        values = [target.value for target in targets]
+        (loss, (aux, updates)), grads = jax.value_and_grad(pure, has_aux=True)(values)
+        outer = compat.get_stateless_scope()
+        for variable, value in zip(assigned, updates, strict=True):
+            if outer is None:
+                variable.assign(value)
+            else:  # Already what an assignment here means.
+                outer.add_update((variable, value))
+        return ((loss, aux) if has_aux else loss), grads
+
+    return with_gradients
+
+
+def _checked(fn: Any, variables: Any, has_aux: Any) -> list[Any]:
+    """The variables to differentiate by; raises for wrong arguments."""
     fix = "kd.value_and_grad(fn, model.trainable_variables)"
     checks.function("fn", fn, "Gradients are those of a function.", fix)
     checks.flag("has_aux", has_aux)
@@ -83,39 +111,16 @@ def value_and_grad(
                 received="a variable that is not floating.",
                 fix="pass trainable variables only.",
             )
+    return targets
 
-    @functools.wraps(fn)
-    def with_gradients(*args: Any, **kwargs: Any) -> Any:
-        assigned: list[Any] = []
 
-        def pure(values: list[Any]) -> Any:
-            with _Recording(list(zip(targets, values, strict=True))) as scope:
-                result = fn(*args, **kwargs)
-            loss, aux = result if has_aux else (result, None)
-            loss = jnp.asarray(loss)
-            if loss.ndim:
-                raise ValueStructureError(
-                    "Only a scalar has gradients.",
-                    received=f"a result of shape {loss.shape}.",
-                    fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or "
-                    "keras.ops.sum(loss).",
-                )
-            assigned[:] = scope.assigned.values()
-            return loss, (
-                aux,
-                [scope.get_current_value(variable) for variable in assigned],
-            )
-
-        values = [target.value for target in targets]
-        (loss, (aux, updates)), grads = jax.value_and_grad(pure, has_aux=True)(values)
-        outer = compat.get_stateless_scope()
-        for variable, value in zip(assigned, updates, strict=True):
-            if outer is None:
-                variable.assign(value)
-            else:
-                outer.add_update(
-                    (variable, value)
-                )  # Already what an assignment here means.
-        return ((loss, aux) if has_aux else loss), grads
-
-    return with_gradients
+def _scalar(loss: Any) -> jax.Array:
+    loss = jnp.asarray(loss)
+    if loss.ndim:
+        raise ValueStructureError(
+            "Only a scalar has gradients.",
+            received=f"a result of shape {loss.shape}.",
+            fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or "
+            "keras.ops.sum(loss).",
+        )
+    return loss

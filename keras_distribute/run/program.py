@@ -23,13 +23,12 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
-from keras_distribute.devices import launches
-from keras_distribute.devices.launches import Executable
+from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.errors import AggregationError
 from keras_distribute.run import replication_proof, tracing
 from keras_distribute.run.arguments import Call, Static
-from keras_distribute.run.tracing import Trace
+from keras_distribute.run.traces import Trace
 from keras_distribute.types import RunOptions
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
@@ -55,10 +54,8 @@ class ProgramCache:
         """The programs compiled from `function`, to look up and to add to."""
         # A bound method is a new object at each access: its object and its function
         # last. Equal is not the same here.
-        anchor, code = (
-            getattr(function, "__self__", function),
-            getattr(function, "__func__", None),
-        )
+        anchor = getattr(function, "__self__", function)
+        code = getattr(function, "__func__", None)
         key = id(anchor)
         if key not in self._by_anchor:
             try:
@@ -97,13 +94,10 @@ def run(
     """Runs `function` on every replica of `strategy`.
 
     Args:
-        strategy: Where to run.
         function: Called, while traced, with one replica's arguments.
         args: `PerReplica` become this replica's component; arrays are the same on every
             replica; variables and other objects are passed as they are.
-        kwargs: Likewise.
         mode: The context that `function` sees.
-        options: Compiler options.
 
     Returns:
         What `function` returns, with a `PerReplica` for each array.
@@ -126,10 +120,8 @@ def run(
             warnings.warn(
                 "strategy.run has compiled "
                 f"{getattr(function, '__qualname__', function)!r} {len(programs)} "
-                "times, "
-                "once for each new shape and each new Python value among its "
-                "arguments. Pass numbers that change as "
-                "arrays: np.int32(step).",
+                "times, once for each new shape and each new Python value among its "
+                "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
     return program(call.arrays)
@@ -307,11 +299,9 @@ def _form_of(variable: Any) -> Any:
 
 
 def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
-    return (
-        PerReplica(stacked=array)
-        if shapes is None
-        else PerReplica(padded=array, shapes=shapes)
-    )
+    if shapes is None:
+        return PerReplica(stacked=array)
+    return PerReplica(padded=array, shapes=shapes)
 
 
 def _differing_error(variables: list[Any]) -> AggregationError:

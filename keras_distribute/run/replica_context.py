@@ -227,11 +227,9 @@ def _is_value(leaf: Any) -> bool:
 
 def _wrapped(leaf: Any) -> Any:
     """This replica's array as one that differs per replica."""
-    return (
-        PerReplica(local=jnp.asarray(leaf))
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        else leaf
-    )
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return PerReplica(local=jnp.asarray(leaf))
+    return leaf
 
 
 def _unwrapped(leaf: Any) -> Any:

@@ -10,64 +10,31 @@ shapes, it is traced for each distinct set of shapes, and the traces are joined 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from keras_distribute import context
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import AnyStrategy, Frame, Mode
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
     VariableScopeError,
 )
-from keras_distribute.run import uneven
 from keras_distribute.run.arguments import Call, Static, Variant, is_leaf
+from keras_distribute.run.traces import Trace, joined
 from keras_distribute.values import structures
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.values.trace_exchange import BrokenOff, RaggedTrace, Told
 from keras_distribute.variables import DistributedVariable
-
-_traces = itertools.count()
-_ORIGIN = core.DebugInfo(
-    "strategy.run", "one variant", None, None
-)  # JAX wants to know where a program is from.
-
-
-@dataclasses.dataclass
-class Trace:
-    """One traced function: its program, from variables and arrays to results and
-    assigned values, and what it returned.
-
-    Args:
-        program: The traced program.
-        structure: The structure of the results.
-        leaves: Its leaves: `None` for an array, and other objects as they are.
-        written: The variables that it assigns, in the order of its last outputs.
-        variant: The shapes that it was traced with, and their replicas.
-        shapes: For each result that is an array, the shapes on all replicas where they
-            differ, else `None`.
-        folded: The numbers whose `psum` JAX computed while tracing, in order; in a
-            ragged program.
-    """
-
-    program: core.ClosedJaxpr
-    structure: Any
-    leaves: list[Any]
-    written: list[Any]
-    variant: Variant
-    shapes: list[tuple[tuple[int, ...], ...] | None]
-    folded: list[Any]
 
 
 def traced(
@@ -80,9 +47,7 @@ def traced(
     """The trace of a call, and the variables that are its first inputs.
 
     Args:
-        strategy: Where it will run.
         function: Called with one replica's arguments.
-        call: The arguments.
         mode: The context that `function` sees.
         guess: Variables that it probably uses.
 
@@ -116,7 +81,7 @@ def traced(
             created = created or list(scope.created.values())
         if not told.learn(telling) and not new:
             return (
-                traces[0] if len(traces) == 1 else _joined(traces, variables)
+                traces[0] if len(traces) == 1 else joined(traces, variables)
             ), variables
         variables = [*variables, *new.values()]
 
@@ -147,15 +112,8 @@ def _trace_variant(
     # JAX keeps the traces of inner functions (`jit`, `checkpoint`, `scan`, ...) by
     # their context. A name that no other trace has keeps one trace from finding what
     # another left behind.
-    axes = [
-        (REPLICA_AXIS, strategy.num_replicas_in_sync),
-        (f"trace {next(_traces)}", 1),
-    ]
-    noting = (
-        jax_internals.noting_folded_sums(REPLICA_AXIS)
-        if is_ragged
-        else contextlib.nullcontext(list[Any]())
-    )
+    axes = [(REPLICA_AXIS, strategy.num_replicas_in_sync), (_TraceAxis(), 1)]
+    noting = _noting_folded_sums() if is_ragged else contextlib.nullcontext([])
     given = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables]
     try:
         with scope, noting as folded:
@@ -172,6 +130,17 @@ def _trace_variant(
     return scope, Trace(
         program, **output, variant=variant, shapes=shapes, folded=folded
     )
+
+
+class _TraceAxis:
+    """The name of an axis that no other trace has."""
+
+
+@contextlib.contextmanager
+def _noting_folded_sums() -> Generator[list[Any]]:
+    """Collects the numbers whose `psum` JAX computes while tracing."""
+    with launches.tracing, jax_internals.noting_folded_sums(REPLICA_AXIS) as folded:
+        yield folded
 
 
 def _trace_local(
@@ -194,9 +163,8 @@ def _trace_local(
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            if (
-                variant.empty and frame.ragged is not None
-            ):  # Replicas with rows were traced before, and raised nothing.
+            # Replicas with rows were traced before, and raised nothing.
+            if variant.empty and frame.ragged is not None:
                 raise _no_rows_error(variant, error) from error
             raise
     leaves, output["structure"] = structures.flatten(result, is_leaf)
@@ -206,11 +174,8 @@ def _trace_local(
     ]
     output["written"] = list(scope.updated.values())
     # Nothing of this trace may be read after it.
-    written, scope.updates, scope.given = (
-        [scope.updates[key] for key in scope.updated],
-        {},
-        {},
-    )
+    written, scope.updates = [scope.updates[key] for key in scope.updated], {}
+    scope.given = {}
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
 
 
@@ -227,8 +192,7 @@ def _unwrapped(leaf: Any) -> Any:
             "and is no structure of them.",
             received=f"a {type(leaf).__name__}.",
             fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
-            "register the class with JAX: "
-            "jax.tree_util.register_pytree_node.",
+            "register the class with JAX: jax.tree_util.register_pytree_node.",
         )
     return leaf
 
@@ -239,9 +203,8 @@ class Capture(compat.StatelessScope):
     """
 
     def __init__(self, strategy: AnyStrategy) -> None:
-        super().__init__(
-            collect_losses=True
-        )  # As without a scope, `model.losses` holds what its layers added.
+        # As without a scope, `model.losses` holds what its layers added.
+        super().__init__(collect_losses=True)
         self._strategy = strategy
         self.given: dict[int, Any] = {}
         self.updates: dict[int, Any] = {}
@@ -282,119 +245,6 @@ class Capture(compat.StatelessScope):
         self.updated[id(variable)] = variable
 
 
-def _joined(traces: Sequence[Trace], variables: Sequence[Any]) -> Trace:
-    """One trace from one for each variant."""
-    _check_results(traces)
-    written = list({id(v): v for trace in traces for v in trace.written}.values())
-    programs = [_assigning(trace, written, variables) for trace in traces]
-    variant_of = {
-        replica: i
-        for i, trace in enumerate(traces)
-        for replica in trace.variant.replicas
-    }
-    replicas = sorted(variant_of)
-    shapes: list[Any] = []
-    for k in range(len(traces[0].shapes)):
-        of_variants = [program.jaxpr.outvars[k].aval.shape for program in programs]
-        differ = len(set(of_variants)) > 1
-        shapes.append(
-            tuple(of_variants[variant_of[replica]] for replica in replicas)
-            if differ
-            else None
-        )
-    program = uneven.joined(programs, [variant_of[replica] for replica in replicas])
-    return dataclasses.replace(
-        traces[0], program=program, written=written, shapes=shapes
-    )
-
-
-def _assigning(
-    trace: Trace, written: Sequence[Any], variables: Sequence[Any]
-) -> core.ClosedJaxpr:
-    """The trace's program, which assigns all of `written`: to some their own value,
-    which this variant leaves alone.
-    """
-    jaxpr = trace.program.jaxpr
-    inputs = {id(v): var for v, var in zip(variables, jaxpr.invars, strict=False)}
-    own = {
-        id(v): var
-        for v, var in zip(
-            trace.written, jaxpr.outvars[len(trace.shapes) :], strict=True
-        )
-    }
-    outvars = [
-        *jaxpr.outvars[: len(trace.shapes)],
-        *(own.get(id(v), inputs[id(v)]) for v in written),
-    ]
-    same = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, _ORIGIN
-    )
-    return core.ClosedJaxpr(same, trace.program.consts)
-
-
-def _check_results(traces: Sequence[Trace]) -> None:
-    """Raises where the variants' results are not of one kind."""
-    first = traces[0]
-    for trace in traces[1:]:
-        replicas = first.variant.replicas[0], trace.variant.replicas[0]
-        folded = [_folded(t) for t in (first, trace)]
-        if len(folded[0]) != len(folded[1]) or not all(map(np.array_equal, *folded)):
-            raise ValueStructureError(
-                "jax.lax.psum of a number that is known while tracing multiplies it by "
-                "the number of replicas; here it "
-                "differs per replica.",
-                received=f"{_numbers(folded[0])} on replica {replicas[0]}, "
-                f"{_numbers(folded[1])} on {replicas[1]}.",
-                fix='kd.get_replica_context().all_reduce("SUM", x.shape[0]), which '
-                "sums the replicas' own numbers.",
-            )
-        if trace.structure != first.structure:
-            raise _result_error(
-                replicas, first.structure, trace.structure, "structures"
-            )
-        forms = list(zip(_forms(first), _forms(trace), strict=True))
-        differing = next(
-            ((theirs, ours) for theirs, ours in forms if theirs != ours), None
-        )
-        if differing is not None:
-            theirs, ours = (
-                form.value if isinstance(form, Static) else form for form in differing
-            )
-            raise _result_error(replicas, theirs, ours, "results")
-
-
-def _forms(trace: Trace) -> list[Any]:
-    """What must be the same for all variants: the kinds of arrays, and objects."""
-    arrays = iter(
-        [
-            f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
-            for v in trace.program.jaxpr.outvars
-        ]
-    )
-    return [next(arrays) if leaf is None else leaf for leaf in trace.leaves]
-
-
-def _folded(trace: Trace) -> list[np.ndarray[Any, Any]]:
-    """What was multiplied, but for ones: so replicas are counted."""
-    return [array for array in map(np.asarray, trace.folded) if not np.all(array == 1)]
-
-
-def _numbers(values: Sequence[np.ndarray[Any, Any]]) -> str:
-    return ", ".join(str(value) for value in values) or "1"
-
-
-def _result_error(
-    replicas: tuple[int, int], theirs: Any, ours: Any, what: str
-) -> ValueStructureError:
-    return ValueStructureError(
-        f"Replicas with different numbers of rows returned different {what}.",
-        received=f"{theirs} from replica {replicas[0]}, {ours} from replica "
-        f"{replicas[1]}.",
-        fix="return the same from every replica; a number that differs as an array, "
-        "keras.ops.convert_to_tensor(x.shape[0]).",
-    )
-
-
 def _no_rows_error(variant: Variant, error: Exception) -> ValueStructureError:
     replicas = ", ".join(map(str, variant.replicas))
     return ValueStructureError(
@@ -402,8 +252,7 @@ def _no_rows_error(variant: Variant, error: Exception) -> ValueStructureError:
         f"replica(s) {replicas} got.",
         received=f"{type(error).__name__}: {error}",
         fix="drop the last batch, dataset.batch(size, drop_remainder=True), or give "
-        "each replica a row: a last batch "
-        "of at least as many rows as replicas.",
+        "each replica a row: a last batch of at least as many rows as replicas.",
     )
 
 
@@ -422,8 +271,7 @@ def _foreign_error(strategy: AnyStrategy, variables: list[Any]) -> VariableScope
     names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
     return VariableScopeError(
         f"{len(variables)} variable(s) that strategy.run assigns live on one device, "
-        "the strategy has "
-        f"{strategy.num_replicas_in_sync} replica(s):\n    {names}",
+        f"the strategy has {strategy.num_replicas_in_sync} replica(s):\n    {names}",
         fix="create the model, the optimizer and the metrics inside `with "
         "strategy.scope():`.",
     )

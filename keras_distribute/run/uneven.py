@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,9 @@ from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices.mesh import REPLICA_AXIS
-from keras_distribute.errors import ValueStructureError
+from keras_distribute.run.alike import check_alike
 from keras_distribute.run.common_expressions import Listing, Node, Numbering
-from keras_distribute.values.per_replica import filled_up
+from keras_distribute.values.arrays import filled_up
 
 # Computed again in each branch that needs them, rather than handed on from branch to
 # branch.
@@ -68,7 +68,7 @@ def joined(
     avals = [var.aval for var in variants[0].jaxpr.invars]
     numbering = Numbering(avals)
     listings = [numbering.listing(program) for program in variants]
-    _check_alike(listings, variant_of)
+    check_alike(listings, variant_of)
     schedule = _Schedule(numbering, listings, variant_of)
     axes = [(REPLICA_AXIS, len(variant_of))]
     return jax.make_jaxpr(schedule.emit, axis_env=axes)(
@@ -96,11 +96,8 @@ class _Schedule:
         self, numbering: Numbering, listings: list[Listing], variant_of: Sequence[int]
     ) -> None:
         self._listings, self._variant_of = listings, variant_of
-        self._inputs, self._constants, self._avals = (
-            numbering.inputs,
-            numbering.constants,
-            numbering.avals,
-        )
+        self._inputs, self._constants = numbering.inputs, numbering.constants
+        self._avals = numbering.avals
         self._maker = {
             number: node
             for listing in listings
@@ -143,22 +140,14 @@ class _Schedule:
         ]
 
         def resolved(numbers: tuple[int, ...]) -> Any:
-            return (
-                known[numbers[0]]
-                if self._is_common(numbers)
-                else placed[self._place(numbers)]
-            )
+            if self._is_common(numbers):
+                return known[numbers[0]]
+            return placed[self._place(numbers)]
 
         for level, places in enumerate(self._places):
             for node in self._shared:
                 if self._levels[0][node] == level:
-                    known.update(
-                        zip(
-                            node.outputs,
-                            node(*(known[n] for n in node.inputs)),
-                            strict=True,
-                        )
-                    )
+                    _compute(node, (known[n] for n in node.inputs), known)
             branches = [
                 self._branch(v, level, known, placed)
                 for v in range(len(self._listings))
@@ -172,13 +161,7 @@ class _Schedule:
             for k, ready in enumerate(self._rounds):
                 if ready == level:
                     node = self._listings[0].collectives[k]
-                    known.update(
-                        zip(
-                            node.outputs,
-                            node(*map(resolved, self._operands(k))),
-                            strict=True,
-                        )
-                    )
+                    _compute(node, map(resolved, self._operands(k)), known)
         return [resolved(numbers) for numbers in self._outputs()]
 
     def _branch(
@@ -194,7 +177,8 @@ class _Schedule:
 
             def read(number: int) -> Any:
                 if number not in own and self._maker.get(number) in self._light:
-                    compute(self._maker[number])
+                    maker = self._maker[number]
+                    _compute(maker, map(read, maker.inputs), own)
                 if number in own:
                     return own[number]
                 if number in known:
@@ -202,13 +186,8 @@ class _Schedule:
                 shape = self._avals[number].shape
                 return lax.slice(left[number], (0,) * len(shape), shape)
 
-            def compute(node: Node) -> None:
-                own.update(
-                    zip(node.outputs, node(*map(read, node.inputs)), strict=True)
-                )
-
             for node in self._at(variant, level):
-                compute(node)
+                _compute(node, map(read, node.inputs), own)
             numbers = [place.numbers[variant] for place in self._places[level]]
             return [
                 _zeros(place) if number is None else _fitted(read(number), place)
@@ -309,14 +288,10 @@ class _Schedule:
                 last[source] = max(last.get(source, 0), level)
         leaving = {(place.numbers[variant], level) for place, level in due.items()}
         kept: dict[int, list[int]] = {}
-        for number in (
-            number for node in self._own[variant] for number in node.outputs
-        ):
-            if (
-                last.get(number, 0) > levels[number]
-                and (number, levels[number]) not in leaving
-            ):
-                kept.setdefault(levels[number], []).append(number)
+        for number in (n for node in self._own[variant] for n in node.outputs):
+            level = levels[number]
+            if last.get(number, 0) > level and (number, level) not in leaving:
+                kept.setdefault(level, []).append(number)
         return kept
 
     def _slots(self, numbers: list[list[int]]) -> list[_Place]:
@@ -377,6 +352,11 @@ class _Schedule:
         return list(zip(*(listing.outputs for listing in self._listings), strict=True))
 
 
+def _compute(node: Node, operands: Iterable[Any], known: dict[int, Any]) -> None:
+    """Does an operation; its results are known from now on."""
+    known.update(zip(node.outputs, node(*operands), strict=True))
+
+
 def _assign(
     levels: dict[int | Node, int], nodes: Iterator[Node], end: Node | None = None
 ) -> None:
@@ -412,63 +392,3 @@ def _fitted(value: Any, place: _Place) -> Any:
 
 def _zeros(place: _Place) -> Any:
     return lax.full(place.shape, 0, place.dtype)
-
-
-def _check_alike(listings: list[Listing], variant_of: Sequence[int]) -> None:
-    """Raises unless all variants communicate in the same way."""
-    replicas = [list(variant_of).index(v) for v in range(len(listings))]
-    for together in itertools.zip_longest(
-        *(listing.collectives for listing in listings)
-    ):
-        if (
-            len(
-                {
-                    None if node is None else (node.key, *_forms(node))
-                    for node in together
-                }
-            )
-            == 1
-        ):
-            continue
-        does = "; ".join(
-            f"replica {replica}: {'nothing more' if node is None else node}"
-            for replica, node in zip(replicas, together, strict=True)
-        )
-        names = {"" if node is None else node.name for node in together}
-        fix = _FIXES.get(names.pop() if len(names) == 1 else "", _FIX)
-        raise ValueStructureError(
-            "The replicas hold different numbers of rows, and would communicate in "
-            "different ways.",
-            received=f"{does}.",
-            fix=f"{fix}; or pass batches that divide over the replicas.",
-        )
-
-
-def _forms(node: Node) -> list[Any]:
-    return [
-        (atom.aval.shape, atom.aval.dtype)
-        for atom in (*node.equation.invars, *node.equation.outvars)
-    ]
-
-
-_FIX = (
-    "communicate in the same order, and values of the same shapes, whatever the "
-    "number of rows"
-)
-_BEFORE = (
-    "communicate outside of it, or all_gather the rows before: what goes in needs one "
-    "shape on all replicas"
-)
-_REDUCE = 'reduce over the rows first, all_reduce("SUM", keras.ops.sum(value, axis=0))'
-_FIXES = {
-    "psum": _REDUCE,
-    "pmax": "reduce over the rows first",
-    "pmin": "reduce over the rows first",
-    "scan": _BEFORE,
-    "while": _BEFORE,
-    "cond": _BEFORE,
-    "all_gather": "kd.get_replica_context().all_gather(value, axis=0), which joins "
-    "values of different sizes",
-    "a joining all_gather": "all_gather outside of functions under jax.jit, which are "
-    "traced once for several calls",
-}

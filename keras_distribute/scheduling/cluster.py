@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials

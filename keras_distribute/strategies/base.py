@@ -6,26 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import jax
-import jax.core
-import jax.numpy as jnp
 import keras
-import numpy as np
 
 from keras_distribute import checks, context
-from keras_distribute.cluster import agreement, liveness
+from keras_distribute.cluster import agreement
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
-from keras_distribute.errors import (
-    ContextError,
-    StructureTypeError,
-    ValueStructureError,
-)
+from keras_distribute.errors import ContextError, StructureTypeError
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.run import program, replica_context
 from keras_distribute.run.replica_context import ReplicaContext
+from keras_distribute.strategies import reducing
 from keras_distribute.strategies.extended import (
     StrategyExtended,
     check_arguments,
@@ -33,9 +27,8 @@ from keras_distribute.strategies.extended import (
 )
 from keras_distribute.summary import StrategySummary
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
-from keras_distribute.values import per_replica, reductions, structures
-from keras_distribute.values.cross_device_ops import as_array
-from keras_distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from keras_distribute.values import arrays, reductions, structures
+from keras_distribute.values.per_replica import DistributedValues, PerReplica
 from keras_distribute.values.reductions import CrossDeviceOps
 from keras_distribute.variables import DistributedVariable
 
@@ -242,7 +235,7 @@ class Strategy:
             if not checks.is_integer(one):
                 checks.instance("axis", one, (), "An axis is an integer.", "axis=0")
         return structures.mapped(
-            lambda leaf: self.reduce_one(op, leaf, axes), value, is_value
+            lambda leaf: reducing.reduce_one(self, op, leaf, axes), value, is_value
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -274,15 +267,9 @@ class Strategy:
             f"kd.get_replica_context().all_gather(value, axis={axis})",
         )
 
-        def gather_leaf(leaf: Any) -> Any:
-            if isinstance(leaf, PerReplica):
-                self._check_complete(leaf)
-                return reductions.gather_values(leaf, axis)
-            array = self._plain(leaf)
-            reductions.check_axis(axis, array.ndim)
-            return array
-
-        return structures.mapped(gather_leaf, value, is_value)
+        return structures.mapped(
+            lambda leaf: reducing.gather_one(self, leaf, axis), value, is_value
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this process's replicas, in replica order;
@@ -339,7 +326,7 @@ class Strategy:
         ]
 
         def distributed(components: Sequence[Any]) -> PerReplica:
-            own = list(map(per_replica.form_of, components))
+            own = list(map(arrays.form_of, components))
             forms = agreement.exchange(
                 "experimental_distribute_values_from_function", own, mesh.num_processes
             )
@@ -347,7 +334,7 @@ class Strategy:
                 components, mesh, [form for part in forms for form in part]
             )
 
-        return per_replica.regroup(made, distributed)
+        return structures.regroup(made, distributed)
 
     @property
     def input_context(self) -> InputContext:
@@ -527,61 +514,6 @@ class Strategy:
             "The options of strategy.run are RunOptions.",
             "kd.RunOptions()",
         )
-
-    def reduce_one(self, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
-        """`reduce` of one value, for both halves of the strategy."""
-        if isinstance(leaf, PerReplica):
-            self._check_complete(leaf)
-            return reductions.reduce_values(
-                self.extended.cross_device_ops, op, leaf, axes
-            )
-        array = self._plain(leaf)
-        if isinstance(array, jax.core.Tracer):
-            raise ContextError(
-                "In a step of fit, and in any other traced function, there is nothing "
-                "to reduce.",
-                received=f"{leaf!r} in {context.describe(context.frame())}",
-                fix="use the value as it is: a step of fit sees the global batch.",
-            )
-        axes = reductions.check_axes(axes, array.ndim)
-        if op is ReduceOp.MEAN:
-            return jnp.mean(array, axes) if axes else array
-        if self.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):
-            raise ValueStructureError(
-                "The sum of a value that is the same on every replica is not defined.",
-                received=f"{leaf!r} in the cross-replica context of "
-                f"{self.num_replicas_in_sync} replicas.",
-                fix="pass a result of strategy.run, or multiply: value * "
-                'strategy.num_replicas_in_sync; "MEAN" works.',
-            )
-        return jnp.sum(array, axes)
-
-    def _check_complete(self, value: PerReplica) -> None:
-        """Raises for components that only their own processes know, before a program
-        over all of them.
-        """
-        liveness.current.begin_program(self.replica_mesh.num_processes)
-        if self.replica_mesh.num_processes > 1 and value.is_on_host:
-            raise ValueStructureError(
-                "The components of other processes can be had only of arrays of one "
-                "rank and one dtype.",
-                received=f"{value!r} on process {self.replica_mesh.process_index}.",
-                fix="arrays that differ in the sizes of their dimensions only, on all "
-                "replicas.",
-            )
-
-    def _plain(self, leaf: Any) -> jax.Array:
-        if isinstance(leaf, Mirrored | keras.Variable):
-            leaf = leaf.value
-        what = "Only arrays can be reduced or gathered over the replicas."
-        if not per_replica.is_array(leaf) and not hasattr(leaf, "__array__"):
-            raise StructureTypeError(
-                what,
-                received=f"a {type(leaf).__name__}.",
-                fix="strategy.experimental_local_results(value) gives the objects "
-                "themselves.",
-            )
-        return as_array(leaf, what)
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self

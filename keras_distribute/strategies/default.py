@@ -36,9 +36,8 @@ class DefaultStrategy(Strategy):
 
     @property
     def placement(self) -> Placement:
-        if (
-            self._placement is None
-        ):  # Made when first asked for: it starts JAX's client.
+        # Made when first asked for: it starts JAX's client.
+        if self._placement is None:
             self._placement = Placement(ReplicaMesh.of(jax.local_devices()[:1]))
         return self._placement
 

@@ -15,6 +15,7 @@ from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run import program
+from keras_distribute.strategies import reducing
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values.cross_device_ops import checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
@@ -120,7 +121,7 @@ class StrategyExtended:
             results[i] = result
         for i, (value, _) in enumerate(pairs):
             if not isinstance(value, PerReplica):
-                results[i] = self._strategy.reduce_one(op, value, ())
+                results[i] = reducing.reduce_one(self._strategy, op, value, ())
         return results
 
     def update(
@@ -161,12 +162,9 @@ class StrategyExtended:
         checks.flag("group", group)
         current = context.frame()
         if self._strategy is context.default_strategy():  # Keras's own variable.
-            with context.entered(Frame(self._strategy, Mode.UPDATE)):
-                result = fn(var, *args, **(kwargs or {}))
-            return result if group else (result,)
-        if (
-            current.per_replica and current.replica_context is not None
-        ):  # As TensorFlow does: a merge_call.
+            return self._updated(var, fn, args, kwargs, group)
+        if current.per_replica and current.replica_context is not None:
+            # As TensorFlow does: a merge_call.
             return current.replica_context.merge_call(
                 lambda strategy, *a: strategy.extended.update(
                     var, fn, a, kwargs, group
@@ -174,20 +172,31 @@ class StrategyExtended:
                 args=tuple(args),
             )
         if current.per_replica:
-            local = [a.local if isinstance(a, PerReplica) else a for a in args]
-            with context.entered(Frame(self._strategy, Mode.UPDATE, per_replica=True)):
-                result = fn(var, *local, **(kwargs or {}))
-            return result if group else (result,)
+            own = [a.local if isinstance(a, PerReplica) else a for a in args]
+            return self._updated(var, fn, own, kwargs, group, per_replica=True)
         result = program.run(
             self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE
         )
-        return (
-            result
-            if group
-            else jax.tree.map(
-                self._strategy.experimental_local_results, result, is_leaf=is_value
-            )
+        if group:
+            return result
+        return jax.tree.map(
+            self._strategy.experimental_local_results, result, is_leaf=is_value
         )
+
+    def _updated(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Any,
+        group: bool,
+        per_replica: bool = False,
+    ) -> Any:
+        """`update` by a call of `fn` here."""
+        frame = Frame(self._strategy, Mode.UPDATE, per_replica=per_replica)
+        with context.entered(frame):
+            result = fn(var, *args, **(kwargs or {}))
+        return result if group else (result,)
 
     def _owner(self, variable: Any) -> Any:
         return (

@@ -48,8 +48,7 @@ class LayoutMapLayouts:
                     "The mesh of the layout map has an axis for the replicas and one "
                     "for the logical devices of each.",
                     received=f"a DeviceMesh of shape {tuple(own.shape)}, for "
-                    f"{expected[0]} replica(s) x {expected[1]} "
-                    "logical device(s).",
+                    f"{expected[0]} replica(s) x {expected[1]} logical device(s).",
                     fix="keras.distribution.LayoutMap(None), with layouts like (None, "
                     '"logical")',
                 )
@@ -106,8 +105,7 @@ class LayoutMapLayouts:
             f"No variable has the layout of {', '.join(map(repr, unused))} in the "
             "strategy's layout_map: what they "
             "were meant for is whole on every logical device. A pattern matches the "
-            "whole path of a variable; the "
-            "model has "
+            "whole path of a variable; the model has "
             f"{', '.join(paths[:_SHOWN])}{', ...' if len(paths) > _SHOWN else ''}.",
             stacklevel=2,
         )

@@ -21,7 +21,7 @@ from keras_distribute import checks, context
 from keras_distribute._compat import layers as compat
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.values.cross_device_ops import as_array
+from keras_distribute.values.arrays import as_array
 from keras_distribute.values.per_replica import DistributedValues
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -46,14 +46,12 @@ def split(mesh: ReplicaMesh, tensor: Any, partition_dimensions: Sequence[int]) -
             "logical device(s).",
             fix=f"{[1] * (value.ndim - 1) + [mesh.num_logical]}",
         )
-    if (
-        compat.is_symbolic()
-    ):  # Keras is looking at shapes; an unknown one has some number here.
+    # Keras is looking at shapes; an unknown one has some number here.
+    if compat.is_symbolic():
         return value
     for i, (size, number) in enumerate(zip(value.shape, parts, strict=True)):
-        if size % number and not (
-            i == 0 and _is_batch(value)
-        ):  # XLA divides the rows of a global batch, too.
+        # XLA divides the rows of a global batch, too.
+        if size % number and not (i == 0 and _is_batch(value)):
             raise ValueStructureError(
                 f"Dimension {i} of the tensor does not divide into {number} parts.",
                 received=f"partition_dimensions={parts} for the shape "
@@ -146,9 +144,8 @@ def _constrained(mesh: ReplicaMesh, value: Any, axes: Sequence[tuple[str, ...]])
     if not mesh.logical_axes:
         return value
     current = context.frame()
-    if (
-        current.per_replica
-    ):  # In `run`: the program is one replica's, and its own axis is out of reach.
+    # In `run`: the program is one replica's, and its own axis is out of reach.
+    if current.per_replica:
         return lax.with_sharding_constraint(
             value, NamedSharding(mesh.inside, PartitionSpec(*map(_entry, axes)))
         )

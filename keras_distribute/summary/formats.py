@@ -75,8 +75,7 @@ def _html_table(table: Table) -> str:
     body = "".join(line(row, "td") for row in table.rows)
     is_open = ' open="open"' if table.total else ""
     return (
-        f"<details{is_open}>"
-        f"<summary>{html.escape(table.title)}</summary>"
+        f"<details{is_open}><summary>{html.escape(table.title)}</summary>"
         f"<table><thead>{line(table.header, 'th')}</thead>"
         f"<tbody>{body}</tbody></table></details>"
     )

@@ -13,11 +13,7 @@ from keras_distribute.context import AnyStrategy
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.input.splitting import piece_sizes
 from keras_distribute.summary import facts, formats, picture, tables
-from keras_distribute.summary.facts import (
-    FOREIGN,
-    DeviceFacts,
-    VariableFacts,
-)
+from keras_distribute.summary.facts import FOREIGN, DeviceFacts, VariableFacts
 from keras_distribute.summary.tables import Table
 
 

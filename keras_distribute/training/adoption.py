@@ -13,10 +13,7 @@ from keras_distribute import context
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import (
-    ContextError,
-    ValueStructureError,
-)
+from keras_distribute.errors import ContextError, ValueStructureError
 from keras_distribute.strategies.base import (
     Strategy,
     get_strategy,
@@ -95,9 +92,8 @@ def frame_for(strategy: Strategy | None) -> Frame | None:
     if strategy is None:
         if current.strategy is context.default_strategy():
             return None
-        return (
-            context.default_strategy().top_frame
-        )  # A plain model, in a callback of another's fit.
+        # A plain model, in a callback of another's fit.
+        return context.default_strategy().top_frame
     if current.per_replica:
         raise ContextError(
             "A model's fit, evaluate and predict run on all replicas by themselves.",
@@ -151,11 +147,9 @@ def group_sizes(trainer: Any) -> GroupSize | None:
         return None
     # Several processes, which have to run the same programs, would measure different
     # times.
-    return (
-        GroupSize()
-        if strategy.replica_mesh.num_processes == 1
-        else GroupSize(sizes=(1,))
-    )
+    if strategy.replica_mesh.num_processes == 1:
+        return GroupSize()
+    return GroupSize(sizes=(1,))
 
 
 def is_quiet() -> bool:

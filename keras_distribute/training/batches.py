@@ -2,17 +2,18 @@
 step.
 
 The rows of an array are split over the replicas. Where their number does not divide,
-rows are added for the transfer and sliced off inside the compiled step, before anything
-is computed: each replica holds at most `ceil(rows / num_replicas)` of them, none enters
-a number, and XLA keeps the uneven split throughout the step; or each replica has them
-all (`steps/compiled_step.py`).
+the batch is padded: rows are added for the transfer and sliced off inside the compiled
+step (`trim`), before anything is computed. Each replica holds at most
+`ceil(rows / num_replicas)` of them, none enters a number, and XLA keeps the uneven
+split throughout the step; or each replica has them all (`steps/step_programs.py`). All
+of padding is here.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +62,6 @@ def place(
     Args:
         batch: A structure of arrays whose axis 0 is the rows; arrays without
             dimensions, and sparse ones, go to every replica whole.
-        mesh: Where to.
         sizes: The rows of each replica, over all processes: the batch holds those of
             this process alone. Otherwise it is the whole batch, the same in every
             process.
@@ -77,41 +77,67 @@ def place(
     """
     if isinstance(batch, Placed):
         return batch
+    return _placed(batch, lambda leaf: _put(leaf, mesh, sizes, traced))
+
+
+def placed_form(batch: Any, mesh: ReplicaMesh) -> Placed:
+    """`place` of shapes alone, on devices that need not be there."""
+
+    def form(leaf: Any) -> _Leaf:
+        assert not _is_sparse(leaf)
+        shape, dtype = tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        count = shape[0] if shape else 0
+        pad, rows, spread = _padding(count, mesh.num_replicas)
+        if count:
+            shape = (count + pad, *shape[1:])
+        own = mesh.split if count else mesh.replicated
+        return _Leaf(jax.ShapeDtypeStruct(shape, dtype, sharding=own), rows, spread)
+
+    return _placed(batch, form)
+
+
+class _Leaf(NamedTuple):
+    """One array of a batch on devices, as `Placed` says it of all."""
+
+    array: Any
+    rows: int | tuple[int, ...]
+    spread: Spread
+
+
+def _placed(batch: Any, put: Callable[[Any], _Leaf]) -> Placed:
     leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
-    replicas = mesh.num_replicas
-    placed: list[Any] = []
-    rows: list[int | tuple[int, ...]] = []
-    spread: Spread | None = None
-    for leaf in leaves:
-        array = (
-            leaf
-            if isinstance(leaf, jax.Array) or _is_sparse(leaf)
-            else np.asarray(leaf)
-        )
-        if mesh.num_processes > 1 and array.ndim:
-            own, true = _own_rows(array, mesh, sizes)
-            spread = spread or (
-                sum(sizes or (array.shape[0],)),
-                replicas if true == WHOLE else 1,
-            )
-            placed.append(own)
-            rows.append(true)
-            continue
-        count = array.shape[0] if array.ndim else 0
-        extra = -count % replicas
-        spread = spread or (count, 1 if extra or not count else replicas)
-        if count == 0 or _is_sparse(leaf) or (extra and not traced):
-            placed.append(mesh.put_replicated(array))
-            rows.append(WHOLE)
-            continue
-        if extra:
-            numpy_like = jnp if isinstance(array, jax.Array) else np
-            array = numpy_like.concatenate(
-                [array, numpy_like.repeat(array[-1:], extra, axis=0)]
-            )
-        placed.append(mesh.put_split(array))
-        rows.append(count if extra else WHOLE)
-    return Placed(jax.tree.unflatten(structure, placed), tuple(rows), spread or (0, 1))
+    placed = [put(leaf) for leaf in leaves]
+    return Placed(
+        jax.tree.unflatten(structure, [leaf.array for leaf in placed]),
+        tuple(leaf.rows for leaf in placed),
+        placed[0].spread if placed else (0, 1),
+    )
+
+
+def _padding(count: int, replicas: int) -> tuple[int, int, Spread]:
+    """How many rows to add to `count` so that they divide over the replicas; what
+    `trim` is told of them; and how they are spread.
+    """
+    pad = -count % replicas
+    return pad, count if pad else WHOLE, (count, 1 if pad or not count else replicas)
+
+
+def _put(
+    leaf: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None, traced: bool
+) -> _Leaf:
+    is_ready = isinstance(leaf, jax.Array) or _is_sparse(leaf)
+    array = leaf if is_ready else np.asarray(leaf)
+    if mesh.num_processes > 1 and array.ndim:
+        return _put_own_rows(array, mesh, sizes)
+    count = array.shape[0] if array.ndim else 0
+    pad, rows, spread = _padding(count, mesh.num_replicas)
+    if count == 0 or _is_sparse(leaf) or (pad and not traced):
+        return _Leaf(mesh.put_replicated(array), WHOLE, spread)
+    if pad:
+        numpy_like = jnp if isinstance(array, jax.Array) else np
+        last_rows = numpy_like.repeat(array[-1:], pad, axis=0)
+        array = numpy_like.concatenate([array, last_rows])
+    return _Leaf(mesh.put_split(array), rows, spread)
 
 
 def place_whole(batch: Any, mesh: ReplicaMesh) -> Placed:
@@ -139,15 +165,12 @@ def place_whole(batch: Any, mesh: ReplicaMesh) -> Placed:
     return place(batch, mesh)
 
 
-def _own_rows(
-    array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None
-) -> tuple[jax.Array, int | tuple[int, ...]]:
-    """The rows of this process as its part of those of all, each replica's filled up to
-    the largest; and which count.
+def _put_own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) -> _Leaf:
+    """The rows of this process as its part of those of all, each replica's padded up to
+    the largest.
 
     Args:
         array: The rows of this process, or all.
-        mesh: The replicas.
         sizes: The rows of each replica, in the former case.
     """
     if _is_sparse(array):
@@ -157,11 +180,11 @@ def _own_rows(
             fix="a dense array.",
         )
     array = np.asarray(array)
-    own = mesh.local_replicas
+    own, count = mesh.local_replicas, sum(sizes or (array.shape[0],))
     if sizes is None:
         sizes = piece_sizes(array.shape[0], mesh.num_replicas)
         array = array[sum(sizes[: own.start]) : sum(sizes[: own.stop])]
-    mine = sizes[own.start : own.stop]
+    mine, each = sizes[own.start : own.stop], max(sizes)
     if array.shape[0] != sum(mine):
         raise InputError(
             "The arrays of a batch have the same number of rows.",
@@ -169,20 +192,22 @@ def _own_rows(
             f"{mesh.process_index}.",
             fix="make every array of an element have the batch as its first dimension.",
         )
-    each = max(sizes)
     if any(size < each for size in mine):
-        filled = np.zeros((len(mine), each, *array.shape[1:]), array.dtype)
-        for place_of, size, stop in zip(
-            filled, mine, itertools.accumulate(mine), strict=True
-        ):
-            place_of[:size] = array[stop - size : stop]
-        array = filled.reshape(-1, *array.shape[1:])
-    total = sum(sizes)
-    if total == each * len(sizes):
-        true: int | tuple[int, ...] = WHOLE
-    else:
-        true = total if list(sizes) == piece_sizes(total, len(sizes)) else tuple(sizes)
-    return mesh.put_split(array), true
+        array = _padded_pieces(array, mine, each)
+    if count == each * len(sizes):
+        return _Leaf(mesh.put_split(array), WHOLE, (count, mesh.num_replicas))
+    is_even = list(sizes) == piece_sizes(count, len(sizes))
+    rows = count if is_even else tuple(sizes)
+    return _Leaf(mesh.put_split(array), rows, (count, 1))
+
+
+def _padded_pieces(array: Any, sizes: Sequence[int], each: int) -> Any:
+    """The pieces of `array`, each of its own size, as pieces of `each` rows."""
+    padded = np.zeros((len(sizes), each, *array.shape[1:]), array.dtype)
+    ends = itertools.accumulate(sizes)
+    for piece, size, end in zip(padded, sizes, ends, strict=True):
+        piece[:size] = array[end - size : end]
+    return padded.reshape(-1, *array.shape[1:])
 
 
 def trim(batch: Any, rows: Rows, sharding: NamedSharding) -> Any:

@@ -32,11 +32,19 @@ class Call:
 
 
 class _Stack(threading.local):
-    """Of each thread: its calls, outermost first, and the feeds that are open."""
+    """What a thread is in.
+
+    Attributes:
+        calls: Its calls, outermost first.
+        feeds: Those that are open.
+        batches: Those of the last step, or group of steps, while somebody wants to look
+            at them.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.feeds: list[Any] = []
+        self.batches: list[Any] | None = None
 
 
 stack = _Stack()
@@ -65,6 +73,19 @@ def followed_fit() -> epochs.Follower | None:
     """Who follows the method that runs, if it is a `fit`."""
     call = innermost()
     return follower() if call is not None and call.name == "fit" else None
+
+
+def keep_batches(keep: bool) -> None:
+    """Whether to keep the batches of the last step, or group of steps, of this thread:
+    `stack.batches`.
+    """
+    stack.batches = [] if keep else None
+
+
+def step_begins(batches: list[Any]) -> None:
+    """A step, or a group of steps, begins on these batches."""
+    if stack.batches is not None:
+        stack.batches = batches
 
 
 def group_sizes_of(trainer: Any) -> Any:

@@ -86,10 +86,7 @@ def choose_adapter(
     everything else.
 
     Args:
-        original: Keras's choice.
-        x: The user's data.
         arguments: The others of `fit` that concern data.
-        strategy: Of the model.
     """
     if isinstance(x, DistributedDataset):
         for name in ("y", "sample_weight", "class_weight"):
@@ -134,7 +131,6 @@ def feed(
 
     Args:
         adapter: Of the `x` of `fit`.
-        mesh: The replicas.
         traced: Whether the steps are compiled.
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
@@ -188,11 +184,9 @@ def _with_rows(data: Any) -> Any:
     """
 
     def one_row(leaf: Any) -> Any:
-        return (
-            np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype)
-            if np.shape(leaf)[:1] == (0,)
-            else leaf
-        )
+        if np.shape(leaf)[:1] == (0,):
+            return np.zeros((1, *np.shape(leaf)[1:]), leaf.dtype)
+        return leaf
 
     return jax.tree.map(one_row, data, is_leaf=compat.is_sparse)
 

@@ -18,7 +18,6 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
     """Refuses what Keras would take for arrays, and fail on.
 
     Args:
-        x: The data.
         arguments: The others of `fit` that concern data.
 
     Raises:

@@ -1,5 +1,4 @@
-"""What Keras's losses, optimizers, batch normalization and random layers mean across
-replicas.
+"""What Keras's losses, optimizers and random layers mean across replicas.
 
 In `Strategy.run` (each value is one replica's own):
 
@@ -8,17 +7,14 @@ In `Strategy.run` (each value is one replica's own):
   updates;
 - the mean of a Keras loss is this replica's share of the global mean, so that the
   shares add up to it;
-- random layers draw from a stream of their own on each replica;
-- `BatchNormalization(synchronized=True)` takes statistics over all replicas.
+- random layers draw from a stream of their own on each replica.
 
 In a step of `fit` (each value is the global one) only batch normalization knows of
-replicas: by default each replica's rows are normalized by their own statistics, and the
-moving statistics are averaged.
+replicas (`batch_normalization.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute import context
-from keras_distribute._compat import layers as compat_layers
 from keras_distribute._compat import optimizer as compat
-from keras_distribute._compat.variables import StatelessScope
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.training.accumulation import micro_step
 from keras_distribute.values import reductions
-from keras_distribute.values.cross_device_ops import of_this_replica
+from keras_distribute.values.stacked import of_this_replica
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -58,9 +53,8 @@ def apply_gradients(
         list(variables) if variables is not None else compat.built_variables(optimizer)
     )
     if compat.is_loss_scaling(optimizer):
-        if compat.inner_accumulates(
-            optimizer
-        ):  # The inner optimizer sums, when it updates.
+        # The inner optimizer sums, when it updates.
+        if compat.inner_accumulates(optimizer):
             return _apply_scaled(optimizer, grads, targets)
         grads = _summed(grads)
         with _updating():
@@ -74,11 +68,9 @@ def apply_gradients(
 
 def all_replicas_agree(finite: Any) -> Any:
     """Whether a flag is set on every replica."""
-    return (
-        lax.pmin(finite.astype("int32"), REPLICA_AXIS).astype("bool")
-        if in_replica()
-        else finite
-    )
+    if in_replica():
+        return lax.pmin(finite.astype("int32"), REPLICA_AXIS).astype("bool")
+    return finite
 
 
 def global_sum(count: Any) -> Any:
@@ -98,73 +90,6 @@ def replica_seed(seed: Any) -> Any:
 def shapes_differ() -> bool:
     """Whether the replicas of this program have different numbers of rows."""
     return in_replica() and context.in_ragged_program()
-
-
-def batch_normalization(
-    layer: Any, original: Callable[..., Any], inputs: Any, training: Any, mask: Any
-) -> Any:
-    """`BatchNormalization.call`: in a step of `fit`, each replica's rows by their own
-    statistics.
-    """
-    if (
-        in_replica() and inputs.size == 0 and not layer.synchronized
-    ):  # No rows, no statistics: the moving ones stay.
-        return original(layer, inputs, False, mask)
-    batch = context.frame().batch
-    groups = 1 if batch is None else batch.shards
-    whole = groups == 1 or not training or not layer.trainable or layer.synchronized
-    rows = 0 if batch is None else batch.rows
-    if (
-        whole or inputs.shape[0] != rows or layer.axis % inputs.ndim == 0
-    ):  # Not the batch's rows: as they come.
-        return original(layer, inputs, training, mask)
-    variables = compat_layers.statistics(layer)
-    values = [variable.value for variable in variables]
-
-    def one_replica(rows: Any, row_mask: Any) -> Any:
-        with StatelessScope(list(zip(variables, values, strict=True))) as scope:
-            outputs = original(layer, rows, training, row_mask)
-        return outputs, [scope.get_current_value(variable) for variable in variables]
-
-    def split(array: Any) -> Any:
-        return array.reshape((groups, array.shape[0] // groups, *array.shape[1:]))
-
-    split_mask = None if mask is None else split(mask)
-    outputs, updated = jax.vmap(one_replica, (0, None if mask is None else 0))(
-        split(inputs), split_mask
-    )
-    for variable, per_replica in zip(variables, updated, strict=True):
-        variable.assign(jnp.mean(per_replica, 0))
-    return outputs.reshape(inputs.shape[:1] + outputs.shape[2:])
-
-
-def synchronized_moments(
-    x: Any, axes: Any, keepdims: bool, local_moments: Callable[..., Any]
-) -> Any:
-    """Mean and variance over all replicas: of equally many rows a mean of means, else
-    sums over the true counts.
-    """
-    if not in_replica():
-        return local_moments(x, axes, keepdims)
-    dtype = x.dtype
-    wide = x.astype("float32") if dtype in (jnp.float16, jnp.bfloat16) else x
-    mean_of_all = _weighted_mean if context.in_ragged_program() else _mean_of_means
-    mean = mean_of_all(wide, axes)
-    variance = mean_of_all(jnp.square(wide - mean), axes)
-    if not keepdims:
-        mean, variance = jnp.squeeze(mean, axes), jnp.squeeze(variance, axes)
-    return mean.astype(dtype), variance.astype(dtype)
-
-
-def _mean_of_means(x: Any, axes: Any) -> Any:
-    return lax.pmean(jnp.mean(x, axes, keepdims=True), REPLICA_AXIS)
-
-
-def _weighted_mean(x: Any, axes: Any) -> Any:
-    count = reductions.total_count(math.prod(x.shape[axis] for axis in axes))
-    return lax.psum(jnp.sum(x, axes, keepdims=True), REPLICA_AXIS) / jnp.asarray(
-        count, x.dtype
-    )
 
 
 def _updating() -> Any:
@@ -215,27 +140,26 @@ def _apply_scaled(optimizer: Any, grads: list[Any], targets: list[Any]) -> None:
 def _accumulate(
     optimizer: Any, grads: list[Any], targets: list[Any], original: Apply
 ) -> None:
-    """Adds gradients to this replica's accumulators; on the last micro-step, sums them
-    over the replicas and updates.
-
-    The optimizer's own step runs with empty accumulators, on the sum where it updates
-    and on zeros where it discards the update anyway.
+    """An optimizer's step that adds up gradients, and updates on the last
+    micro-step.
     """
     accumulation = compat.accumulation(optimizer)
     assert accumulation is not None
-    steps, counter, accumulators = accumulation
+    num_steps, counter, accumulators = accumulation
     pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
     own = [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
-    updates = (counter.value + 1) % steps == 0
-    totals = [
-        accumulator.value + grad
-        for accumulator, (grad, _) in zip(own, pairs, strict=True)
-    ]
-    zeros = [jnp.zeros_like(total) for total in totals]
-    summed = lax.cond(updates, lambda: _sum(totals), lambda: zeros)
+    before = [accumulator.value for accumulator in own]
+    summed, after = micro_step(
+        before,
+        [grad for grad, _ in pairs],
+        counter.value,
+        num_steps,
+        _sum,
+        [value.shape for value in before],
+    )
     with _updating():
-        for accumulator, zero in zip(own, zeros, strict=True):
-            accumulator.assign(zero)
+        for accumulator, value in zip(own, before, strict=True):
+            accumulator.assign(jnp.zeros_like(value))
         original(optimizer, summed, [variable for _, variable in pairs])
-        for accumulator, total, zero in zip(own, totals, zeros, strict=True):
-            accumulator.assign(jnp.where(updates, zero, total))
+        for accumulator, value in zip(own, after, strict=True):
+            accumulator.assign(value)

@@ -25,8 +25,9 @@ from keras.callbacks import CallbackList
 from keras_distribute import checks, context
 from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.seams import Replacements
 from keras_distribute._compat.trainer import JAXTrainer
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, calls
@@ -42,7 +43,7 @@ from keras_distribute.variables import given_away
 _ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch")
 _GROUPS = ("trainable_variables", "non_trainable_variables", "metrics_variables")
 _STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
-_training: dict[int, tuple[int, str, str]] = {}
+_CLAIM = "_keras_distribute_claim"  # Which thread trains the model, in which method.
 
 
 class StrategyTrainer(JAXTrainer):
@@ -193,20 +194,18 @@ class StrategyTrainer(JAXTrainer):
             super()._symbolic_build(iterator=first)
 
 
-def install() -> compat.Undo:
-    """Makes `StrategyTrainer` the trainer of all models, and returns what undoes it."""
-    return compat.install(
-        StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch
+def install(replaced: Replacements) -> None:
+    """Makes `StrategyTrainer` the trainer of all models."""
+    compat.install(
+        replaced, StrategyTrainer, StrategyEpochIterator, _around_compile, _host_batch
     )
 
 
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
-        sizes, size = (
-            adoption.group_sizes(self),
-            compat.steps_per_execution(args, kwargs),
-        )
+        sizes = adoption.group_sizes(self)
+        size = compat.steps_per_execution(args, kwargs)
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'
@@ -237,7 +236,7 @@ def _called(
     for each in (*args, *kwargs.values()):
         if type(each) is CallbackList:  # Made before the package was imported.
             each.__class__ = StrategyCallbackList
-    frames, outer = context.stack.frames, calls.stack.calls
+    frames, outer = context.in_force.thread.frames, calls.stack.calls
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
     try:
@@ -245,21 +244,21 @@ def _called(
         frame = adoption.frame_for(strategy)
         if strategy is not None and name in _ALONE:
             claim = threading.get_ident(), name, thread.name
-            _check_alone(name, _training.setdefault(id(trainer), claim))
+            _check_alone(name, vars(trainer).setdefault(_CLAIM, claim))
         if strategy is not None and not trainer.built and name.startswith("predict"):
             building = launches.tracing  # Or each thread would create the variables.
         if name == "fit":
             epochs.fit_ended(trainer)  # Of a `fit` that was broken off while it ended.
         if frame is not None:
-            context.stack.frames = [*frames, frame]
+            context.in_force.thread.frames = [*frames, frame]
         calls.stack.calls = [*outer, Call(trainer, name)]
         with building:
             return method(*args, **kwargs)
     finally:
-        context.stack.frames = frames
+        context.in_force.thread.frames = frames
         calls.stack.calls = outer
-        if claim is not None and _training.get(id(trainer)) is claim:
-            del _training[id(trainer)]
+        if claim is not None and vars(trainer).get(_CLAIM) is claim:
+            del vars(trainer)[_CLAIM]
         opened.restore()
         if name == "fit":
             epochs.fit_ended(trainer)

@@ -12,21 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from keras_distribute import checks, context
-from keras_distribute.devices import launches
-from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
-from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute import checks
+from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
+from keras_distribute.errors import StructureTypeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values.per_replica import Mirrored, PerReplica, is_array
-
-# The most that XLA for CPUs concatenates together with what yields them (JAX 0.10).
-_FUSED_ARRAYS = 8
+from keras_distribute.values.arrays import as_array, is_array
+from keras_distribute.values.packs import joined, packs_of
+from keras_distribute.values.per_replica import Mirrored, PerReplica
+from keras_distribute.values.stacked import (
+    as_per_replica,
+    compiled,
+    mesh_of,
+    of_this_replica,
+    stacked_array,
+)
 
 
 class CrossDeviceOps:
@@ -85,7 +87,7 @@ class CrossDeviceOps:
             return self.batch_reduce_implementation(
                 op, [(value, None) for value in own], options
             )
-        stacked = [_stacked(value) for value in values]
+        stacked = [stacked_array(value) for value in values]
         mesh = mesh_of_array(stacked[0])
 
         def implementation(*locals_: jax.Array) -> list[Any]:
@@ -171,15 +173,15 @@ class _Packed(CrossDeviceOps):
         options: Any,
     ) -> list[jax.Array]:
         values = [widened(reduce_op, pair[0].local) for pair in value_destination_pairs]
-        packs = _packs(
+        packs = packs_of(
             values, self._num_packs, options.bytes_per_pack or self._bytes_per_pack
         )
         results: list[Any] = [None] * len(values)
-        joined = [
-            _joined([values[i] for i in pack]) if len(pack) > 1 else values[pack[0]]
+        buffers = [
+            joined([values[i] for i in pack]) if len(pack) > 1 else values[pack[0]]
             for pack in packs
         ]
-        for pack, total in zip(packs, self._sums(joined), strict=True):
+        for pack, total in zip(packs, self._sums(buffers), strict=True):
             offset = 0
             for i in pack:
                 size = values[i].size
@@ -195,9 +197,8 @@ class _Packed(CrossDeviceOps):
         return results
 
     def _sums(self, values: list[Any]) -> list[jax.Array]:
-        return (
-            lax.psum(values, REPLICA_AXIS) if values else []
-        )  # One operation, which XLA need not combine.
+        # One operation, which XLA need not combine.
+        return lax.psum(values, REPLICA_AXIS) if values else []
 
 
 class NcclAllReduce(_Packed):
@@ -280,31 +281,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         return _scaled(reduce_op, total, per_replica_value.local)
 
 
-def mesh_of(destinations: Any) -> ReplicaMesh | None:
-    """The mesh on which a value, a variable or a strategy lives; `None` for a plain
-    value.
-    """
-    if isinstance(destinations, ReplicaMesh):
-        return destinations
-    if isinstance(destinations, PerReplica):
-        destinations = (
-            destinations.padded
-            if destinations.stacked is None
-            else destinations.stacked
-        )
-    if isinstance(destinations, Mirrored):
-        destinations = destinations.value
-    own = getattr(destinations, "replica_mesh", None)
-    if isinstance(own, ReplicaMesh):
-        return own
-    sharding = getattr(destinations, "sharding", None)
-    return (
-        ReplicaMesh(mesh_of_array(destinations))
-        if isinstance(sharding, jax.sharding.NamedSharding)
-        else None
-    )
-
-
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """The pairs of values and destinations that are reduced together."""
     what = "Values are reduced together as a list of pairs of a value and destinations."
@@ -314,94 +290,6 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
             received = f"value_destination_pairs={checks.shown(pairs)}."
             raise StructureTypeError(what, received=received, fix="[(value, None)]")
     return [(value, destinations) for value, destinations in pairs_of or ()]
-
-
-def as_per_replica(value: Any) -> PerReplica:
-    """What each replica has of a distributed value or variable.
-
-    Raises:
-        StructureTypeError: For anything else.
-    """
-    own = getattr(value, "components", None)  # Of a variable that differs per replica.
-    if isinstance(value, PerReplica):
-        return value
-    mesh = mesh_of(value)
-    if mesh is None or not hasattr(value, "value"):
-        raise StructureTypeError(
-            "Only distributed values and variables can be reduced.",
-            received=f"{checks.shown(value)}.",
-            fix="pass a result of strategy.run, or "
-            "strategy.experimental_distribute_values_from_function.",
-        )
-    if context.frame().per_replica:
-        return PerReplica(local=value.value)
-    if isinstance(own, PerReplica):
-        return own
-    return PerReplica(stacked=_copied(mesh)(value.value))
-
-
-@functools.lru_cache(maxsize=64)
-def _copied(mesh: ReplicaMesh) -> Callable[[Any], jax.Array]:
-    """Each replica's copy of an array that all have."""
-
-    def copies(array: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(array, (mesh.num_replicas, *array.shape))
-
-    return jax.jit(copies, out_shardings=mesh.split)
-
-
-def of_this_replica(value: Any) -> Any:
-    """A value that may be another one on each replica, inside a program.
-
-    JAX sums a number that it knows while tracing by multiplying it, which is wrong
-    where each shape is traced by itself: where shapes differ, no number counts as
-    known.
-    """
-    known = not isinstance(value, jax.core.Tracer)
-    return (
-        lax.optimization_barrier(value)
-        if known and context.in_ragged_program()
-        else value
-    )
-
-
-@functools.lru_cache(maxsize=512)
-def _compiled_for(
-    key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box
-) -> Callable[..., Any]:
-    split = PartitionSpec(REPLICA_AXIS)
-
-    def body(*stacked: jax.Array) -> Any:
-        return box.function(*(x[0] for x in stacked))
-
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False
-    )
-    return launches.ordered(jax.jit(mapped))
-
-
-class _Box:
-    """Carries a function past a cache: equal to every other box, so that the rest of
-    the key decides.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Box)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def compiled(
-    ops: Any, reduce_op: Any, extra: Any, mesh: Any, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`function` of local values as a program on stacked ones, compiled once for the
-    arguments before it.
-    """
-    return _compiled_for((ops, reduce_op, extra), mesh, _Box(function))
 
 
 def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
@@ -426,93 +314,3 @@ def _scaled(reduce_op: ReduceOp, total: Any, value: Any) -> Any:
 
 def _add_in_order(parts: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, parts)
-
-
-def _packs(
-    values: Sequence[Any], num_packs: int, bytes_per_pack: int
-) -> list[list[int]]:
-    """Indices of the values that go into one buffer together, in order; a buffer holds
-    one dtype.
-    """
-    if num_packs == 0 and bytes_per_pack == 0:
-        return [[i] for i in range(len(values))]
-    by_dtype: dict[Any, list[int]] = {}
-    for i, value in enumerate(values):
-        by_dtype.setdefault(value.dtype, []).append(i)
-    packs: list[list[int]] = []
-    for indices in by_dtype.values():
-        total = sum(values[i].nbytes for i in indices)
-        limit = bytes_per_pack or max(1, -(-total // num_packs))
-        pack: list[int] = []
-        filled = 0
-        for i in indices:
-            if pack and filled + values[i].nbytes > limit:
-                packs.append(pack)
-                pack, filled = [], 0
-            pack.append(i)
-            filled += values[i].nbytes
-        packs.append(pack)
-    return packs
-
-
-def _joined(values: Sequence[Any]) -> jax.Array:
-    """Values of one dtype as one flat buffer.
-
-    XLA for CPUs makes one loop of the concatenation of few arrays and of what yields
-    them, and divides it over threads that the processes of one machine take from each
-    other. Where the arrays are written one by one, a step of the smaller model of
-    `benchmarks/processes.py` takes two thirds of the time. A concatenation of many it
-    leaves alone, as the faster one.
-    """
-    flat = list(map(jnp.ravel, values))
-    if len(flat) > _FUSED_ARRAYS:
-        return jnp.concatenate(flat)
-    buffer, offset = jnp.zeros(sum(value.size for value in flat), flat[0].dtype), 0
-    for value in flat:
-        buffer = lax.dynamic_update_slice(buffer, value, (offset,))
-        offset += value.size
-    return buffer
-
-
-def checked_arrays(components: Sequence[Any], verb: str) -> list[Any]:
-    """The components, all of which must be arrays or numbers, as arrays."""
-    for component in components:
-        if not is_array(component):
-            raise StructureTypeError(
-                f"Only arrays can be {verb} over the replicas.",
-                received=f"a {type(component).__name__}.",
-                fix="strategy.experimental_local_results(value) gives the objects "
-                "themselves.",
-            )
-    return [
-        np.asarray(c) if isinstance(c, int | float | complex) else c for c in components
-    ]
-
-
-def as_array(value: Any, what: str) -> jax.Array:
-    """The value as JAX's array; a `StructureTypeError` for what is none."""
-    try:
-        return jnp.asarray(value)
-    except StructureTypeError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
-        raise StructureTypeError(
-            what,
-            received=f"{checks.shown(value)}, a {type(value).__name__}.",
-            fix="an array of numbers, or a number of at most 32 bits.",
-        ) from error
-
-
-def _stacked(value: PerReplica) -> jax.Array:
-    if value.stacked is None:
-        known = value.shapes or [
-            np.shape(part) for part in checked_arrays(value.values, "reduced")
-        ]
-        shapes = ", ".join(map(str, known))
-        raise ValueStructureError(
-            "Components of different shapes cannot be reduced element by element.",
-            received=f"the shapes {shapes}.",
-            fix="reduce over the axis whose size differs: strategy.reduce(op, value, "
-            "axis=0).",
-        )
-    return value.stacked

@@ -12,12 +12,11 @@ all replicas is being traced, as this replica's own component alone
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
-import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,7 +26,7 @@ from keras_distribute.devices.mesh import ReplicaMesh, mesh_of_array
 from keras_distribute.devices.mesh import components as mesh_components
 from keras_distribute.devices.mesh import copies as mesh_copies
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.values import structures
+from keras_distribute.values.arrays import filled_up, fitting, form_of
 
 Forms = Sequence[Any]
 
@@ -69,11 +68,9 @@ class DistributedValues(NDArrayOperatorsMixin):
     def __array__(
         self, dtype: Any = None, copy: bool | None = None
     ) -> np.ndarray[Any, Any]:
-        return (
-            np.array(self._as_one(), dtype=dtype)
-            if copy
-            else np.asarray(self._as_one(), dtype=dtype)
-        )
+        if copy:
+            return np.array(self._as_one(), dtype=dtype)
+        return np.asarray(self._as_one(), dtype=dtype)
 
     def __getitem__(self, key: Any) -> Any:
         return self._as_one()[key]
@@ -151,7 +148,7 @@ class PerReplica(DistributedValues):
         if any(form is None for form in forms):
             return PerReplica(components=tuple(components))
         arrays = [
-            _fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c
+            fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c
             for c in components
         ]
         devices = mesh.local_devices[:: mesh.num_logical]
@@ -164,11 +161,9 @@ class PerReplica(DistributedValues):
         shapes = [shape for shape, _ in forms]
         largest = tuple(map(max, zip(*shapes, strict=True)))
         array = mesh.joined([filled_up(a, largest)[None] for a in arrays])
-        return (
-            PerReplica(stacked=array)
-            if len(set(shapes)) == 1
-            else PerReplica(padded=array, shapes=shapes)
-        )
+        if len(set(shapes)) == 1:
+            return PerReplica(stacked=array)
+        return PerReplica(padded=array, shapes=shapes)
 
     @property
     def stacked(self) -> jax.Array | None:
@@ -211,9 +206,8 @@ class PerReplica(DistributedValues):
                     fix="strategy.reduce, strategy.gather or "
                     "strategy.extended.reduce_to, which are collectives.",
                 )
-            with (
-                jax.ensure_compile_time_eval()
-            ):  # Also where a program is being traced: these are real arrays.
+            # Also where a program is being traced: these are real arrays.
+            with jax.ensure_compile_time_eval():
                 if array.size:
                     self._components = tuple(
                         self._cut(jnp.squeeze(part, 0), replica)
@@ -229,11 +223,9 @@ class PerReplica(DistributedValues):
 
     def _cut(self, value: jax.Array, replica: int) -> jax.Array:
         shape = value.shape if self._shapes is None else self._shapes[replica]
-        return (
-            value
-            if shape == value.shape
-            else lax.slice(value, (0,) * value.ndim, shape)
-        )
+        if shape == value.shape:
+            return value
+        return lax.slice(value, (0,) * value.ndim, shape)
 
     def _as_one(self) -> Any:
         if self._local is None and len(self.values) == 1:
@@ -311,107 +303,3 @@ class Mirrored(DistributedValues):
 jax.tree_util.register_pytree_node(
     Mirrored, lambda value: ((value.value,), None), lambda _, part: Mirrored(part[0])
 )
-
-
-def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
-    """The array in `shape`, filled up with zeros at the end of each dimension."""
-    if array.shape == shape:
-        return array
-    widths = [
-        (0, after - before) for before, after in zip(array.shape, shape, strict=True)
-    ]
-    if not isinstance(array, jax.Array):
-        return np.pad(array, widths)
-    if jnp.issubdtype(
-        array.dtype, jax.dtypes.extended
-    ):  # Keys of random numbers: XLA cannot pad them.
-        return lax.dynamic_update_slice(
-            lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
-        )
-    return lax.pad(
-        array,
-        lax.full((), 0, array.dtype),
-        [(before, after, 0) for before, after in widths],
-    )
-
-
-def _fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array itself, whose integers must survive JAX's 32 bits."""
-    if (
-        array.dtype.kind in "iu"
-        and array.dtype.itemsize == 8
-        and not jax.config.values["jax_enable_x64"]
-    ):
-        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
-        if array.size and (array.max() > limits.max or array.min() < limits.min):
-            raise ValueStructureError(
-                "JAX computes with 32-bit integers, and these do not fit.",
-                received=f"{array.dtype} values from {array.min()} to {array.max()}.",
-                fix='jax.config.update("jax_enable_x64", True) at the start of the '
-                "program, or floating values.",
-            )
-    return array
-
-
-def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape and the dtype of a component; `None` for what is no array."""
-    if not is_array(component):
-        return None
-    array = component if isinstance(component, jax.Array) else np.asarray(component)
-    return tuple(array.shape), str(array.dtype)
-
-
-def is_array(value: Any) -> bool:
-    """Whether `value` is an array, or a number that stands for one."""
-    if isinstance(value, np.ndarray | np.generic):
-        return (
-            value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
-        )  # 2: the 16-bit and smaller floats of JAX.
-    return isinstance(value, jax.Array | int | float | complex) and not isinstance(
-        value, bool
-    )
-
-
-def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:
-    """One structure of values from one structure per replica.
-
-    Containers keep their kind; the leaves of all replicas go to `group` together.
-
-    Args:
-        per_replica: One structure for each replica.
-        group: Makes one value of one leaf per replica.
-
-    Raises:
-        ValueStructureError: Where the replicas disagree in structure.
-    """
-    first = per_replica[0]
-    kinds = list(map(structures.is_structure, per_replica))
-    found = [
-        structures.contents(value) if kind else None
-        for value, kind in zip(per_replica, kinds, strict=True)
-    ]
-    if found[0] is None and not any(kinds):
-        return group(per_replica)
-    items: list[list[Any]] = []
-    for i, (value, own) in enumerate(zip(per_replica, found, strict=True)):
-        keys = [None if each is None else each[0] for each in (own, found[0])]
-        if type(value) is not type(first) or keys[0] != keys[1]:
-            raise ValueStructureError(
-                "The replicas returned different structures.",
-                received=f"{_form(first)} from replica 0, {_form(value)} from replica "
-                f"{i}.",
-                fix="return the same structure from every replica.",
-            )
-        if own is not None:  # Otherwise a replica further on has a structure.
-            items.append(own[1])
-    return structures.filled(
-        first, [regroup(column, group) for column in zip(*items, strict=True)]
-    )
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {list(value)}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

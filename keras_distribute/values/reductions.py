@@ -22,6 +22,7 @@ from keras_distribute import context
 from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
+from keras_distribute.values.arrays import checked_arrays, filled_up
 from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from keras_distribute.values.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -30,14 +31,10 @@ from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllRed
 from keras_distribute.values.cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
-from keras_distribute.values.cross_device_ops import (
-    checked_arrays,
-    compiled,
-    of_this_replica,
-    widened,
-)
-from keras_distribute.values.cross_device_ops import mesh_of as mesh_of
-from keras_distribute.values.per_replica import PerReplica, filled_up
+from keras_distribute.values.cross_device_ops import widened
+from keras_distribute.values.per_replica import PerReplica
+from keras_distribute.values.stacked import compiled, of_this_replica
+from keras_distribute.values.stacked import mesh_of as mesh_of
 from keras_distribute.values.trace_exchange import Form
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -62,7 +59,6 @@ def sum_gradients(
 
     Args:
         ops: How to reduce.
-        gradients: This replica's.
         dtype: Travels in place of a wider float; `None`: as they are.
     """
     sums = reduce_locals(
@@ -222,11 +218,9 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
         return jnp.zeros(_joined_shape(shapes, axis), array.dtype)
 
     def gather(local: jax.Array) -> jax.Array:
-        return (
-            all_gather_locals([local], axis)[0]
-            if value.shapes is None
-            else gather_and_cut(local, shapes, axis)
-        )
+        if value.shapes is None:
+            return all_gather_locals([local], axis)[0]
+        return gather_and_cut(local, shapes, axis)
 
     return compiled(None, None, (axis, value.shapes), mesh_of_array(array), gather)(
         array
@@ -273,11 +267,9 @@ def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
 
 def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
     """The mean from a sum: of the values' dtype where that can hold one."""
-    return (
-        (total / count).astype(dtype)
-        if jnp.issubdtype(dtype, jnp.floating)
-        else total / count
-    )
+    if jnp.issubdtype(dtype, jnp.floating):
+        return (total / count).astype(dtype)
+    return total / count
 
 
 def _reduce_padded_local(

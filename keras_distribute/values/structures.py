@@ -20,7 +20,7 @@ import jax.core
 import numpy as np
 
 from keras_distribute._compat import variables as compat
-from keras_distribute.errors import StructureTypeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 IsLeaf = Callable[[Any], bool]
 _SIMPLE = bool, int, float, complex, str, bytes, type(None)
@@ -107,7 +107,6 @@ class _Shell:
     """A container without its items.
 
     Args:
-        kind: Its class.
         keys: Those of its items.
         names: Those of the attributes with arrays that it has besides, which follow the
             items.
@@ -152,9 +151,8 @@ def _opened_one(value: Any, is_leaf: IsLeaf | None, around: tuple[int, ...]) -> 
     if found is None:
         return value
     keys, items = found
-    own = isinstance(value, Mapping) and not isinstance(
-        value, dict
-    )  # Its items are in its attributes.
+    # Its items are in its attributes.
+    own = isinstance(value, Mapping) and not isinstance(value, dict)
     attributes = (
         {} if own or _is_proxy(type(value)) else dict(getattr(value, "__dict__", {}))
     )
@@ -211,11 +209,9 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     attributes = getattr(kind, "__attrs_attrs__", None)
-    return (
-        None
-        if attributes is None
-        else tuple(attribute.name for attribute in attributes)
-    )
+    if attributes is None:
+        return None
+    return tuple(attribute.name for attribute in attributes)
 
 
 def _is_proxy(kind: type) -> bool:
@@ -240,3 +236,48 @@ def _filled_mapping(value: Any, items: dict[Any, Any]) -> Any:
             received=f"a {type(value).__name__}: {error}",
             fix="return a dict, or let the class take one.",
         ) from error
+
+
+def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -> Any:
+    """One structure of values from one structure per replica.
+
+    Containers keep their kind; the leaves of all replicas go to `group` together.
+
+    Args:
+        per_replica: One structure for each replica.
+        group: Makes one value of one leaf per replica.
+
+    Raises:
+        ValueStructureError: Where the replicas disagree in structure.
+    """
+    first = per_replica[0]
+    kinds = list(map(is_structure, per_replica))
+    found = [
+        contents(value) if kind else None
+        for value, kind in zip(per_replica, kinds, strict=True)
+    ]
+    if found[0] is None and not any(kinds):
+        return group(per_replica)
+    items: list[list[Any]] = []
+    for i, (value, own) in enumerate(zip(per_replica, found, strict=True)):
+        keys = [None if each is None else each[0] for each in (own, found[0])]
+        if type(value) is not type(first) or keys[0] != keys[1]:
+            raise ValueStructureError(
+                "The replicas returned different structures.",
+                received=f"{_form(first)} from replica 0, {_form(value)} from replica "
+                f"{i}.",
+                fix="return the same structure from every replica.",
+            )
+        if own is not None:  # Otherwise a replica further on has a structure.
+            items.append(own[1])
+    return filled(
+        first, [regroup(column, group) for column in zip(*items, strict=True)]
+    )
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -82,7 +82,6 @@ class RaggedTrace:
     """One trace of some replicas of a ragged program.
 
     Attributes:
-        replicas: The replicas.
         place: How many places it has come to before the last one.
         own: What the replicas have there.
         broken_off: Whether it could not go on from there.

@@ -18,16 +18,17 @@ from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
-from keras_distribute.variables.ownership import given_away
 from keras_distribute.variables.reading import read_before
 from keras_distribute.variables.same_values import check_same_values
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
+from keras_distribute.variables.thread import accumulators_created, given_away
 
 __all__ = [
     "DistributedVariable",
     "Holder",
     "MirroredVariable",
     "SyncOnReadVariable",
+    "accumulators_created",
     "check_same_values",
     "choose_class",
     "given_away",

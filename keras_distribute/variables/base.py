@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Layout
 from keras_distribute.errors import (

@@ -12,6 +12,7 @@ from keras_distribute.errors import AggregationError
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
+from keras_distribute.variables.thread import thread
 
 
 def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
@@ -38,14 +39,13 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
         raise AggregationError(
             'synchronization="none" has no meaning for a variable on several replicas.',
             received=f"keras.Variable(..., synchronization={synchronization!r}) in the "
-            "scope of "
-            f"{context.get_strategy()!r}.",
+            f"scope of {context.get_strategy()!r}.",
             fix='synchronization="auto", "on_write" or "on_read".',
         )
     if synchronization == "on_read":
         return SyncOnReadVariable
     if synchronization == "auto":
-        if compat.is_gradient_accumulator():
+        if thread.creates_accumulators:
             return SyncOnReadVariable
         untrained = not arguments.get("trainable", True) and aggregation in (
             "none",

@@ -1,5 +1,11 @@
 """Between one value and the components of the replicas: inside a program, and as
 programs of their own.
+
+This is how a metric is reduced over the replicas: its totals, which Keras creates
+`on_read` with the aggregation `"sum"`, are summed when its result is read across
+replicas, and so is the mean of batch normalization's moving statistics taken. In a step
+of `fit` there is nothing to reduce: a metric is computed over the global batch.
+`choice.py` says which variables have components.
 """
 
 from __future__ import annotations
@@ -12,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
-from keras_distribute.values.cross_device_ops import of_this_replica
+from keras_distribute.values.stacked import of_this_replica
 
 
 def of_first(value: Any) -> Any:
@@ -39,11 +45,9 @@ def strong(value: Any) -> Any:
     """Without JAX's weak type, which a Python number leaves: the programs that follow
     would compile twice.
     """
-    return (
-        lax.convert_element_type(value, value.dtype)
-        if getattr(value, "weak_type", False)
-        else value
-    )
+    if getattr(value, "weak_type", False):
+        return lax.convert_element_type(value, value.dtype)
+    return value
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_distribute._compat import jax_internals
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
 
 Place = Any

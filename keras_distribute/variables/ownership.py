@@ -4,9 +4,6 @@ deletes them.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -15,25 +12,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_distribute.values.per_replica import Mirrored
-
-
-class _Giving(threading.local):
-    away = False
-
-
-_giving = _Giving()
-
-
-@contextlib.contextmanager
-def given_away() -> Generator[None]:
-    """Arrays assigned in this `with` block are the variables' from now on: nobody else
-    uses them.
-    """
-    before, _giving.away = _giving.away, True
-    try:
-        yield
-    finally:
-        _giving.away = before
+from keras_distribute.variables.thread import thread
 
 
 def owned(value: Any) -> Any:
@@ -45,6 +24,6 @@ def owned(value: Any) -> Any:
     kept = (
         isinstance(value, jax.Array)
         and not isinstance(value, jax.core.Tracer)
-        and not _giving.away
+        and not thread.gives_away
     )
     return jnp.copy(value) if kept else value

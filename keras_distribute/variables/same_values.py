@@ -43,8 +43,7 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     if differing:
         raise VariableScopeError(
             f"The processes have given different values to {len(differing)} mirrored "
-            "variable(s): "
-            f"{', '.join(differing[:20])}.",
+            f"variable(s): {', '.join(differing[:20])}.",
             received=f"{count} processes.",
             fix="assign the same values in every process: kd.run_on_chief(make_values) "
             "gives all of them the chief's.",

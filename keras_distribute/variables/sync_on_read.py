@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
-from keras_distribute.devices import launches
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import components
 from keras_distribute.errors import AggregationError
 from keras_distribute.values.per_replica import PerReplica
@@ -24,6 +24,7 @@ from keras_distribute.variables.components import (
     strong,
 )
 from keras_distribute.variables.ownership import owned
+from keras_distribute.variables.thread import thread
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -47,10 +48,8 @@ class SyncOnReadVariable(DistributedVariable):
         **kwargs: Any,
     ) -> None:
         if synchronization == "auto":
-            synchronization, aggregation = (
-                "on_read",
-                "sum" if compat.is_gradient_accumulator() else "mean",
-            )
+            synchronization = "on_read"
+            aggregation = "sum" if thread.creates_accumulators else "mean"
         super().__init__(
             *args, synchronization=synchronization, aggregation=aggregation, **kwargs
         )
@@ -63,20 +62,16 @@ class SyncOnReadVariable(DistributedVariable):
         """Where the components are: each on its replica, divided over its logical
         devices if the variable is.
         """
-        return (
-            self.replica_mesh.stacked(self.logical_axes)
-            if any(self.logical_axes)
-            else self.replica_mesh.split
-        )
+        if any(self.logical_axes):
+            return self.replica_mesh.stacked(self.logical_axes)
+        return self.replica_mesh.split
 
     @property
     def value_sharding(self) -> NamedSharding:
         mesh = self.replica_mesh
-        return (
-            NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes))
-            if any(self.logical_axes)
-            else mesh.replicated
-        )
+        if any(self.logical_axes):
+            return NamedSharding(mesh.mesh, PartitionSpec(*self.logical_axes))
+        return mesh.replicated
 
     @property
     def is_read_together(self) -> bool:
@@ -101,14 +96,11 @@ class SyncOnReadVariable(DistributedVariable):
     def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             stacked = jnp.asarray(owned(value.stacked), self._dtype)
-            return (
-                jax.device_put(stacked, self.sharding)
-                if any(self.logical_axes)
-                else stacked
-            )
-        value = self.replica_mesh.put(
-            strong(value), self.value_sharding
-        )  # It may be on one device, for good.
+            if any(self.logical_axes):
+                return jax.device_put(stacked, self.sharding)
+            return stacked
+        # It may be on one device, for good.
+        value = self.replica_mesh.put(strong(value), self.value_sharding)
         return self._spread(value)
 
     def _spread(self, value: Any) -> jax.Array:

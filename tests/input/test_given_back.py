@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_distribute import dropped
-from keras_distribute.input import prefetch
+from keras_distribute.input.source import in_use
 from tests.support import mirrored
 
 X, Y = np.ones((70, 6), "float32"), np.ones((70, 3), "float32")
@@ -38,9 +38,9 @@ def grain_data():
 def no_collection():
     gc.collect()
     dropped.settle()
-    before = list(prefetch._Work._all)
+    before = list(in_use.works)
     gc.disable()
-    yield lambda: [work for work in prefetch._Work._all if work not in before]
+    yield lambda: [work for work in in_use.works if work not in before]
     gc.enable()
 
 

@@ -200,10 +200,8 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         if type(cluster_spec).__name__ != "ClusterSpec":  # TensorFlow's own is taken.
-            what, fix = (
-                "The cluster is a ClusterSpec.",
-                'ClusterSpec({"worker": ["a:1"]})',
-            )
+            what = "The cluster is a ClusterSpec."
+            fix = 'ClusterSpec({"worker": ["a:1"]})'
             checks.instance("cluster_spec", cluster_spec, ClusterSpec, what, fix)
         what, fix = "The master is an address.", 'master=""'
         checks.instance("master", master, str, what, fix)

@@ -65,10 +65,8 @@ class KubernetesClusterResolver(ClusterResolver):
         check_port("tf_server_port", tf_server_port)
         self._set_task(None, None, rpc_layer)
         what = "The location is one of KubernetesExecutableLocation."
-        fix, location = (
-            "KubernetesExecutableLocation.WITHIN_CLUSTER",
-            "executable_location",
-        )
+        fix = "KubernetesExecutableLocation.WITHIN_CLUSTER"
+        location = "executable_location"
         checks.instance(location, executable_location, _Location, what, fix)
         self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         self._port = tf_server_port

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
+from keras_distribute.training.accumulation import micro_step
 from keras_distribute.training.steps import forward, local
 
 Step = Callable[[Any, Any], Any]
@@ -27,81 +28,58 @@ Step = Callable[[Any, Any], Any]
 def accumulating(
     trainer: Any, strategy: Strategy, indices: Sequence[int], global_step: Step
 ) -> Step:
-    """A training step whose state holds the accumulators per replica."""
+    """A training step whose state holds the accumulators per replica.
+
+    Args:
+        indices: Where the accumulators are among the slots.
+        global_step: For batches whose rows do not divide.
+    """
+    replicas = strategy.num_replicas_in_sync
 
     def step(state: Any, data: Any) -> Any:
-        result = _local_step(trainer, strategy, indices, state, data)
+        state = TrainState(*state)
+        result = local.gradients(trainer, strategy, list, state, data, summed=False)
         if result is not None:
-            return result
-        trained, others, slots, metrics = state
-        slots = list(slots)
-        for i in indices:
-            slots[i] = jnp.sum(slots[i], 0)
-        logs, (trained, others, slots, metrics) = global_step(
-            (trained, others, slots, metrics), data
-        )
-        for i in indices:
-            slots[i] = (
-                jnp.zeros(
-                    (strategy.num_replicas_in_sync, *slots[i].shape), slots[i].dtype
-                )
-                .at[0]
-                .set(slots[i])
-            )
-        return logs, (trained, others, slots, metrics)
+            logs, grads, state = result
+            return logs, _updated(trainer.optimizer, strategy, state, grads)
+        sums = {i: jnp.sum(state.slots[i], 0) for i in indices}
+        logs, new = global_step(state._replace(slots=_with(state.slots, sums)), data)
+        state = TrainState(*new)
+        first = {i: _of_first(state.slots[i], replicas) for i in indices}
+        return logs, state._replace(slots=_with(state.slots, first))
 
     return step
 
 
-def _local_step(
-    trainer: Any, strategy: Strategy, indices: Sequence[int], state: Any, data: Any
-) -> Any:
-    trained, others, slots, metrics = state
-    result = local.gradients(
-        trainer, strategy, list, trained, others, metrics, data, summed=False
-    )
-    if result is None:
-        return None
-    logs, grads, others, metrics = result
-    trained, slots = _apply(trainer.optimizer, strategy, indices, trained, slots, grads)
-    return logs, (trained, others, slots, metrics)
-
-
-def _apply(
-    optimizer: Any,
-    strategy: Strategy,
-    indices: Sequence[int],
-    trained: list[Any],
-    slots: list[Any],
-    grads: list[Any],
-) -> Any:
-    """The optimizer's step on the summed accumulators where it updates; elsewhere it
-    discards what it gets.
-    """
+def _updated(
+    optimizer: Any, strategy: Strategy, state: TrainState, grads: list[Any]
+) -> TrainState:
+    """The optimizer's step on the summed accumulators where it updates."""
     accumulation = compat_optimizer.accumulation(optimizer)
     assert accumulation is not None
-    steps, counter, accumulators = accumulation
-    variables = optimizer.variables
-    count = slots[
-        next(i for i, variable in enumerate(variables) if variable is counter)
-    ]
-    updates = (count + 1) % steps == 0
-    place = {id(variables[i]): i for i in indices}
-    order = [place[id(accumulator)] for accumulator in accumulators]
-    totals = [slots[i] + grad for i, grad in zip(order, grads, strict=True)]
-    shapes = [total.shape[1:] for total in totals]
-    summed = lax.cond(
-        updates,
-        lambda: forward.summed(totals, strategy),
-        lambda: [
-            jnp.zeros(shape, total.dtype)
-            for shape, total in zip(shapes, totals, strict=True)
-        ],
+    num_steps, counter, accumulators = accumulation
+    index_of = {id(variable): i for i, variable in enumerate(optimizer.variables)}
+    order = [index_of[id(accumulator)] for accumulator in accumulators]
+    own = [state.slots[i] for i in order]
+    empty = [jnp.zeros(accumulator.shape[1:], accumulator.dtype) for accumulator in own]
+    summed, own = micro_step(
+        own,
+        grads,
+        state.slots[index_of[id(counter)]],
+        num_steps,
+        lambda totals: forward.summed(totals, strategy),
+        [accumulator.shape for accumulator in empty],
     )
-    slots = list(slots)
-    for i, shape in zip(order, shapes, strict=True):
-        slots[i] = jnp.zeros(shape, slots[i].dtype)
-    trained, slots = optimizer.stateless_apply(slots, summed, trained)
-    for i, total in zip(order, totals, strict=True):
-        slots[i] = jnp.where(updates, jnp.zeros_like(total), total)
-    return trained, slots
+    slots = _with(state.slots, dict(zip(order, empty, strict=True)))
+    state = forward.updated(optimizer, state._replace(slots=slots), summed)
+    kept = dict(zip(order, own, strict=True))
+    return state._replace(slots=_with(state.slots, kept))
+
+
+def _with(slots: Sequence[Any], changed: dict[int, Any]) -> list[Any]:
+    return [changed.get(i, slot) for i, slot in enumerate(slots)]
+
+
+def _of_first(total: Any, replicas: int) -> Any:
+    """An accumulator of all replicas, in the first one's place."""
+    return jnp.zeros((replicas, *total.shape), total.dtype).at[0].set(total)

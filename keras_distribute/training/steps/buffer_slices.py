@@ -38,7 +38,6 @@ def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list
 
     Args:
         buffer: One-dimensional.
-        shapes: Of the arrays.
         by_calls: Whether to share kernels, for the sake of XLA's compiler for CPUs.
     """
     if by_calls and jnp.issubdtype(buffer.dtype, jnp.floating):
@@ -50,9 +49,8 @@ def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _by_calls(buffer: Any, shapes: tuple[Shape, ...]) -> list[Any]:
-    offset = (buffer[0] > jnp.inf).astype(
-        jnp.int32
-    )  # Never, but no compiler knows that.
+    # Never, but no compiler knows that.
+    offset = (buffer[0] > jnp.inf).astype(jnp.int32)
     parts: list[Any] = []
     with set_xla_metadata(inlineable="false"):
         for shape in shapes:

@@ -15,28 +15,25 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.trainer import PredictState, TrainState
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import launches
-from keras_distribute.errors import (
-    ContextError,
-    VariableScopeError,
-)
-from keras_distribute.strategies.base import (
-    Strategy,
-)
+from keras_distribute.devices.launches import launches
+from keras_distribute.errors import ContextError, VariableScopeError
+from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
-from keras_distribute.training.steps.compiled_step import CompiledStep, Step
+from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.scheduled import ScheduledStep
 from keras_distribute.training.steps.state import StepState, is_held
+from keras_distribute.training.steps.step_programs import CarriedStep, Step
 from keras_distribute.variables import DistributedVariable, check_same_values
 
-_SLOTS = 2  # In the state of a training step.
+_SLOTS = TrainState._fields.index("slots")  # Where they are in the state.
 
 
 def compile_step(
@@ -46,7 +43,6 @@ def compile_step(
     without a strategy.
 
     Args:
-        trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
     strategy = adoption.strategy_of(trainer)
@@ -60,7 +56,7 @@ def compile_step(
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
-        strategy.placement.check_layouts([variable.path for variable in groups[0]])
+        strategy.placement.check_layouts([variable.path for variable in groups.weights])
     return compiled_step(strategy, trainer, kind)
 
 
@@ -68,7 +64,6 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     """The program of a step; making it reads no variable's value.
 
     Args:
-        strategy: Where it runs.
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
     """
@@ -79,7 +74,9 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         plan = plan_of(trainer, strategy)
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan.accumulators, plain)
-        flat = FlatStep.of(trainer, strategy, form, places, plan)
+        flat = FlatStep.of(
+            trainer, strategy, TrainState(*map(list, form)), places, plan
+        )
         if plan.is_local:
             step = local_step(trainer, strategy, plain)
     carried: Step
@@ -93,15 +90,14 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     shardings = state_shardings.of_state(groups, mesh) if places else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
-    return CompiledStep(
-        strategy, carried, groups, packing or None, shardings, plain=plain
-    )
+    packed = CarriedStep(carried, packing or None, shardings)
+    return CompiledStep(strategy, packed, groups, plain)
 
 
 def _accumulating(
     strategy: Strategy,
     trainer: Any,
-    groups: list[list[Any]],
+    groups: Sequence[list[Any]],
     indices: Sequence[int],
     step: Step,
 ) -> CompiledStep:
@@ -111,9 +107,8 @@ def _accumulating(
         shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
     step = accumulating.accumulating(trainer, strategy, indices, step)
     components = [(_SLOTS, i) for i in indices]
-    return CompiledStep(
-        strategy, step, groups, shardings=shardings, components=components
-    )
+    carried = CarriedStep(step, shardings=shardings, components=components)
+    return CompiledStep(strategy, carried, groups)
 
 
 def _step_of(trainer: Any, kind: str) -> Step:
@@ -125,7 +120,8 @@ def _step_of(trainer: Any, kind: str) -> Step:
 
     def predict_step(state: Any, data: Any) -> Any:
         outputs, non_trainable_variables = trainer.predict_step(state, data)
-        return outputs, (state[0], non_trainable_variables)
+        new = PredictState(*state)._replace(others=non_trainable_variables)
+        return outputs, new
 
     return predict_step
 
@@ -134,7 +130,6 @@ class EagerStep:
     """A step that runs operation by operation.
 
     Args:
-        strategy: Where it runs.
         step: From the state and the global batch to the logs and the new state.
 
     Raises:
@@ -174,7 +169,7 @@ class EagerStep:
         return logs, state
 
 
-def _check_variables(strategy: Strategy, groups: list[list[Any]]) -> None:
+def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
     wrong = [
         variable
         for group in groups

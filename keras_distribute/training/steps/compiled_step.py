@@ -1,55 +1,30 @@
-"""One compiled step over a global batch, and several of them in one dispatch."""
+"""Calls a compiled step over a global batch, or several of them in one dispatch, with
+the state that it takes and leaves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_distribute import context
 from keras_distribute.cluster import liveness
-from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import launches, timing
-from keras_distribute.devices.launches import Executable
-from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices import timing
+from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import batches
-from keras_distribute.training.steps import state_shardings
-from keras_distribute.training.steps.packed_state import (
-    Packed,
-    Packing,
-    Place,
-    State,
-    form_of,
-)
+from keras_distribute.training import batches, calls
+from keras_distribute.training.steps.packed_state import State, form_of
 from keras_distribute.training.steps.state import ArrayState, StepState, is_held
+from keras_distribute.training.steps.step_programs import (
+    CarriedStep,
+    Step,
+    StepPrograms,
+    alike,
+)
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
 _PLACE = "in fit, evaluate or predict"
-
-
-class _Kept:
-    """The batches of the last call, while somebody wants to look at them."""
-
-    batches: list[batches.Placed] | None = None
-
-
-def keep_batches(keep: bool) -> None:
-    """Whether to keep the batches of the last step, or group of steps, of which
-    `kept_batches` tells.
-    """
-    _Kept.batches = [] if keep else None
-
-
-def kept_batches() -> list[batches.Placed]:
-    """The batches of the last step, or group of steps."""
-    return _Kept.batches or []
 
 
 class CompiledStep:
@@ -57,49 +32,27 @@ class CompiledStep:
 
     Args:
         strategy: Where it runs.
-        step: From the state and the global batch to the logs and the new state.
+        carried: The step.
         groups: The variables behind the state.
-        packing: How the state is carried that `step` takes; `None` for Keras's groups
-            of values.
-        shardings: Of the new state, where it is not on every replica.
-        components: Where in the groups the variables are whose components on the
-            replicas `step` takes.
-        plain: `step` on Keras's groups of values; `None` if it is that.
+        plain: The step on Keras's groups of values; `None` if `carried` is that.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        step: Step,
-        groups: list[list[Any]],
-        packing: Packing | None = None,
-        shardings: Any = None,
-        components: Collection[Place] = (),
+        carried: CarriedStep,
+        groups: Sequence[list[Any]],
         plain: Step | None = None,
     ) -> None:
-        self._mesh = strategy.replica_mesh
-        self._strategy, self._step = strategy, step
-        self._packing, self._shardings, self._components = (
-            packing,
-            shardings,
-            components,
-        )
-        self._plain = plain or step
+        self._mesh, self._strategy = strategy.replica_mesh, strategy
+        self._carried, self._plain = carried, plain or carried.step
         self._on_arrays: CompiledStep | None = None
         self._begin(groups)
 
-    def _begin(self, groups: list[list[Any]]) -> None:
+    def _begin(self, groups: Sequence[list[Any]]) -> None:
         self._groups = groups
         self._seen: tuple[State | None, StepState | None] = (None, None)
-        self._scans: dict[Any, bool] = {}
-        self._scatters: dict[Any, bool] = {}
-        self._executables: dict[Any, Executable] = {}
-        labels = tuple([0] * len(group) for group in groups)
-        packing, carried = self._packing, labels
-        if packing is not None:
-            buffers = [0] * len(packing.buffers)
-            carried = Packed(buffers, packing.without_packed(labels))
-        self._structure = jax.tree.structure(carried)
+        self.programs = StepPrograms(self._strategy, self._carried, groups)
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step.
@@ -113,8 +66,7 @@ class CompiledStep:
             The logs, and `state`, which shows the new values; or the new arrays.
         """
         placed = batches.place_whole(data, self._mesh)
-        if _Kept.batches is not None:
-            _Kept.batches = [placed]
+        calls.step_begins([placed])
         if not is_held(state):
             return self._one_on_arrays(state, placed)
         return self._one(self._holder(state), placed), state
@@ -135,11 +87,14 @@ class CompiledStep:
             return logs, state
         holder = self._holder(state)
         left = [batches.place_whole(batch, self._mesh) for batch in data]
-        if _Kept.batches is not None:
-            _Kept.batches = left[:]
+        calls.step_begins(left[:])
         while left:
             group = left[:size]
-            if 1 < size == len(group) and _alike(group) and self._can_scan(group):
+            if (
+                1 < size == len(group)
+                and alike(group)
+                and self.programs.can_scan(group)
+            ):
                 logs = self._fused(holder, group)
                 del left[:size]
             else:
@@ -150,42 +105,7 @@ class CompiledStep:
         """The compiled program for a batch of this form, or for `size` of them
         at once.
         """
-        key = (size, _form(placed))
-        if key not in self._executables:
-            with launches.tracing:  # Another thread may have made it meanwhile.
-                if key not in self._executables:
-                    self._executables[key] = self._made(placed, size)
-        return self._executables[key]
-
-    def _made(self, placed: batches.Placed, size: int) -> Executable:
-        program, found = self._jitted(placed, size)
-        data = placed.data if size == 1 else [placed.data] * size
-        made = Executable(program, self._form_of_state(), data)
-        made.logs = found["logs"]
-        return made
-
-    def traced(
-        self, state: State, placed: batches.Placed, size: int = 1
-    ) -> tuple[Any, int]:
-        """The program that a call with such arrays runs, traced but not run: the
-        devices need not be there.
-
-        Args:
-            state: The groups of Keras's state, each array as a `jax.ShapeDtypeStruct`
-                with its sharding.
-            placed: A batch, likewise; `planning.placed_form` makes it.
-            size: As for `several`.
-
-        Returns:
-            A `jax.stages.Traced`, and how many steps it is.
-        """
-        carried = jax.tree.leaves(self._carried(state))
-        group = [placed] * size
-        if size > 1 and self._can_scan(group, carried):
-            program, _ = self._jitted(placed, size)
-            return program.trace(carried, [each.data for each in group]), size
-        program, _ = self._jitted(placed, 1, carried)
-        return program.trace(carried, placed.data), 1
+        return self.programs.executable(placed, size)
 
     def _one(self, holder: StepState | ArrayState, placed: batches.Placed) -> Any:
         return self._launch(holder, self.executable(placed), placed.data)
@@ -193,7 +113,7 @@ class CompiledStep:
     def _one_on_arrays(self, state: State, placed: batches.Placed) -> tuple[Any, State]:
         step, form = self._on_arrays, [list(group) for group in form_of(state)]
         if step is None or form_of(step._groups) != form_of(form):
-            step = CompiledStep(self._strategy, self._plain, form)
+            step = CompiledStep(self._strategy, CarriedStep(self._plain), form)
             self._on_arrays = step
         holder = ArrayState(state, self._mesh)
         return step._one(holder, placed), holder.groups()
@@ -221,15 +141,16 @@ class CompiledStep:
                 groups = [group.variables for group in state]
                 if holder is None or not holder.is_of(groups):
                     self._check_groups(groups)
-                    holder = StepState(groups, self._packing, self._components)
+                    own = self._carried
+                    holder = StepState(groups, own.packing, own.components)
                 self._seen = state, holder
         assert holder is not None
         return holder
 
-    def _check_groups(self, groups: list[list[Any]]) -> None:
+    def _check_groups(self, groups: Sequence[list[Any]]) -> None:
         if form_of(groups) == form_of(self._groups):
             return
-        if self._packing is None:
+        if self._carried.packing is None:
             self._begin(groups)
             return
         counts = [[len(group) for group in each] for each in (groups, self._groups)]
@@ -238,190 +159,3 @@ class CompiledStep:
             received=f"groups of {counts[0]} variables, after {counts[1]}.",
             fix="call model.compile(...) again after freezing or adding layers.",
         )
-
-    def _jitted(
-        self, placed: batches.Placed, size: int, carried: list[Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """The program for a form of batch, and where its trace leaves the logs'
-        structure.
-        """
-        function, outputs = self._function(placed, carried), self._outputs(placed)
-        if size > 1:
-            function, outputs = self._repeated(function), self._mesh.replicated
-        structure, found = self._structure, dict[str, Any]()
-
-        def program(leaves: list[Any], data: Any) -> tuple[list[Any], list[Any]]:
-            old = jax.tree.unflatten(structure, leaves)
-            logs, new = function(old, data)
-            outputs, found["logs"] = jax.tree.flatten(logs)
-            return outputs, _leaves_like(old, new)
-
-        # The state comes back as it went in, or the second call would compile again.
-        shardings = self._mesh.replicated
-        if self._shardings is not None:
-            shardings = jax.tree.leaves(self._shardings)
-        program.__name__ = "global_steps" if size > 1 else "global_step"
-        return (
-            jax.jit(program, donate_argnums=0, out_shardings=(outputs, shardings)),
-            found,
-        )
-
-    def _function(self, placed: batches.Placed, carried: list[Any] | None) -> Step:
-        """The step on batches of this form, whose true rows it takes."""
-        mesh, strategy, (_, rows, spread) = self._mesh, self._strategy, placed
-        if self._is_whole(placed, carried):
-            batch = GlobalBatch(spread[0], replicated=True)
-            own = mesh.replicated
-        else:
-            batch = GlobalBatch(*spread)
-            own = mesh.split
-        frame, step = Frame(strategy, Mode.CROSS, batch=batch), self._step
-
-        def global_step(state: Any, data: Any) -> Any:
-            with context.entered(frame):
-                return step(state, batches.trim(data, rows, own))
-
-        return global_step
-
-    def _repeated(self, step: Step) -> Step:
-        """Steps on several batches, one after the other on the devices."""
-        mesh = self._mesh
-
-        def global_steps(state: Any, data: Sequence[Any]) -> Any:
-            def body(state: Any, data: Any) -> Any:
-                logs, new = step(state, data)
-                return jax.tree.unflatten(
-                    self._structure, _leaves_like(state, new)
-                ), logs
-
-            stacked = jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *data)
-            state, logs = lax.scan(body, state, stacked)
-            return jax.tree.map(lambda values: values[-1], logs), state
-
-        return global_steps
-
-    def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not
-        be read.
-        """
-        # An uneven split cannot leave a program; of what is split over processes, no
-        # one of them could read all.
-        even = all(count == batches.WHOLE for count in placed.rows)
-        return None if even and self._mesh.num_processes == 1 else self._mesh.replicated
-
-    def _is_whole(self, placed: batches.Placed, carried: list[Any] | None) -> bool:
-        """Whether the step must have all rows on each replica.
-
-        Where rows are divided unevenly over some of the mesh's axes, and there are
-        logical devices, too, XLA adds up rows that do not exist wherever the step
-        scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
-        75 kinds of operation in such a program, those that scatter were wrong alone.
-        """
-        if not self._mesh.logical_axes or all(
-            count == batches.WHOLE for count in placed.rows
-        ):
-            return False
-        key = _form(placed)
-        if key not in self._scatters:
-            self._scatters[key] = False  # While it is traced to find out.
-            self._scatters[key] = self._has(placed, carried, "scatter")
-        return self._scatters[key]
-
-    def _can_scan(
-        self, group: list[batches.Placed], carried: list[Any] | None = None
-    ) -> bool:
-        """Whether a loop on the device is as fast as one here: XLA runs convolutions in
-        a loop slowly on a CPU.
-        """
-        key = _form(group[0])
-        if key not in self._scans:
-            on_cpu = self._mesh.devices[0].platform == "cpu"
-            slow = on_cpu and self._has(group[0], carried, "conv_general_dilated")
-            self._scans[key] = not slow and not self._is_whole(group[0], carried)
-        return self._scans[key]
-
-    def _has(
-        self, placed: batches.Placed, carried: list[Any] | None, primitive: str
-    ) -> bool:
-        program, _ = self._jitted(placed, 1, carried)
-        with launches.tracing:
-            traced = program.trace(carried or self._form_of_state(), placed.data)
-        return _has(traced.jaxpr, primitive)
-
-    def _form_of_state(self) -> list[Any]:
-        """The arrays of the state, as shapes with their shardings."""
-        return jax.tree.leaves(self._carried(self.form_of_groups(self._mesh)))
-
-    def form_of_groups(self, mesh: ReplicaMesh) -> State:
-        """Keras's groups of values on `mesh`, as shapes with their shardings."""
-        own = state_shardings.of_state(self._groups, mesh)
-        return tuple(
-            [
-                self._form_of(variable, where, (g, i))
-                for i, (variable, where) in enumerate(zip(group, places, strict=True))
-            ]
-            for g, (group, places) in enumerate(zip(self._groups, own, strict=True))
-        )
-
-    def _form_of(self, variable: Any, where: Any, place: Place) -> jax.ShapeDtypeStruct:
-        shape, dtype = tuple(variable.shape), variable.dtype
-        if place in self._components:
-            shape, where = (self._mesh.num_replicas, *shape), variable.sharding
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    def _carried(self, form: State) -> Any:
-        return form if self._packing is None else self._packing.form_packed(form)
-
-
-def _leaves_like(old: Any, new: Any) -> list[Any]:
-    """The new state's arrays, in the form of the old one's: a step may be the user's
-    own.
-
-    Raises:
-        ValueStructureError: Where they cannot be.
-    """
-    if isinstance(old, tuple) and isinstance(new, tuple | list):
-        new = tuple(list(group) for group in new)
-    before, structure = jax.tree.flatten(old)
-    after, returned = jax.tree.flatten(new)
-    shapes = [[jnp.shape(array) for array in arrays] for arrays in (before, after)]
-    if returned != structure or shapes[0] != shapes[1]:
-        raise ValueStructureError(
-            "A step returns the state that it was given, with new values.",
-            received=f"{returned} with the shapes {shapes[1]}, for {structure} with "
-            f"the shapes {shapes[0]}.",
-            fix="return (logs, state) from train_step and test_step, with a list of "
-            "values for each group in the order that they came in.",
-        )
-    return [jnp.asarray(a, b.dtype) for a, b in zip(after, before, strict=True)]
-
-
-def _alike(group: Sequence[batches.Placed]) -> bool:
-    return all(_form(placed) == _form(group[0]) for placed in group)
-
-
-def _form(placed: batches.Placed) -> Any:
-    leaves, structure = jax.tree.flatten(placed.data)
-    return (
-        structure,
-        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
-        placed.rows,
-        placed.spread,
-    )
-
-
-def _stacked(leaves: Sequence[Any], mesh: Any) -> Any:
-    stacked = jnp.stack(leaves)
-    if leaves[0].ndim and not leaves[0].shape[0] % mesh.num_replicas:
-        split = NamedSharding(mesh.mesh, PartitionSpec(None, REPLICA_AXIS))
-        stacked = lax.with_sharding_constraint(stacked, split)
-    return stacked
-
-
-def _has(jaxpr: Any, primitive: str) -> bool:
-    """Whether a traced program has a primitive whose name starts so."""
-    return any(
-        eqn.primitive.name.startswith(primitive)
-        or any(_has(inner, primitive) for inner in core.jaxprs_in_params(eqn.params))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )

@@ -24,12 +24,13 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat import rows as compat
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.run import replication_proof
 from keras_distribute.strategies.base import Strategy
+from keras_distribute.training import batch_normalization
 from keras_distribute.values import reductions
-from keras_distribute.variables import SyncOnReadVariable
 
 Forward = Callable[[list[Any], list[Any], Any], tuple[Any, list[Any], list[Any]]]
 Restore = Callable[[list[Any]], list[Any]]
@@ -41,7 +42,6 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
     to predictions, others, losses.
 
     Args:
-        trainer: The model.
         restore: From weights as they are carried to the values of the trainable
             variables.
     """
@@ -64,14 +64,10 @@ def per_replica(
     do not make up the whole.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         restore: From weights as they are carried to the values of the trainable
             variables.
         weights: Examples of what the result will be called with, without the axis of
             copies.
-        others: Likewise.
-        x: Likewise, the global batch.
     """
     replicas = strategy.num_replicas_in_sync
     leaves = jax.tree.leaves(x)
@@ -92,9 +88,23 @@ def per_replica(
     of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
     if not all(equal) or not of_rows:
         return None
+    sizes = [len(outputs), len(masks), len(others)]
+    return _over_replicas(program, sizes, strategy, kinds)
 
-    evaluate = core.jaxpr_as_fun(program)
-    ends = list(itertools.accumulate([len(outputs), len(masks), len(others)]))
+
+def _over_replicas(
+    program: core.ClosedJaxpr,
+    sizes: list[int],
+    strategy: Strategy,
+    kinds: dict[str, Any],
+) -> Forward:
+    """The traced forward pass of one replica as that of all.
+
+    Args:
+        program: The trace of `_of_one_replica`.
+        sizes: How many predictions, masks and other variables it returns.
+    """
+    evaluate, ends = core.jaxpr_as_fun(program), list(itertools.accumulate(sizes))
 
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
         own = [copy[0] for copy in copies]
@@ -125,17 +135,9 @@ def _of_one_replica(
     to predictions, their masks, others, losses.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
-        restore: As of `per_replica`.
         kinds: Gets the structure of the predictions, and which have masks.
     """
-    replicas = strategy.num_replicas_in_sync
-    # Moving statistics of batch normalization, each replica's own: their mean is kept.
-    averaged = [
-        isinstance(variable, SyncOnReadVariable)
-        for variable in trainer.non_trainable_variables
-    ]
+    kept = trainer.non_trainable_variables
 
     def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
         replica = strategy.make_replica_context()
@@ -147,12 +149,7 @@ def _of_one_replica(
         outputs, kinds["structure"] = jax.tree.flatten(predictions)
         masks = [compat.get_keras_mask(output) for output in outputs]
         kinds["masked"] = [mask is not None for mask in masks]
-        others = [
-            (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
-            if mean
-            else value
-            for value, mean in zip(others, averaged, strict=True)
-        ]
+        others = batch_normalization.mean_of_moving_statistics(kept, others)
         own_masks = [mask for mask in masks if mask is not None]
         return outputs, own_masks, others, list(losses)
 
@@ -195,10 +192,8 @@ def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
     """The sums over the replicas of gradients with respect to copies, on
     every replica.
     """
-    ops, dtype = (
-        strategy.extended.cross_device_ops,
-        strategy.placement.communication_dtype,
-    )
+    ops = strategy.extended.cross_device_ops
+    dtype = strategy.placement.communication_dtype
 
     def sum_of_all(copies: list[Any]) -> list[Any]:
         return reductions.sum_gradients(ops, [copy[0] for copy in copies], dtype)
@@ -212,54 +207,49 @@ def loss_and_gradients(
     trainer: Any,
     forward: Forward,
     restore: Restore,
-    trained: Any,
-    weights: Any,
-    others: Any,
-    metrics: Any,
+    state: TrainState,
     data: Any,
-) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    copies: list[Any] | None = None,
+) -> tuple[Any, list[Any], TrainState]:
     """Runs `forward`, computes the loss of all rows, and the gradients with respect to
-    `weights`.
+    what `forward` took.
 
     Args:
-        trainer: The model.
-        forward: One of the above.
         restore: From weights as they are carried to the values of the trainable
             variables.
-        trained: The weights, once for all replicas: a loss may look at them.
-        weights: What `forward` takes.
-        others: The values of the other variables.
-        metrics: Those of the metrics.
-        data: The global batch.
+        state: With its weights as they are carried: a loss may look at them.
+        copies: What `forward` takes in place of the weights.
 
     Returns:
-        The logs, the gradients, the new values of `others`, those of `metrics`.
+        The logs, the gradients, and the state with new `others` and `metrics`.
     """
     x, y, weight = compat.unpack_x_y_sample_weight(data)
 
     def loss_of(weights: list[Any]) -> Any:
-        predictions, new_others, losses = forward(weights, others, x)
-        loss, (_, new_others, new_metrics) = compat.stateless_loss(
+        predictions, others, losses = forward(weights, state.others, x)
+        loss, (_, others, metrics) = compat.stateless_loss(
             trainer,
             losses,
-            (restore(trained), new_others, metrics),
+            (restore(state.weights), others, state.metrics),
             x=x,
             y=y,
             y_pred=predictions,
             sample_weight=weight,
             training=True,
         )
-        return trainer.optimizer.scale_loss(loss), (
-            loss,
-            predictions,
-            new_others,
-            new_metrics,
-        )
+        scaled = trainer.optimizer.scale_loss(loss)
+        return scaled, (loss, predictions, others, metrics)
 
     (_, (loss, predictions, others, metrics)), grads = jax.value_and_grad(
         loss_of, has_aux=True
-    )(weights)
+    )(state.weights if copies is None else copies)
     logs, metrics = compat.update_metrics(
         trainer, metrics, loss, x, y, predictions, weight
     )
-    return logs, grads, others, metrics
+    return logs, grads, state._replace(others=others, metrics=metrics)
+
+
+def updated(optimizer: Any, state: TrainState, grads: list[Any]) -> TrainState:
+    """The state after the optimizer's step."""
+    weights, slots = optimizer.stateless_apply(state.slots, grads, state.weights)
+    return state._replace(weights=weights, slots=slots)

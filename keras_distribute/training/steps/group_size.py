@@ -23,7 +23,6 @@ class GroupSize:
     """The size of the groups of one model, from group to group.
 
     Args:
-        clock: Tells seconds.
         sizes: To try.
     """
 
@@ -59,9 +58,8 @@ class GroupSize:
         now = self._clock()
         if self._begun is not None and self._compiled:
             self._seconds.append(now - self._begun)
-        self._compiled = (
-            self._compiled or self._begun is not None
-        )  # The first group of a size compiles.
+        # The first group of a size compiles.
+        self._compiled = self._compiled or self._begun is not None
         self._begun = now
         if len(self._seconds) >= max(_GROUPS, _STEPS / size):
             self._judge(statistics.median(self._seconds) / size)
@@ -76,10 +74,6 @@ class GroupSize:
         ):
             self.settled = True
             return
-        self._before, self._seconds, self._compiled, self._begun = (
-            seconds,
-            [],
-            False,
-            None,
-        )
+        self._before, self._seconds, self._compiled = seconds, [], False
+        self._begun = None
         self._index += 1

@@ -14,29 +14,26 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import rows as compat
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import forward
-from keras_distribute.training.steps.compiled_step import Step
 from keras_distribute.training.steps.forward import Restore
+from keras_distribute.training.steps.step_programs import Step
 
 
 def local_step(trainer: Any, strategy: Strategy, global_step: Step) -> Step:
     """Keras's training step on local gradients, for a model whose plan is local.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         global_step: For batches whose rows do not divide.
     """
 
     def step(state: Any, data: Any) -> Any:
-        trained, others, slots, metrics = state
-        result = gradients(trainer, strategy, list, trained, others, metrics, data)
+        result = gradients(trainer, strategy, list, TrainState(*state), data)
         if result is None:
             return global_step(state, data)
-        logs, grads, others, metrics = result
-        trained, slots = trainer.optimizer.stateless_apply(slots, grads, trained)
-        return logs, (trained, others, slots, metrics)
+        logs, grads, new = result
+        return logs, forward.updated(trainer.optimizer, new, grads)
 
     return step
 
@@ -45,24 +42,17 @@ def gradients(
     trainer: Any,
     strategy: Strategy,
     restore: Restore,
-    weights: list[Any],
-    others: Any,
-    metrics: Any,
+    state: TrainState,
     data: Any,
     *,
     summed: bool = True,
-) -> tuple[Any, list[Any], list[Any], list[Any]] | None:
+) -> tuple[Any, list[Any], TrainState] | None:
     """What `forward.loss_and_gradients` returns, of each replica's rows.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         restore: From weights as they are carried to the values of the trainable
             variables.
-        weights: As they are carried.
-        others: The values of the other variables.
-        metrics: Those of the metrics.
-        data: The global batch.
+        state: With its weights as they are carried.
         summed: Whether the gradients are the sums over the replicas; otherwise each has
             an axis for the replicas' own.
 
@@ -73,11 +63,13 @@ def gradients(
     if batch is None or batch.shards != strategy.num_replicas_in_sync:
         return None
     x = compat.unpack_x_y_sample_weight(data)[0]
-    own = forward.per_replica(trainer, strategy, restore, weights, others, x)
+    own = forward.per_replica(
+        trainer, strategy, restore, state.weights, state.others, x
+    )
     if own is None:
         return None
-    copies = forward.copies(weights, strategy)
-    logs, grads, others, metrics = forward.loss_and_gradients(
-        trainer, own, restore, weights, copies, others, metrics, data
+    copies = forward.copies(state.weights, strategy)
+    logs, grads, state = forward.loss_and_gradients(
+        trainer, own, restore, state, data, copies
     )
-    return logs, forward.summed(grads, strategy) if summed else grads, others, metrics
+    return logs, forward.summed(grads, strategy) if summed else grads, state

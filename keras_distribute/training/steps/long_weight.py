@@ -14,20 +14,20 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import forward, local, packed_state
-from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
+from keras_distribute.training.steps.packed_state import Packed, Packing, Place
 from keras_distribute.training.steps.plan import StepPlan
 
-_WEIGHTS, _OTHERS, _SLOTS, _METRICS = range(4)
+# Where these groups are in the state.
+_WEIGHTS, _SLOTS = map(TrainState._fields.index, ("weights", "slots"))
 
 
 class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        trainer: The model.
-        strategy: Its strategy.
         optimizer: The optimizer of one long weight and the large ones.
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
@@ -43,17 +43,13 @@ class FlatStep:
         optimizer: Any,
         order: compat_optimizer.SlotOrder,
         small: list[int],
-        state: State,
+        state: TrainState,
         places: Sequence[Place],
         is_local: bool,
     ) -> None:
-        self._trainer, self._strategy, self._optimizer, self._order = (
-            trainer,
-            strategy,
-            optimizer,
-            order,
-        )
-        self._small, count = small, len(state[_WEIGHTS])
+        self._trainer, self._strategy, self._optimizer = trainer, strategy, optimizer
+        self._order = order
+        self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
         self._ones, self._slots_of = order.places(count)
         slots = [
@@ -75,14 +71,14 @@ class FlatStep:
     def of(
         trainer: Any,
         strategy: Strategy,
-        state: State,
+        state: TrainState,
         places: Sequence[Place],
         plan: StepPlan,
     ) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows
         it; otherwise `None`.
         """
-        weights = state[_WEIGHTS]
+        weights = state.weights
         if not plan.is_keras_step:
             return None
         if (
@@ -102,13 +98,12 @@ class FlatStep:
         ]
         if len(small) < packed_state.MANY:
             return None
-        with context.entered(
-            context.default_strategy().top_frame
-        ):  # It makes small optimizers, to look at them.
+        # It makes small optimizers, to look at them.
+        with context.entered(context.default_strategy().top_frame):
             order = compat_optimizer.slots_by_element(
                 trainer.optimizer, trainer.trainable_variables
             )
-        if order is None or not _slots_match(order, weights, state[_SLOTS]):
+        if order is None or not _slots_match(order, weights, state.slots):
             return None
         large = [
             (w.shape, w.dtype.name)
@@ -130,27 +125,29 @@ class FlatStep:
         buffers, single = packed.buffers, packed.single
         rest = Packed([None] * self._num_buffers + buffers[self._num_buffers :], single)
         state = self._unpacked(rest)
-        weights = [buffers[0], *(state[_WEIGHTS][i] for i in self._large)]
-        logs, grads, others, metrics = self._gradients(weights, state, data)
-        slots = self._carried_slots(buffers, state[_SLOTS])
-        weights, slots = self._optimizer.stateless_apply(slots, grads, weights)
-        return logs, self._packed(weights, slots, state, others, metrics)
+        carried = state._replace(
+            weights=[buffers[0], *(state.weights[i] for i in self._large)],
+            slots=self._carried_slots(buffers, state.slots),
+        )
+        logs, grads, carried = self._gradients(carried, data)
+        carried = forward.updated(self._optimizer, carried, grads)
+        return logs, self._packed(carried, state)
 
-    def _gradients(self, weights: list[Any], state: State, data: Any) -> Any:
-        """The logs, the gradients of the carried weights, and the new values of the
-        other groups.
+    def _gradients(
+        self, state: TrainState, data: Any
+    ) -> tuple[Any, list[Any], TrainState]:
+        """The logs, the gradients of the carried weights, and the state with the new
+        values of the other groups.
         """
-        trainer, others, metrics = self._trainer, state[_OTHERS], state[_METRICS]
+        trainer = self._trainer
         if self._is_local:
             result = local.gradients(
-                trainer, self._strategy, self._restored, weights, others, metrics, data
+                trainer, self._strategy, self._restored, state, data
             )
             if result is not None:
                 return result
         run = forward.over_all(trainer, self._restored)
-        return forward.loss_and_gradients(
-            trainer, run, self._restored, weights, weights, others, metrics, data
-        )
+        return forward.loss_and_gradients(trainer, run, self._restored, state, data)
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
@@ -175,34 +172,28 @@ class FlatStep:
                 carried[place] = slots[j]
         return carried
 
-    def _packed(
-        self,
-        weights: list[Any],
-        carried: list[Any],
-        state: State,
-        others: Any,
-        metrics: Any,
-    ) -> Packed:
+    def _packed(self, carried: TrainState, before: TrainState) -> Packed:
+        """What the next step gets: the carried state in its buffers and places."""
         ones, own = self._order.places(1 + len(self._large))
-        values, slots = list(state[_WEIGHTS]), list(state[_SLOTS])
-        for i, value in zip(self._large, weights[1:], strict=True):
-            values[i] = value
+        weights, slots = list(before.weights), list(before.slots)
+        for i, value in zip(self._large, carried.weights[1:], strict=True):
+            weights[i] = value
         for place, i in zip(ones, self._ones, strict=True):
-            slots[i] = carried[place]
+            slots[i] = carried.slots[place]
         for places, i in zip(own[1:], self._large, strict=True):
             for place, j in zip(places, self._slots_of[i], strict=True):
-                slots[j] = carried[place]
-        new = (values, others, slots, metrics)
-        flat = [weights[0], *(carried[place] for place in own[0])]
+                slots[j] = carried.slots[place]
+        new = carried._replace(weights=weights, slots=slots)
+        flat = [carried.weights[0], *(carried.slots[place] for place in own[0])]
         rest = [
             self.packing.joined(new, i)
             for i in range(self._num_buffers, len(self.packing.buffers))
         ]
         return Packed([*flat, *rest], self.packing.without_packed(new))
 
-    def _unpacked(self, packed: Packed) -> State:
+    def _unpacked(self, packed: Packed) -> TrainState:
         """The state but for what is in the buffers of weights and slots."""
-        state: State = tuple(list(group) for group in packed.single)
+        state = TrainState(*map(list, packed.single))
         for i in range(self._num_buffers, len(self.packing.buffers)):
             places: list[Place] = self.packing.buffers[i]
             for (group, index), value in zip(

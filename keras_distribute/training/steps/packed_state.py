@@ -161,9 +161,8 @@ class Packing:
 
     def _joined(self, arrays: Sequence[Any]) -> Any:
         size = sum(array.size for array in arrays)
-        return buffer_slices.joined(
-            arrays, size + -size % self._multiple
-        )  # So that it can be divided.
+        # So that it can be divided.
+        return buffer_slices.joined(arrays, size + -size % self._multiple)
 
     def parts(self, buffer: int, value: Any) -> list[Any]:
         """The arrays of one buffer."""

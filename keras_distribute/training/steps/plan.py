@@ -66,7 +66,6 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
 
     Args:
         trainer: A compiled model; what is said of one that is not built yet may change.
-        strategy: Where it runs.
     """
     method = compat.own_step_method(trainer)
     reason, remedy = _obstacle(trainer, method)

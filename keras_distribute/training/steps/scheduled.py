@@ -107,7 +107,7 @@ class ScheduledStep:
         """Keras's step, with assignments in the place of the state that it returns."""
         scope = programs.current_scope()
         groups = compat.state_variables(self._trainer, self._kind)
-        state = tuple([scope.get_current_value(v) for v in g] for g in groups)
+        state = groups._make([scope.get_current_value(v) for v in g] for g in groups)
         result, new = self._run(state, data)
         for variables, old, values in zip(groups, state, new, strict=True):
             for variable, before, value in zip(variables, old, values, strict=True):

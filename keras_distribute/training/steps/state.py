@@ -107,10 +107,8 @@ class StepState(Holder):
         )
 
     def take(self) -> Any:
-        self._unpacked, self._stored = (
-            (None, None),
-            {},
-        )  # The arrays end with their step.
+        # The arrays end with their step.
+        self._unpacked, self._stored = (None, None), {}
         return super().take()
 
     def put(self, groups: State) -> None:
@@ -172,12 +170,7 @@ class StepState(Holder):
 
 
 class ArrayState:
-    """The state of one step of a model that keeps its state by itself, as a `Holder`'s.
-
-    Args:
-        groups: Keras's groups of values.
-        mesh: Where the step runs.
-    """
+    """The state of one step of a model that keeps it by itself, as a `Holder`'s."""
 
     def __init__(self, groups: State, mesh: ReplicaMesh) -> None:
         self._sizes = [len(group) for group in groups]

@@ -1,0 +1,103 @@
+"""What counts as an array, and arrays in the form that JAX takes. Knows no
+`PerReplica`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.dtypes
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from keras_distribute import checks
+from keras_distribute.errors import StructureTypeError, ValueStructureError
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array, or a number that stands for one."""
+    if isinstance(value, np.ndarray | np.generic):
+        # 2: the 16-bit and smaller floats of JAX.
+        return value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
+    return isinstance(value, jax.Array | int | float | complex) and not isinstance(
+        value, bool
+    )
+
+
+def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
+    """The shape and the dtype of a component; `None` for what is no array."""
+    if not is_array(component):
+        return None
+    array = component if isinstance(component, jax.Array) else np.asarray(component)
+    return tuple(array.shape), str(array.dtype)
+
+
+def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array in `shape`, filled up with zeros at the end of each dimension."""
+    if array.shape == shape:
+        return array
+    widths = [
+        (0, after - before) for before, after in zip(array.shape, shape, strict=True)
+    ]
+    if not isinstance(array, jax.Array):
+        return np.pad(array, widths)
+    # Keys of random numbers: XLA cannot pad them.
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return lax.dynamic_update_slice(
+            lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
+        )
+    return lax.pad(
+        array,
+        lax.full((), 0, array.dtype),
+        [(before, after, 0) for before, after in widths],
+    )
+
+
+def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array itself, whose integers must survive JAX's 32 bits."""
+    if (
+        array.dtype.kind in "iu"
+        and array.dtype.itemsize == 8
+        and not jax.config.values["jax_enable_x64"]
+    ):
+        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.size and (array.max() > limits.max or array.min() < limits.min):
+            raise ValueStructureError(
+                "JAX computes with 32-bit integers, and these do not fit.",
+                received=f"{array.dtype} values from {array.min()} to {array.max()}.",
+                fix='jax.config.update("jax_enable_x64", True) at the start of the '
+                "program, or floating values.",
+            )
+    return array
+
+
+def as_array(value: Any, what: str) -> jax.Array:
+    """The value as JAX's array; a `StructureTypeError` for what is none."""
+    try:
+        return jnp.asarray(value)
+    except StructureTypeError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StructureTypeError(
+            what,
+            received=f"{checks.shown(value)}, a {type(value).__name__}.",
+            fix="an array of numbers, or a number of at most 32 bits.",
+        ) from error
+
+
+def checked_arrays(components: Sequence[Any], verb: str) -> list[Any]:
+    """The components, all of which must be arrays or numbers, as arrays."""
+    for component in components:
+        if not is_array(component):
+            raise StructureTypeError(
+                f"Only arrays can be {verb} over the replicas.",
+                received=f"a {type(component).__name__}.",
+                fix="strategy.experimental_local_results(value) gives the objects "
+                "themselves.",
+            )
+    return [
+        np.asarray(c) if isinstance(c, int | float | complex) else c for c in components
+    ]
