@@ -42,6 +42,9 @@ class Cluster:
         partitioner: How large variables are divided over the servers.
         max_staleness: How many pushes may have been applied since a step pulled.
 
+    Attributes:
+        recorded: The functions that were scheduled, while updates are recorded.
+
     Raises:
         UnavailableError: Where a server does not answer.
     """
@@ -79,6 +82,7 @@ class Cluster:
         ]
         for worker in self.workers:
             worker.start()
+        self.recorded: dict[int, Closure] | None = None
         self._end = weakref.finalize(
             self, _close, self.queue, self.workers, self.servers
         )
@@ -176,6 +180,8 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
             )
+        if self.recorded is not None:
+            self.recorded[closure.number] = closure
         self.queue.put(closure)
         return result
 

@@ -25,6 +25,7 @@ class Server:
 
     Attributes:
         writes: How often it was told values.
+        told: Those, with their keys, while updates are recorded.
         version: How many pushes it had applied, as far as is known.
     """
 
@@ -32,6 +33,7 @@ class Server:
         self.index, self.writes, self.version = index, 0, 0
         self._channel, self._coordinator = channel, coordinator
         self._lock = threading.Lock()
+        self.told: list[tuple[list[int], list[Array]]] | None = None
         self._gone: UnavailableError | None = None
         self.call({"op": "begin"})
 
@@ -63,6 +65,8 @@ class Server:
                     "checkpoint: kd.CheckpointManager, or BackupAndRestore in fit.",
                 )
                 raise self._gone from error
+        if self.told is not None and header["op"] == "set":
+            self.told.append((header["keys"], [np.array(each) for each in arrays]))
         self.writes = answer.get("writes", self.writes)
         self.version = max(self.version, answer.get("version", 0))
         return answer, found
@@ -135,6 +139,10 @@ class Served(Holder):
         """Where a variable is; `None` for one that no function has used."""
         found = self._places.get(id(variable))
         return None if found is None else found[1]
+
+    def places(self) -> list[tuple[Any, Place]]:
+        """All variables, with their places."""
+        return list(self._places.values())
 
     def add(self, variables: Sequence[Any], whole: bool = False) -> None:
         """Chooses places for variables that have none.

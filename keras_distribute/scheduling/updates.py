@@ -12,6 +12,7 @@ import jax
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
 from keras_distribute.errors import ValueStructureError
+from keras_distribute.remote.frames import Header
 from keras_distribute.scheduling.served import Part, Place, Served, Server
 from keras_distribute.servers.programs import exported
 
@@ -22,12 +23,16 @@ class Updates:
     Args:
         servers: All of them.
         served: The variables that they have.
+
+    Attributes:
+        sent: What was sent to which server by which number.
     """
 
     def __init__(self, servers: Sequence[Server], served: Served) -> None:
         self._servers, self._served = servers, served
         self._numbers: dict[Any, int] = {}
         self._optimizers: dict[int, Any] = {}
+        self.sent: dict[tuple[int, int], tuple[Header, Any]] = {}
 
     def place(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Places weights, and the optimizer's variables beside them.
@@ -137,6 +142,7 @@ class Updates:
             "gradients": len(parts),
         }
         self._servers[server].call(told, [blob])
+        self.sent[server, number] = told, blob
 
     def _state_keys(
         self,

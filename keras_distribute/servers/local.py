@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 from keras_distribute import checks
@@ -83,7 +82,7 @@ class ParameterServerCluster:
             credentials.ENCRYPT: str(int(self._encrypted)),
             "KERAS_BACKEND": "jax",
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": _flags_but_for_devices(),
             "JAX_NUM_CPU_DEVICES": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
@@ -124,11 +123,7 @@ class ParameterServerCluster:
         self.close()
 
 
-def wait_for(condition: Any, seconds: float = 60.0) -> bool:
-    """Whether `condition()` has become true within some time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
+def _flags_but_for_devices() -> str:
+    """This process's flags of XLA, by which the tasks compute the same bits."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(flag for flag in flags if "device_count" not in flag)

@@ -170,7 +170,7 @@ class Runner:
             results = outputs[: layout["num_results"]]
             if layout["changes"]:
                 changes = outputs[len(outputs) - len(layout["changes"]) :]
-                kept, totals = _changed(layout["changes"], kept, totals, changes)
+                kept, totals = changed(layout["changes"], kept, totals, changes)
         self._waiting.pop(closure, None)
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
@@ -263,13 +263,14 @@ class Runner:
             "step": step,
             "done": header["done"],
             "bound": header.get("bound"),
+            "pulled_of_all": [[each.version, each.writes] for each in self._servers],
         }
         asked: dict[int, int] = {}
         for push in layout["pushes"]:
             i = push["server"]
             if only is not None and i not in only:
                 continue
-            arrays = [_cut(outputs, place) for place in push["outputs"]]
+            arrays = [cut(outputs, place) for place in push["outputs"]]
             told = {key: push[key] for key in ("updates", "adds", "sets")}
             asked[i] = self._servers[i].channel.send(
                 {
@@ -303,14 +304,14 @@ def _by_server(reads: Sequence[Sequence[Any]], count: int) -> list[list[int]]:
     return wanted
 
 
-def _cut(outputs: Sequence[Any], place: Sequence[Any]) -> Any:
+def cut(outputs: Sequence[Any], place: Sequence[Any]) -> Any:
     """An output of the program, or some of its rows."""
     index, start, stop = place
     array = np.asarray(outputs[index])
     return array if start is None else array[start:stop]
 
 
-def _changed(
+def changed(
     kinds: Sequence[Sequence[Any]],
     kept: list[Any],
     totals: list[Any],

@@ -9,7 +9,7 @@ pushes it again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from keras_distribute.servers.programs import loaded
 
 
 @dataclasses.dataclass(frozen=True)
-class _Update:
+class Update:
     """An optimizer's update of some weights: from its state, the weights and their
     gradients to the new state and weights.
 
@@ -35,6 +35,39 @@ class _Update:
     program: Callable[..., Any]
     keys: list[int]
     num_gradients: int
+
+
+def update_of(header: Header, blob: Any) -> Update:
+    """The update that a message of the coordinator holds."""
+    return Update(loaded(blob), header["keys"], header["gradients"])
+
+
+class Values(dict[int, Array]):
+    """Values by their keys, and how optimizers update them.
+
+    Attributes:
+        updates: By their numbers.
+    """
+
+    def __init__(self, values: Mapping[int, Array] | None = None) -> None:
+        super().__init__(values or {})
+        self.updates: dict[int, Update] = {}
+
+    def apply(self, push: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+        """Does what is pushed: updates by gradients, additions, and new values."""
+        left = list(arrays)
+        for number in push["updates"]:
+            update = self.updates[number]
+            gradients = left[: update.num_gradients]
+            del left[: update.num_gradients]
+            new = update.program(*(self[key] for key in update.keys), *gradients)
+            for key, value in zip(update.keys, new, strict=True):
+                self[key] = np.asarray(value)
+        for key in push["adds"]:
+            old, change = self[key], left.pop(0)
+            self[key] = np.asarray(old + change, old.dtype)
+        for key in push["sets"]:
+            self[key] = left.pop(0)
 
 
 class Store:
@@ -52,12 +85,11 @@ class Store:
 
     def _begin(self) -> None:
         self.version = self._writes = 0
-        self._values: dict[int, Array] = {}
-        self._updates: dict[int, _Update] = {}
+        self._values = Values()
         self._applied: dict[int, set[int]] = {}
         self._done = 0
         self._incarnations: dict[int, int] = {}
-        self._log: list[list[int]] | None = None
+        self._log: list[list[Any]] | None = None
 
     def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
         """Answers one message."""
@@ -84,9 +116,10 @@ class Store:
         return method(self, header, arrays)
 
     def _set(self, header: Header, arrays: list[Array]) -> Answer:
-        for key, array in zip(header["keys"], arrays, strict=True):
-            self._values[key] = array
+        self._values.update(zip(header["keys"], arrays, strict=True))
         self._writes += 1
+        if self._log is not None:
+            self._log.append(["set", self._writes])
         return self._state(), []
 
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
@@ -94,9 +127,7 @@ class Store:
         return self._state(), [self._values[key] for key in header["keys"]]
 
     def _program(self, header: Header, arrays: list[Array]) -> Answer:
-        self._updates[header["id"]] = _Update(
-            loaded(arrays[0]), header["keys"], header["gradients"]
-        )
+        self._values.updates[header["id"]] = update_of(header, arrays[0])
         return {}, []
 
     def _fence(self, header: Header, arrays: list[Array]) -> Answer:
@@ -118,33 +149,16 @@ class Store:
         steps = self._applied.setdefault(closure, set())
         stale = bound is not None and self.version - header["pulled"] > bound
         if closure >= self._done and step not in steps and not stale:
-            self._apply(header, arrays)
+            self._values.apply(header, arrays)
             steps.add(step)
             self.version += 1
             if self._log is not None:
-                self._log.append(
-                    [closure, step, worker, header["pulled"], self.version]
-                )
+                pulled = header["pulled_of_all"]
+                self._log.append(["push", closure, step, worker, pulled])
         elif step in steps:
             stale = False
         reads = [self._values[key] for key in header["reads"]]
         return {**self._state(), "stale": stale}, reads
-
-    def _apply(self, header: Header, arrays: Sequence[Array]) -> None:
-        left = list(arrays)
-        for number in header["updates"]:
-            update = self._updates[number]
-            gradients = left[: update.num_gradients]
-            del left[: update.num_gradients]
-            state = [self._values[key] for key in update.keys]
-            new = update.program(*state, *gradients)
-            for key, value in zip(update.keys, new, strict=True):
-                self._values[key] = np.asarray(value)
-        for key in header["adds"]:
-            old, change = self._values[key], left.pop(0)
-            self._values[key] = np.asarray(old + change, old.dtype)
-        for key in header["sets"]:
-            self._values[key] = left.pop(0)
 
     def _forget(self, done: int) -> None:
         """Drops what is known of functions below a number: all have returned."""

@@ -5,6 +5,7 @@ from keras_distribute.launch.functions import (
     ProcessResult,
     run_in_processes,
 )
+from keras_distribute.scheduling.replay import RecordedUpdates
 from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.testing import combinations
 from keras_distribute.testing.combinations import NamedStrategy, combine, cpu_devices
@@ -16,6 +17,7 @@ __all__ = [
     "NamedStrategy",
     "ParameterServerCluster",
     "ProcessResult",
+    "RecordedUpdates",
     "combinations",
     "combine",
     "cpu_devices",

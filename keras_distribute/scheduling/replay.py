@@ -1,0 +1,221 @@
+"""Asynchronous training computed again, in one process: the proof that what the servers
+have is what their log says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_distribute.errors import ContextError
+from keras_distribute.remote.frames import Array, Header
+from keras_distribute.scheduling.cluster import Cluster
+from keras_distribute.scheduling.queue import Closure
+from keras_distribute.servers.programs import loaded
+from keras_distribute.servers.runner import changed, cut
+from keras_distribute.servers.store import Values, update_of
+
+_State = tuple[int, int]  # Pushes and writes.
+
+
+class RecordedUpdates:
+    """Records the updates of a `kd.ParameterServerStrategy`, and computes them again.
+
+    In which order workers push is chance; but servers log it, with the values that each
+    push was computed from. The same programs on the same batches, in that order, give
+    the same bits on the same kind of machine.
+
+    Args:
+        strategy: Whose updates.
+
+    Attributes:
+        log: After the `with` block, for each server what it did, in order: `["push",
+            function, step, worker, [[pushes, writes] of each server]]`, where the last
+            is what the worker had pulled, and `["set", number]` for what the
+            coordinator assigned.
+
+    Raises:
+        ContextError: For functions with batches that workers read themselves.
+
+    Example:
+        >>> import keras, numpy as np, keras_distribute as kd
+        >>> strategy = kd.ParameterServerStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        ...     model.compile("adam", "mse")
+        >>> x = np.random.default_rng(0).normal(size=(50, 2))
+        >>> with kd.testing.RecordedUpdates(strategy) as updates:
+        ...     history = model.fit(x, x[:, 0], batch_size=5, verbose=0)
+        >>> again = updates.replayed()
+        >>> all((again[v.path] == v.numpy()).all() for v in model.trainable_variables)
+        True
+        >>> strategy.close()
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._cluster: Cluster = strategy.cluster
+        self.log: list[list[list[Any]]] = []
+        self._closures: dict[int, Closure] = {}
+        self._first: list[dict[int, Array]] = []
+        self._writes: list[int] = []
+        self._told: list[list[tuple[list[int], list[Array]]]] = []
+
+    def __enter__(self) -> RecordedUpdates:
+        cluster = self._cluster
+        cluster.join()
+        for server in cluster.servers:
+            keys = [
+                part.key
+                for _, place in cluster.served.places()
+                for part in place.parts
+                if part.server == server.index
+            ]
+            _, arrays = server.call({"op": "pull", "keys": keys})
+            found = [np.array(array) for array in arrays]
+            self._first.append(dict(zip(keys, found, strict=True)))
+            state, _ = server.call({"op": "log", "keep": True})
+            self._writes.append(state["writes"])
+            self._told.append([])
+            server.told = self._told[-1]
+        self._versions = [server.version for server in cluster.servers]
+        cluster.recorded = self._closures
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        cluster = self._cluster
+        cluster.recorded = None
+        if exc_info[0] is None:
+            cluster.join()
+        for server in cluster.servers:
+            server.told = None
+            told, _ = server.call({"op": "log", "keep": False})
+            self.log.append(told["log"])
+
+    def replayed(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The values of all variables on servers, by their paths, computed again."""
+        replay = _Replay(self._cluster, self._closures, self._first, self._told)
+        replay.begin(self._versions, self._writes)
+        replay.run(self.log)
+        return replay.values()
+
+
+class _Replay:
+    """The servers, in this process, with all their states so far."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        closures: dict[int, Closure],
+        first: Sequence[dict[int, Array]],
+        told: Sequence[list[tuple[list[int], list[Array]]]],
+    ) -> None:
+        self._cluster, self._closures = cluster, closures
+        self._values = [Values(values) for values in first]
+        self._told = [list(each) for each in told]
+        self._states: list[dict[_State, dict[int, Array]]] = []
+        self._now: list[_State] = []
+        self._functions: dict[int, tuple[Any, Header]] = {}
+        self._kept: dict[tuple[int, int], list[Any]] = {}
+        self._outputs: dict[Any, Sequence[Any]] = {}
+
+    def begin(self, versions: Sequence[int], writes: Sequence[int]) -> None:
+        """Notes what the servers had when the recording began."""
+        self._now = list(zip(versions, writes, strict=True))
+        self._states = [
+            {now: dict(values)}
+            for now, values in zip(self._now, self._values, strict=True)
+        ]
+
+    def run(self, log: Sequence[Sequence[list[Any]]]) -> None:
+        """Does what the servers did, each in its order."""
+        left = [list(entries) for entries in log]
+        while any(left):
+            before = sum(map(len, left))
+            for server, entries in enumerate(left):
+                while entries and self._is_possible(entries[0]):
+                    self._do(server, entries.pop(0))
+            assert sum(map(len, left)) < before, "an effect before its cause"
+
+    def _is_possible(self, entry: list[Any]) -> bool:
+        if entry[0] == "set":
+            return True
+        _, number, _, _, pulled = entry
+        _, layout = self._function(self._closures[number])
+        read = {server for parts in layout["reads"] for server, _ in parts}
+        return all(tuple(pulled[server]) in self._states[server] for server in read)
+
+    def _do(self, server: int, entry: list[Any]) -> None:
+        version, writes = self._now[server]
+        values = self._values[server]
+        if entry[0] == "set":
+            keys, arrays = self._told[server].pop(0)
+            values.update(zip(keys, arrays, strict=True))
+            self._now[server] = version, writes + 1
+        else:
+            _, number, step, worker, pulled = entry
+            outputs, layout = self._computed(number, step, worker, pulled)
+            push = next(p for p in layout["pushes"] if p["server"] == server)
+            self._apply(server, push, [cut(outputs, o) for o in push["outputs"]])
+            self._now[server] = version + 1, writes
+        self._states[server][self._now[server]] = dict(values)
+
+    def _computed(
+        self, number: int, step: int, worker: int, pulled: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Any], Header]:
+        """What one step of a function made of what it had pulled."""
+        closure = self._closures[number]
+        if closure.program.elements:
+            raise ContextError(
+                "What workers read themselves cannot be computed again here.",
+                received="a function that takes next(iterator).",
+                fix="pass the batch as an argument, or use fit.",
+            )
+        program, layout = self._function(closure)
+        key = number, step, tuple(map(tuple, pulled))
+        if key not in self._outputs:
+            states = [
+                states.get((version, writes), {})
+                for (version, writes), states in zip(pulled, self._states, strict=True)
+            ]
+            reads = [_joined(parts, states) for parts in layout["reads"]]
+            count = layout["num_args"]
+            args = closure.args(worker)[step * count : (step + 1) * count]
+            kept = self._kept.get((number, step), closure.kept)
+            outputs = program(*reads, *kept, *args)
+            self._outputs[key] = outputs
+            if layout["changes"]:
+                changes = outputs[len(outputs) - len(layout["changes"]) :]
+                new, _ = changed(layout["changes"], kept, [], changes)
+                self._kept[number, step + 1] = new
+        return self._outputs[key], layout
+
+    def _function(self, closure: Closure) -> tuple[Any, Header]:
+        program = closure.program
+        if program.number not in self._functions:
+            layout = self._cluster.layout_of(program)
+            self._functions[program.number] = loaded(program.blob), layout
+        return self._functions[program.number]
+
+    def _apply(self, server: int, push: Header, arrays: list[Array]) -> None:
+        """By the server's own code."""
+        values = self._values[server]
+        for number in push["updates"]:
+            if number not in values.updates:
+                told, blob = self._cluster.updates.sent[server, number]
+                values.updates[number] = update_of(told, blob)
+        values.apply(push, arrays)
+
+    def values(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Of all variables that servers have."""
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for variable, place in self._cluster.served.places():
+            parts = [self._values[part.server][part.key] for part in place.read]
+            found[variable.path] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return found
+
+
+def _joined(parts: Sequence[Sequence[int]], states: Sequence[dict[int, Array]]) -> Any:
+    found = [states[server][key] for server, key in parts]
+    return found[0] if len(found) == 1 else np.concatenate(found)

@@ -1,0 +1,75 @@
+"""What the servers have after asynchronous training is what their log says, bit for
+bit.
+"""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+from tests.exactness.harness import table
+from tests.parameter_server.conftest import resolver_of
+from tests.parameter_server.test_fit import network
+
+EPOCHS = 32 if os.environ.get("EVERY_CASE") else 4
+
+
+def divided(shape, dtype):
+    """Large variables in two parts."""
+    return [2 if shape[0] > 4 else 1, *[1] * (len(shape) - 1)]
+
+
+@pytest.mark.parametrize("partitioner", [None, divided])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_asynchronous_training_is_computed_again(cluster, workers, partitioner):
+    strategy = kd.ParameterServerStrategy(resolver_of(cluster, workers), partitioner)
+    x, y = table(256)
+    with strategy.scope():
+        model = network()
+
+    class Slows(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.02 / (epoch + 1)
+
+    with kd.testing.RecordedUpdates(strategy) as updates:
+        model.fit(x, y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[Slows()])
+    pushes = [[entry for entry in log if entry[0] == "push"] for log in updates.log]
+    assert [len(log) for log in pushes] == [32 * EPOCHS] * 2
+    if workers == 2:
+        assert {entry[3] for entry in pushes[0]} == {0, 1}
+    again = updates.replayed()
+    compared = 0
+    for variable in [*model.weights, *model.optimizer.variables]:
+        if variable.path in again:
+            np.testing.assert_array_equal(again[variable.path], variable.numpy())
+            compared += 1
+    assert compared >= len(model.weights)
+    strategy.close()
+
+
+def test_several_steps_in_a_function(strategy):
+    x, y = table(64)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, steps_per_execution=4)
+    model.fit(x, y, batch_size=4, verbose=0)
+    with kd.testing.RecordedUpdates(strategy) as updates:
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    again = updates.replayed()
+    for variable in model.weights:
+        np.testing.assert_array_equal(again[variable.path], variable.numpy())
+
+
+def test_what_workers_read_cannot_be_computed_again(strategy):
+    with strategy.scope():
+        v = keras.Variable(0.0)
+    coordinator = kd.coordinator.ClusterCoordinator(strategy)
+    dataset = coordinator.create_per_worker_dataset(lambda: iter(np.ones(9, "float32")))
+    with kd.testing.RecordedUpdates(strategy) as updates:
+        coordinator.schedule(lambda it: v.assign_add(next(it)), (iter(dataset),))
+    with pytest.raises(kd.errors.ContextError, match=r"workers read themselves"):
+        updates.replayed()
