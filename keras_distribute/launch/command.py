@@ -5,6 +5,12 @@
         --coordinator host0:1234 train.py
     python -m keras_distribute.launch debug train.py
 
+With parameter servers (`kd.ParameterServerStrategy`) the script is the chief, and the
+other tasks need none of its code; a worker that ends is started again alone, all tasks
+when a server ends:
+
+    python -m keras_distribute.launch --ps 1 --workers 2 train.py
+
 With `--min-nnodes` the launchers of several hosts meet, with a token that all of them
 know:
 
@@ -42,6 +48,7 @@ from keras_distribute.errors import ClusterError
 from keras_distribute.launch import rendezvous
 from keras_distribute.launch.job import Job, Worker
 from keras_distribute.launch.rendezvous import Meeting
+from keras_distribute.launch.roles import Roles
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_LINES = 30
@@ -60,6 +67,8 @@ _HELP = {
     "cpu_devices": (int, "virtual CPU devices of each process"),
     "grace": (float, "seconds from a signal until processes are killed"),
     "log_dir": (Path, "folder for the output of each process"),
+    "workers": (int, "workers of parameter servers, on this host"),
+    "ps": (int, "parameter servers"),
     "token_file": (Path, f"token of a job of several hosts; else {signing.TOKEN}"),
 }
 
@@ -87,6 +96,8 @@ class LaunchOptions:
         grace: Seconds from a signal, or from the failure of a process, until all are
             killed.
         log_dir: A folder for the output of each process.
+        workers: On one host: the workers of a job with parameter servers.
+        ps: Its parameter servers.
         token_file: A file with the token of a job of several hosts, the same for all of
             them; `None` for that in `KERAS_DISTRIBUTE_JOB_TOKEN`, or for none. Hosts
             meet with a token alone; on one host each job gets its own.
@@ -107,10 +118,13 @@ class LaunchOptions:
     cpu_devices: int | None = None
     grace: float = 30.0
     log_dir: Path | None = None
+    workers: int = 0
+    ps: int = 0
     token_file: Path | None = None
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("max_restarts", "node_timeout", "grace"), 0)
+        names = ("max_restarts", "node_timeout", "grace", "workers", "ps")
+        least = dict.fromkeys(names, 0)
         least |= dict.fromkeys(("nproc", "nnodes", "cpu_devices"), 1)
         for name, limit in least.items():
             value = getattr(self, name)
@@ -118,6 +132,14 @@ class LaunchOptions:
                 fix = f"--{name.replace('_', '-')} {max(limit, 1)}"
                 _refuse(f"{name} is at least {limit}.", f"{value}", fix)
         several = self.nnodes > 1
+        roles = self.workers or self.ps
+        if roles and (not (self.workers and self.ps) or self.nproc > 1 or several):
+            _refuse(
+                "A job with parameter servers has workers and servers, on one host.",
+                f"workers={self.workers}, ps={self.ps}, nproc={self.nproc}, "
+                f"nnodes={self.nnodes}",
+                "--ps 1 --workers 2",
+            )
         if self.min_nproc is not None and (
             several or not 1 <= self.min_nproc <= self.nproc
         ):
@@ -167,17 +189,18 @@ class _Output:
 
     def __init__(self, log_dir: Path | None, width: int) -> None:
         self._log_dir, self._width = log_dir, width
-        self._files: dict[int, TextIO] = {}
+        self._files: dict[int | str, TextIO] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, index: int, line: str) -> None:
+    def __call__(self, index: int | str, line: str) -> None:
         with self._lock:
             _print(f"[{index:>{self._width}}] {line.rstrip()}")
             if self._log_dir is None:
                 return
             if index not in self._files:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
-                path = self._log_dir / f"process-{index}.log"
+                name = str(index).replace(":", "-")
+                path = self._log_dir / f"process-{name}.log"
                 self._files[index] = path.open("a")
             self._files[index].write(line)
             self._files[index].flush()
@@ -197,6 +220,8 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     Returns:
         0, or the exit code of the process that failed first.
     """
+    if options.ps:
+        return _launch_roles(command, options)
     launcher = _Launcher(command, options)
     previous = {each: signal.signal(each, launcher.receive) for each in _SIGNALS}
     try:
@@ -205,6 +230,23 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
         launcher.output.close()
+
+
+def _launch_roles(command: Sequence[str], options: LaunchOptions) -> int:
+    output = _Output(options.log_dir, len("worker:0"))
+    roles = Roles(
+        command,
+        options.workers,
+        options.ps,
+        max_restarts=options.max_restarts,
+        grace=options.grace,
+        on_line=output,
+        tell=_say,
+    )
+    try:
+        return roles.run()
+    finally:
+        output.close()
 
 
 class _Launcher:

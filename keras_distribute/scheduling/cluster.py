@@ -4,6 +4,7 @@ programs that they run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import uuid
@@ -83,8 +84,9 @@ class Cluster:
         for worker in self.workers:
             worker.start()
         self.recorded: dict[int, Closure] | None = None
+        # A program that ends lets its tasks end, too.
         self._end = weakref.finalize(
-            self, _close, self.queue, self.workers, self.servers
+            self, _close, self.queue, self.workers, self.servers, True
         )
 
     def is_on_servers(self, variable: Any) -> bool:
@@ -314,9 +316,10 @@ class Cluster:
         self.synchronize()
         return ready
 
-    def close(self) -> None:
-        """Lets the tasks of the cluster end."""
-        self._end()
+    def close(self, end_tasks: bool) -> None:
+        """Lets go of the tasks of the cluster, or lets them end."""
+        if self._end.detach() is not None:
+            _close(self.queue, self.workers, self.servers, end_tasks)
 
 
 def _rows(output: int, part: Any) -> list[Any]:
@@ -331,11 +334,16 @@ def _arrays(call: Call, worker: int) -> list[Any]:
     ]
 
 
-def _close(queue: Queue, workers: Sequence[Worker], servers: Sequence[Server]) -> None:
+def _close(
+    queue: Queue, workers: Sequence[Worker], servers: Sequence[Server], end_tasks: bool
+) -> None:
     queue.close()
     for worker in workers:
-        worker.close()
+        worker.close(end_tasks)
     for worker in workers:
         worker.join(5.0)
     for server in servers:
+        if end_tasks:
+            with contextlib.suppress(DistributeError):
+                server.call({"op": "end"})
         server.close()

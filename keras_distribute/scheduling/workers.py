@@ -76,6 +76,7 @@ class Worker(threading.Thread):
         self._wake.setblocking(False)
         self._running: dict[int, Closure] = {}
         self._sent: set[int] = set()
+        self._ends_task = False
         owner.queue.on_work(self.wake)
 
     def wake(self) -> None:
@@ -84,8 +85,9 @@ class Worker(threading.Thread):
             with contextlib.suppress(BlockingIOError, OSError):
                 self._wake.send(b"x")
 
-    def close(self) -> None:
-        """Lets the thread end."""
+    def close(self, end_task: bool) -> None:
+        """Lets the thread end, and the worker, too."""
+        self._ends_task = end_task
         self._is_closed.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -152,6 +154,8 @@ class Worker(threading.Thread):
                     self._woken.recv(4096)
             else:
                 self._take(channel, *reply)
+        if self._ends_task:
+            channel.send({"op": "end", "coordinator": self._owner.coordinator})
         if self._running:
             raise UnavailableError("The strategy was closed.")
 

@@ -4,7 +4,6 @@ lives.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,7 +13,8 @@ from keras_distribute import checks
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.resolvers.base import SimpleClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
-from keras_distribute.launch.job import Job, free_port
+from keras_distribute.launch import roles
+from keras_distribute.launch.job import Job
 from keras_distribute.remote import credentials
 from keras_distribute.remote.credentials import Credentials
 
@@ -47,13 +47,7 @@ class ParameterServerCluster:
         checks.count("num_workers", num_workers, 1)
         checks.count("num_ps", num_ps, 1)
         checks.flag("encrypted", encrypted)
-        ports: list[int] = []
-        while len(ports) < num_workers + num_ps:
-            port = free_port()
-            if port not in ports:
-                ports.append(port)
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        self._jobs = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
+        self._jobs = roles.addresses(num_workers, num_ps)
         self._token = signing.new_token()
         self._encrypted = encrypted
         self.cluster_resolver = SimpleClusterResolver(
@@ -75,10 +69,8 @@ class ParameterServerCluster:
         name = f"{job}:{index}"
         if name in self._tasks:
             self._tasks[name].stop(grace=0)
-        config = {"cluster": self._jobs, "task": {"type": job, "index": index}}
         environment = {
-            "TF_CONFIG": json.dumps(config),
-            signing.TOKEN: self._token,
+            **roles.environment_of(self._jobs, job, index, self._token),
             credentials.ENCRYPT: str(int(self._encrypted)),
             "KERAS_BACKEND": "jax",
             "JAX_PLATFORMS": "cpu",
@@ -86,8 +78,7 @@ class ParameterServerCluster:
             "JAX_NUM_CPU_DEVICES": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        command = [sys.executable, "-W", "ignore", "-m", "keras_distribute.servers"]
-        task = Job(command, 1, environment=lambda _: environment)
+        task = Job(roles.SERVER, 1, environment=lambda _: environment)
         task.start()
         self._tasks[name] = task
 

@@ -136,11 +136,15 @@ class ParameterServerStrategy(Strategy):
     def wait_for_steps(self) -> None:
         self.cluster.join()
 
-    def close(self) -> None:
-        """Lets go of the workers and servers; those that this strategy has started
-        end.
+    def close(self, end_tasks: bool = False) -> None:
+        """Lets go of the workers and servers, which take the next strategy; those that
+        this strategy has started end. At the end of the program all end by themselves.
+
+        Args:
+            end_tasks: Whether they are to end now: `kd.Server.join` returns there.
         """
-        self.cluster.close()
+        checks.flag("end_tasks", end_tasks)
+        self.cluster.close(end_tasks)
         if self._own is not None:
             self._own.close()
 

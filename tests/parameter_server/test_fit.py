@@ -271,7 +271,7 @@ def test_divided_variables(cluster, parts):
         return [min(parts, shape[0]), *[1] * (len(shape) - 1)]
 
     strategy = kd.ParameterServerStrategy(cluster.cluster_resolver, partitioner)
-    strategy.cluster.workers[1].close()
+    strategy.cluster.workers[1].close(False)
     try:
         equals_one_device(
             strategy,

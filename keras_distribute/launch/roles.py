@@ -1,0 +1,165 @@
+"""The tasks of a cluster with parameter servers on this host: the chief runs the
+script, workers and servers run `kd.Server`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from keras_distribute.cluster import signing
+from keras_distribute.launch.job import Job, free_port
+
+Jobs = dict[str, list[str]]
+SERVER = [sys.executable, "-W", "ignore", "-m", "keras_distribute.servers"]
+_POLL_SECONDS = 0.05
+_SECONDS_UNTIL_RESTART = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def addresses(num_workers: int, num_ps: int, with_chief: bool = False) -> Jobs:
+    """Free ports of this host for all tasks."""
+    ports: list[int] = []
+    while len(ports) < num_workers + num_ps + with_chief:
+        port = free_port()
+        if port not in ports:
+            ports.append(port)
+    found = [f"127.0.0.1:{port}" for port in ports]
+    jobs = {"worker": found[:num_workers], "ps": found[num_workers:][:num_ps]}
+    return jobs | ({"chief": found[-1:]} if with_chief else {})
+
+
+def environment_of(jobs: Jobs, job: str, index: int, token: str) -> dict[str, str]:
+    """What a task is told: who all are, who it is, and the token."""
+    config = {"cluster": jobs, "task": {"type": job, "index": index}}
+    return {"TF_CONFIG": json.dumps(config), signing.TOKEN: token}
+
+
+class Roles:
+    """A job of a chief, workers and parameter servers on this host.
+
+    Args:
+        command: What the chief runs.
+        num_workers: How many workers.
+        num_ps: How many parameter servers.
+        max_restarts: How often all are started again after the chief or a server has
+            failed. A worker that ends is started again by itself, each time.
+        grace: Seconds from a signal until all are killed.
+        on_line: Called with the name of a task and each line that it writes.
+        tell: Called with what happens.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_workers: int,
+        num_ps: int,
+        *,
+        max_restarts: int,
+        grace: float,
+        on_line: Callable[[str, str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._command, self._sizes = list(command), (num_workers, num_ps)
+        self._max_restarts, self._grace = max_restarts, grace
+        self._on_line, self._tell = on_line, tell
+        self._signals: list[int] = []
+        self._jobs: Jobs = {}
+        self._token = ""
+        self._tasks: dict[str, Job] = {}
+        self._ended: dict[str, float] = {}
+
+    def run(self) -> int:
+        """Runs the job to its end; returns the exit code of the chief, or of the server
+        that failed.
+        """
+        previous = {each: signal.signal(each, self._receive) for each in _SIGNALS}
+        code = 0
+        try:
+            for attempt in range(self._max_restarts + 1):
+                code = self._attempt(attempt)
+                if code == 0 or self._signals:
+                    return code
+                if attempt < self._max_restarts:
+                    self._tell(f"starts all tasks again ({attempt + 1}).")
+            return code
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _attempt(self, attempt: int) -> int:
+        self._jobs = addresses(*self._sizes, with_chief=True)
+        self._token, self._ended = signing.new_token(), {}
+        restarts = {"KERAS_DISTRIBUTE_RESTARTS": str(attempt)}
+        try:
+            for job in ("ps", "worker", "chief"):
+                for index in range(len(self._jobs[job])):
+                    self._start(job, index, restarts)
+            return self._watch(restarts)
+        finally:
+            for name, task in self._tasks.items():
+                task.stop(1.0 if name == "chief:0" else 0.0)
+
+    def _start(self, job: str, index: int, more: Mapping[str, str]) -> None:
+        name = f"{job}:{index}"
+        told = environment_of(self._jobs, job, index, self._token)
+        command = self._command if job == "chief" else SERVER
+        task = Job(
+            command,
+            1,
+            environment=lambda _: {**told, **more},
+            on_line=lambda _, line: self._on_line(name, line),
+        )
+        self._tasks[name] = task
+        task.start()
+
+    def _watch(self, more: Mapping[str, str]) -> int:
+        """Looks after the tasks until the chief has ended, a server has failed, or a
+        signal has come.
+        """
+        while not self._signals:
+            for name, task in list(self._tasks.items()):
+                code = task.workers[0].exit_code
+                if code is None:
+                    continue
+                if name == "chief:0":
+                    if code:
+                        self._tell(f"chief:0 has failed (exit code {code}).")
+                    return code
+                if code == 0:
+                    continue  # The chief has said goodbye.
+                if name.startswith("ps:"):
+                    self._tell(f"{name} has ended (exit code {code}).")
+                    return code
+                if self._is_due(name, code):
+                    self._start("worker", int(name.partition(":")[2]), more)
+            time.sleep(_POLL_SECONDS)
+        return self._stopped()
+
+    def _is_due(self, name: str, code: int) -> bool:
+        """Whether a worker that has ended is to be started again now."""
+        if name not in self._ended:
+            self._ended[name] = time.monotonic()
+            self._tell(f"{name} has ended (exit code {code}), and is started again.")
+        if time.monotonic() - self._ended[name] < _SECONDS_UNTIL_RESTART:
+            return False
+        del self._ended[name]
+        return True
+
+    def _stopped(self) -> int:
+        name = signal.Signals(self._signals[0]).name
+        self._tell(f"passes on {name}; what runs after {self._grace:.0f} s is killed.")
+        chief = self._tasks["chief:0"]
+        chief.send(self._signals[0])
+        chief.wait(
+            self._grace, until_failure=False, until=lambda: len(self._signals) > 1
+        )
+        code = chief.workers[0].exit_code
+        return 128 + self._signals[0] if code is None else code

@@ -1,0 +1,127 @@
+"""`python -m keras_distribute.launch --ps 1 --workers 2`: all tasks of a job, and what
+becomes of them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BEGIN = """
+    import os, signal, sys
+    import keras, numpy as np
+    import keras_distribute as kd
+
+    def tasks(job):
+        found = []
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{pid}/stat") as file:
+                    parent = int(file.read().rsplit(")", 1)[1].split()[1])
+                with open(f"/proc/{pid}/environ") as file:
+                    environment = file.read()
+            except OSError:
+                continue
+            task = '"task": {"type": "%s"' % job
+            if parent == os.getppid() and task in environment:
+                found.append(int(pid))
+        return found
+
+    resolver = kd.cluster_resolver.TFConfigClusterResolver()
+    assert resolver.task_type == "chief"
+    strategy = kd.ParameterServerStrategy(resolver)
+    coordinator = kd.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        v = keras.Variable(0.0)
+
+    def add():
+        v.assign_add(1.0)
+
+    coordinator.schedule(add)
+    coordinator.join()
+"""
+
+
+def launched(tmp_path, script, *options):
+    """The exit code and the output of a script, which the launcher runs as the chief."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(BEGIN) + textwrap.dedent(script))
+    command = [sys.executable, "-m", "keras_distribute.launch", "--ps", "1"]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        [*command, "--workers", "2", *options, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_worker_is_started_again_alone(tmp_path):
+    code, output = launched(
+        tmp_path,
+        """
+        os.kill(tasks("worker")[0], signal.SIGKILL)
+        for i in range(100):
+            coordinator.schedule(add)
+        coordinator.join()
+        import time
+        while not all(worker.is_ready for worker in strategy.cluster.workers):
+            time.sleep(0.1)
+        for i in range(100):
+            coordinator.schedule(add)
+        coordinator.join()
+        print("counted", v.numpy())
+        """,
+        "--log-dir",
+        str(tmp_path),
+    )
+    assert code == 0, output
+    assert "(exit code 137), and is started again" in output
+    assert "[ chief:0] counted 201.0" in output
+    assert (tmp_path / "process-chief-0.log").read_text().endswith("counted 201.0\n")
+
+
+def test_all_tasks_are_started_again_when_a_server_ends(tmp_path):
+    code, output = launched(
+        tmp_path,
+        """
+        if os.environ["KERAS_DISTRIBUTE_RESTARTS"] == "0":
+            os.kill(tasks("ps")[0], signal.SIGKILL)
+        coordinator.schedule(add)
+        coordinator.join()
+        print("counted", v.numpy())
+        """,
+        "--max-restarts",
+        "1",
+    )
+    assert code == 0, output
+    assert "starts all tasks again (1)" in output
+    assert "counted 2.0" in output
+
+
+def test_the_exit_code_is_the_chiefs(tmp_path):
+    code, output = launched(tmp_path, "sys.exit(7)")
+    assert code == 7
+    assert "chief:0 has failed (exit code 7)" in output
+
+
+@pytest.mark.parametrize(
+    "options", [["--ps", "1"], ["--workers", "2"], ["--ps", "1", "--workers", "-1"]]
+)
+def test_wrong_options(options, capsys):
+    from keras_distribute.launch import command
+
+    with pytest.raises(SystemExit):
+        command.main([*options, "train.py"])
+    assert "--workers" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
