@@ -163,16 +163,26 @@ __all__ = [
 
 
 def _publish() -> None:
-    """Makes each public object say that it comes from where users find it."""
+    """Makes each public object say that it comes from where users find it first."""
     here = {name: globals()[name] for name in __all__}
-    modules = (callbacks, cluster_resolver, experimental, nn, testing, tpu.experimental)
+    modules = (
+        callbacks,
+        cluster_resolver,
+        coordinator,
+        experimental,
+        nn,
+        testing,
+        tpu.experimental,
+    )
     everywhere = [
         (m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules
     ]
+    known: set[int] = set()
     for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():
-            if hasattr(thing, "__module__"):
+            if hasattr(thing, "__module__") and id(thing) not in known:
                 thing.__module__ = module_name
+                known.add(id(thing))
 
 
 _publish()

@@ -115,9 +115,23 @@ def test_the_public_names_are_these():
         "CommunicationImplementation",
         "CommunicationOptions",
         "Optional",
+        "ParameterServerStrategy",
         "PreemptionCheckpointHandler",
         "TerminationConfig",
         "ValueContext",
+        "coordinator",
+    ]
+    assert kd.coordinator.__all__ == [
+        "ClusterCoordinator",
+        "PerWorkerValue",
+        "PerWorkerValues",
+        "RemoteValue",
+        "experimental_get_current_worker_index",
+    ]
+    assert kd.experimental.coordinator.__all__ == [
+        "ClusterCoordinator",
+        "PerWorkerValues",
+        "RemoteValue",
     ]
     assert kd.tpu.__all__ == ["experimental"]
     assert kd.tpu.experimental.__all__ == [

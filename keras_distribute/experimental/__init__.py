@@ -6,7 +6,11 @@ from keras_distribute.checkpoint.preemption import (
 from keras_distribute.checkpoint.preemption import (
     TerminationConfig as TerminationConfig,
 )
+from keras_distribute.experimental import coordinator as coordinator
 from keras_distribute.input.datasets import Optional as Optional
+from keras_distribute.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from keras_distribute.types import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -17,7 +21,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "Optional",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "TerminationConfig",
     "ValueContext",
+    "coordinator",
 ]
