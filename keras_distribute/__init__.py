@@ -170,6 +170,7 @@ def _publish() -> None:
         cluster_resolver,
         coordinator,
         experimental,
+        experimental.partitioners,
         nn,
         testing,
         tpu.experimental,

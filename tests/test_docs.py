@@ -51,6 +51,7 @@ MODULES = [
     "coordinator",
     "experimental",
     "experimental.coordinator",
+    "experimental.partitioners",
     "nn",
     "testing",
     "tpu.experimental",

@@ -120,6 +120,13 @@ def test_the_public_names_are_these():
         "TerminationConfig",
         "ValueContext",
         "coordinator",
+        "partitioners",
+    ]
+    assert kd.experimental.partitioners.__all__ == [
+        "FixedShardsPartitioner",
+        "MaxSizePartitioner",
+        "MinSizePartitioner",
+        "Partitioner",
     ]
     assert kd.coordinator.__all__ == [
         "ClusterCoordinator",

@@ -7,6 +7,7 @@ from keras_distribute.checkpoint.preemption import (
     TerminationConfig as TerminationConfig,
 )
 from keras_distribute.experimental import coordinator as coordinator
+from keras_distribute.experimental import partitioners as partitioners
 from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
@@ -26,4 +27,5 @@ __all__ = [
     "TerminationConfig",
     "ValueContext",
     "coordinator",
+    "partitioners",
 ]
