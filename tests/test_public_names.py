@@ -112,6 +112,7 @@ def test_the_public_names_are_these():
         "run_in_processes",
     ]
     assert kd.experimental.__all__ == [
+        "CentralStorageStrategy",
         "CommunicationImplementation",
         "CommunicationOptions",
         "Optional",

@@ -9,6 +9,9 @@ from keras_distribute.checkpoint.preemption import (
 from keras_distribute.experimental import coordinator as coordinator
 from keras_distribute.experimental import partitioners as partitioners
 from keras_distribute.input.datasets import Optional as Optional
+from keras_distribute.strategies.central_storage import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from keras_distribute.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
@@ -19,6 +22,7 @@ from keras_distribute.types import CommunicationOptions as CommunicationOptions
 from keras_distribute.types import ValueContext as ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "Optional",

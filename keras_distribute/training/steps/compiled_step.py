@@ -16,7 +16,7 @@ from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices import launches, timing
 from keras_distribute.devices.launches import Executable
-from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -221,7 +221,12 @@ class CompiledStep:
                 groups = [group.variables for group in state]
                 if holder is None or not holder.is_of(groups):
                     self._check_groups(groups)
-                    holder = StepState(groups, self._packing, self._components)
+                    holder = StepState(
+                        groups,
+                        self._packing,
+                        self._components,
+                        self._strategy.placement,
+                    )
                 self._seen = state, holder
         assert holder is not None
         return holder
@@ -251,6 +256,8 @@ class CompiledStep:
         structure, found = self._structure, dict[str, Any]()
 
         def program(leaves: list[Any], data: Any) -> tuple[list[Any], list[Any]]:
+            if self._shardings is not None:
+                leaves = copied_to_devices(leaves, jax.tree.leaves(self._shardings))
             old = jax.tree.unflatten(structure, leaves)
             logs, new = function(old, data)
             outputs, found["logs"] = jax.tree.flatten(logs)
@@ -262,7 +269,11 @@ class CompiledStep:
             shardings = jax.tree.leaves(self._shardings)
         program.__name__ = "global_steps" if size > 1 else "global_step"
         return (
-            jax.jit(program, donate_argnums=0, out_shardings=(outputs, shardings)),
+            jax.jit(
+                program,
+                donate_argnums=self._strategy.placement.donated,
+                out_shardings=(outputs, shardings),
+            ),
             found,
         )
 
