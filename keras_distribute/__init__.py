@@ -27,6 +27,7 @@ with _seams.loaded():
 
 from keras_distribute import callbacks as callbacks
 from keras_distribute import cluster_resolver as cluster_resolver
+from keras_distribute import compat as compat
 from keras_distribute import coordinator as coordinator
 from keras_distribute import experimental as experimental
 from keras_distribute import nn as nn
@@ -138,6 +139,7 @@ __all__ = [
     "barrier",
     "callbacks",
     "cluster_resolver",
+    "compat",
     "config",
     "coordinator",
     "dry_run",
@@ -171,6 +173,7 @@ def _publish() -> None:
         coordinator,
         experimental,
         experimental.partitioners,
+        compat.v1.distribute.experimental,
         nn,
         testing,
         tpu.experimental,

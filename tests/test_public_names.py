@@ -52,6 +52,7 @@ NAMES = [
     "barrier",
     "callbacks",
     "cluster_resolver",
+    "compat",
     "config",
     "coordinator",
     "dry_run",
@@ -113,11 +114,15 @@ def test_the_public_names_are_these():
     ]
     assert kd.experimental.__all__ == [
         "CentralStorageStrategy",
+        "CollectiveCommunication",
+        "CollectiveHints",
         "CommunicationImplementation",
         "CommunicationOptions",
+        "MultiWorkerMirroredStrategy",
         "Optional",
         "ParameterServerStrategy",
         "PreemptionCheckpointHandler",
+        "TPUStrategy",
         "TerminationConfig",
         "ValueContext",
         "coordinator",

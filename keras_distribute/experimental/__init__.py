@@ -8,6 +8,14 @@ from keras_distribute.checkpoint.preemption import (
 )
 from keras_distribute.experimental import coordinator as coordinator
 from keras_distribute.experimental import partitioners as partitioners
+from keras_distribute.experimental.deprecated import (
+    CollectiveCommunication as CollectiveCommunication,
+)
+from keras_distribute.experimental.deprecated import CollectiveHints as CollectiveHints
+from keras_distribute.experimental.deprecated import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_distribute.experimental.deprecated import TPUStrategy as TPUStrategy
 from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.strategies.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
@@ -23,11 +31,15 @@ from keras_distribute.types import ValueContext as ValueContext
 
 __all__ = [
     "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "Optional",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "coordinator",
