@@ -266,3 +266,15 @@ def test_later_epochs_compile_nothing(strategy, compilations):
     before = len(compilations)
     fit(model)
     assert len(compilations) == before
+
+
+def test_a_dry_run_says_what_is_in_host_memory():
+    for place, expected in (((), True), (("cpu:1",), False)):
+        with central(2, *place).scope():
+            model = make_model()
+        report = kd.dry_run(model, 8, topology="cpu:2")
+        text = "copied to the device by each step"
+        assert (text in str(report)) == expected
+        of_state = report.memory.parameters + report.memory.optimizer
+        assert (report.memory.host >= of_state - 8) == expected
+        assert report.memory.host <= of_state + report.memory.other_state
