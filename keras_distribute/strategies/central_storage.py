@@ -22,10 +22,10 @@ class CentralStorageStrategy(MirroredStrategy):
     A step copies the variables to the replicas, computes what it computes under
     `kd.MirroredStrategy`, and its results go back. The numbers are those of one device.
     Between two steps weights and optimizer state take no memory of the devices, so
-    several models can take turns on them; while a step runs, it needs as much as
-    elsewhere and more. Each step pays for the copies, of which `steps_per_execution`
-    makes fewer. `kd.dry_run` says how much is in host memory. What each replica has of its own (metrics, moving
-    statistics, gradient accumulators) stays on the replicas.
+    several models can take turns on them; a step needs what it needs elsewhere and
+    more, and pays for the copies, of which `steps_per_execution` makes fewer.
+    `kd.dry_run` says how much is in host memory. What each replica has of its own
+    (metrics, moving statistics, gradient accumulators) stays on the replicas.
 
     Source: `tf.distribute.experimental.CentralStorageStrategy`. Differs from TF:
     variables of a step are on every replica while it runs, and a value that is read is
