@@ -27,6 +27,7 @@ with _seams.loaded():
 
 from keras_distribute import callbacks as callbacks
 from keras_distribute import cluster_resolver as cluster_resolver
+from keras_distribute import compat as compat
 from keras_distribute import coordinator as coordinator
 from keras_distribute import experimental as experimental
 from keras_distribute import nn as nn
@@ -138,6 +139,7 @@ __all__ = [
     "barrier",
     "callbacks",
     "cluster_resolver",
+    "compat",
     "config",
     "coordinator",
     "dry_run",
@@ -163,16 +165,28 @@ __all__ = [
 
 
 def _publish() -> None:
-    """Makes each public object say that it comes from where users find it."""
+    """Makes each public object say that it comes from where users find it first."""
     here = {name: globals()[name] for name in __all__}
-    modules = (callbacks, cluster_resolver, experimental, nn, testing, tpu.experimental)
+    modules = (
+        callbacks,
+        cluster_resolver,
+        coordinator,
+        experimental,
+        experimental.partitioners,
+        compat.v1.distribute.experimental,
+        nn,
+        testing,
+        tpu.experimental,
+    )
     everywhere = [
         (m.__name__, {name: getattr(m, name) for name in m.__all__}) for m in modules
     ]
+    known: set[int] = set()
     for module_name, objects in [(__name__, here), *everywhere]:
         for thing in objects.values():
-            if hasattr(thing, "__module__"):
+            if hasattr(thing, "__module__") and id(thing) not in known:
                 thing.__module__ = module_name
+                known.add(id(thing))
 
 
 _publish()

@@ -53,6 +53,7 @@ OWNS = {
     "nn": ("loss scaling",),
     "cluster_resolver": ("the resolvers' names",),
     "experimental": ("TensorFlow's other names",),
+    "compat": ("TensorFlow's old names",),
     "": ("the public names",),
 }
 

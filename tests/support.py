@@ -31,6 +31,12 @@ def mirrored(replicas: int, *args: Any, **options: Any) -> kd.MirroredStrategy:
     return kd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], *args, **options)
 
 
+def central(replicas: int, *args: Any) -> kd.experimental.CentralStorageStrategy:
+    """`CentralStorageStrategy` on the first `replicas` CPU devices."""
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    return kd.experimental.CentralStorageStrategy(devices, *args)
+
+
 def mirrored_or_default(replicas: int) -> kd.Strategy:
     """The strategy of that many replicas; for 0 the default one, which is plain Keras."""
     return mirrored(replicas) if replicas else kd.get_strategy()

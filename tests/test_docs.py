@@ -2,7 +2,9 @@
 lead somewhere.
 """
 
+import inspect
 import json
+import operator
 import os
 import pathlib
 import re
@@ -45,39 +47,71 @@ def test_code_blocks_run(page):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
+MODULES = [
+    "",
+    "callbacks",
+    "cluster_resolver",
+    "coordinator",
+    "experimental",
+    "experimental.coordinator",
+    "experimental.partitioners",
+    "compat.v1.distribute",
+    "compat.v1.distribute.experimental",
+    "nn",
+    "testing",
+    "tpu.experimental",
+]
+# A module of named strategies, which the page has in a table.
+SHOWN_ELSEWHERE = ["testing.combinations"]
+
+
+def public_names():
+    """The dotted names of what is public; of an object with several the first."""
+    known = []
+    for module in MODULES:
+        owner = operator.attrgetter(module)(kd) if module else kd
+        for name in owner.__all__:
+            full = f"{module}.{name}".strip(".")
+            thing = getattr(owner, name, full)
+            is_module = inspect.ismodule(thing) and full not in SHOWN_ELSEWHERE
+            is_other = getattr(thing, "__name__", name) != name
+            if is_module or is_other or any(thing is other for other in known):
+                continue  # Under its own name, or in the table of other names.
+            known.append(thing)
+            yield full
+
+
+def other_names():
+    """The dotted names of objects that have another one before."""
+    first = set(public_names())
+    for module in MODULES:
+        if module.startswith("compat"):  # All of it: the page says so.
+            continue
+        owner = operator.attrgetter(module)(kd) if module else kd
+        for name in owner.__all__:
+            full = f"{module}.{name}".strip(".")
+            if full not in first and not inspect.ismodule(getattr(owner, name)):
+                yield full
+
+
 def test_the_reference_has_every_public_name():
     found = re.findall(
         r"^::: keras_distribute\.(\S+)$",
         "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")),
         re.M,
     )
-    modules = {
-        "callbacks",
-        "cluster_resolver",
-        "config",
-        "errors",
-        "experimental",
-        "nn",
-        "testing",
-        "tpu",
-    }
-    expected = {name for name in kd.__all__ if name not in modules}
+    expected = {name for name in public_names() if name not in SHOWN_ELSEWHERE}
     expected |= {"config.set_cpu_devices", "config.set_prefetch_steps"}
-    expected |= {f"nn.{name}" for name in kd.nn.__all__} | {
-        f"experimental.{name}" for name in kd.experimental.__all__
-    }
-    expected |= {
-        f"{m}.{name}"
-        for m in ("callbacks", "cluster_resolver", "testing")
-        for name in getattr(kd, m).__all__
-    }
-    expected -= {
-        "testing.combinations"
-    }  # A module of named strategies, which the page has in a table.
-    expected |= {f"tpu.experimental.{name}" for name in kd.tpu.experimental.__all__}
     expected |= {"launch.launch", "launch.LaunchOptions"}
     expected |= {f"errors.{name}" for name in vars(kd.errors) if name.endswith("Error")}
+    assert sorted(expected - set(found)) == []
     assert sorted(found) == sorted(expected)
+
+
+def test_the_reference_has_the_other_names_of_an_object():
+    page = (ROOT / "docs/reference/strategies.md").read_text().split("## Other names")
+    missing = [name for name in other_names() if f"`kd.{name}`" not in page[1]]
+    assert missing == []
 
 
 def anchors(page):
@@ -140,7 +174,15 @@ def test_links_to_the_repository_have_one_address():
 
 @pytest.mark.parametrize(
     "module",
-    [kd, kd.nn, kd.experimental, kd.callbacks, kd.cluster_resolver, kd.testing],
+    [
+        kd,
+        kd.nn,
+        kd.coordinator,
+        kd.experimental,
+        kd.callbacks,
+        kd.cluster_resolver,
+        kd.testing,
+    ],
 )
 def test_a_public_name_without_a_place_in_the_reference_is_noticed(module, monkeypatch):
     monkeypatch.setattr(module, "__all__", [*module.__all__, "forgotten"])

@@ -52,6 +52,7 @@ NAMES = [
     "barrier",
     "callbacks",
     "cluster_resolver",
+    "compat",
     "config",
     "coordinator",
     "dry_run",
@@ -112,12 +113,38 @@ def test_the_public_names_are_these():
         "run_in_processes",
     ]
     assert kd.experimental.__all__ == [
+        "CentralStorageStrategy",
+        "CollectiveCommunication",
+        "CollectiveHints",
         "CommunicationImplementation",
         "CommunicationOptions",
+        "MultiWorkerMirroredStrategy",
         "Optional",
+        "ParameterServerStrategy",
         "PreemptionCheckpointHandler",
+        "TPUStrategy",
         "TerminationConfig",
         "ValueContext",
+        "coordinator",
+        "partitioners",
+    ]
+    assert kd.experimental.partitioners.__all__ == [
+        "FixedShardsPartitioner",
+        "MaxSizePartitioner",
+        "MinSizePartitioner",
+        "Partitioner",
+    ]
+    assert kd.coordinator.__all__ == [
+        "ClusterCoordinator",
+        "PerWorkerValue",
+        "PerWorkerValues",
+        "RemoteValue",
+        "experimental_get_current_worker_index",
+    ]
+    assert kd.experimental.coordinator.__all__ == [
+        "ClusterCoordinator",
+        "PerWorkerValues",
+        "RemoteValue",
     ]
     assert kd.tpu.__all__ == ["experimental"]
     assert kd.tpu.experimental.__all__ == [

@@ -36,6 +36,7 @@ ROOMS = [
     "nn",
     "cluster_resolver",
     "experimental",
+    "compat",
     "",
 ]
 

@@ -1,6 +1,17 @@
 """Functions scheduled on the workers of a `kd.ParameterServerStrategy`."""
 
-from keras_distribute.coordinator.coordinator import ClusterCoordinator
+from keras_distribute.coordinator.coordinator import (
+    ClusterCoordinator,
+    experimental_get_current_worker_index,
+)
 from keras_distribute.scheduling.values import PerWorkerValues, RemoteValue
 
-__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue"]
+PerWorkerValue = PerWorkerValues
+
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerValue",
+    "PerWorkerValues",
+    "RemoteValue",
+    "experimental_get_current_worker_index",
+]

@@ -21,6 +21,7 @@ from keras_distribute.scheduling.values import (
     PerWorkerValues,
     RemoteValue,
 )
+from keras_distribute.servers import current_worker
 from keras_distribute.strategies.extended import check_arguments
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.values import structures
@@ -203,7 +204,8 @@ class ClusterCoordinator:
                 fix="pass a function that makes it: "
                 "coordinator.create_per_worker_dataset(lambda: make_dataset())",
             ) from error
-        with context.entered(context.default_strategy().top_frame):
+        alone = context.default_strategy().top_frame
+        with context.entered(alone), current_worker.running_as(0):
             element = next(iter(function()), None)
         if element is None:
             raise InputError(
@@ -227,18 +229,48 @@ def _is_ours(value: Any) -> bool:
     return isinstance(value, RemoteValue | PerWorkerValues) or value is None
 
 
-def current_worker_index() -> int:
-    """Not known to a function: it is traced once, and runs on any worker.
+def experimental_get_current_worker_index() -> int:
+    """The number of the worker that runs a dataset function.
 
-    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`.
+    For functions given to `ClusterCoordinator.create_per_worker_dataset`, so that each
+    worker can read a part of the data of its own. On the coordinator, which calls such
+    a function once to learn the form of batches, it is 0.
+
+    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`. Differs
+    from TF: a scheduled function is one program for all workers, and does not know on
+    which it runs.
+
+    Returns:
+        The index of the worker among those of the cluster, from 0.
 
     Raises:
-        StructureTypeError: Always.
+        ContextError: Outside of a dataset function.
+        StructureTypeError: In a scheduled function.
+
+    Example:
+        >>> def dataset_fn():
+        ...     index = kd.coordinator.experimental_get_current_worker_index()
+        ...     rows = np.arange(8)[index::2]
+        ...     return kd.ArrayDataset(rows, batch_size=2)
+        >>> dataset = coordinator.create_per_worker_dataset(  # doctest: +SKIP
+        ...     dataset_fn)
     """
-    raise StructureTypeError(
-        "A scheduled function is one program for all workers, and does not know on "
-        "which it runs.",
-        received="experimental_get_current_worker_index().",
-        fix="PerWorkerValues(list(range(num_workers))) as an argument: each worker "
-        "gets its own number.",
-    )
+    what = "Cannot retrieve the worker index: "
+    if programs.is_tracing():
+        raise StructureTypeError(
+            f"{what}a scheduled function is one program for all workers, and does not "
+            "know on which it runs.",
+            received="experimental_get_current_worker_index() in a scheduled function.",
+            fix="PerWorkerValue(list(range(num_workers))) as an argument: each worker "
+            "gets its own number.",
+        )
+    index = current_worker.current_index()
+    if index is None:
+        raise ContextError(
+            f"{what}this code runs on no worker.",
+            received="experimental_get_current_worker_index() outside of a dataset "
+            "function.",
+            fix="call it in the function given to "
+            "ClusterCoordinator.create_per_worker_dataset.",
+        )
+    return index

@@ -163,6 +163,17 @@ class ReplicaMesh:
             host.shape, self.replicated, shards
         )
 
+    def brought(self, array: jax.Array) -> jax.Array:
+        """A copy on every replica of an array that rests elsewhere; any other array as
+        it is.
+        """
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding):
+            # `device_put` alone would share the memory of a device that both are on.
+            return jax.device_put(jnp.copy(array), self.replicated)
+        plain = in_own_memory(sharding)
+        return array if sharding == plain else jax.device_put(array, plain)
+
     def put_split(self, rows: Any) -> jax.Array:
         """The rows of this process, the same number on each replica, as its part of the
         rows of all.
@@ -293,6 +304,24 @@ class ReplicaMesh:
         others divided by `axes`.
         """
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS, *axes))
+
+
+def in_own_memory(sharding: NamedSharding) -> NamedSharding:
+    """The sharding in the memory that the devices compute with."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def copied_to_devices(
+    arrays: Sequence[Any], shardings: Sequence[NamedSharding | None]
+) -> list[Any]:
+    """Inside a program: the arrays, from where they are given, in the memory of the
+    devices.
+    """
+    own = [None if each is None else in_own_memory(each) for each in shardings]
+    return [
+        array if there == plain else jax.device_put(array, plain)
+        for array, there, plain in zip(arrays, shardings, own, strict=True)
+    ]
 
 
 def _prime_factors(number: int) -> list[int]:

@@ -8,6 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
 from keras_distribute.devices.mesh import ReplicaMesh
 
 
@@ -46,12 +49,46 @@ class Placement:
             state, not all of it.
         communication_dtype: In which gradients are summed over the replicas; `None`:
             in the one that they have.
+        memory_kind: The memory that mirrored variables are in between two programs;
+            `None`: that of the replicas' devices.
+        parameter_device: The device that they are on then; `None`: the replicas' own.
     """
 
     mesh: ReplicaMesh
     layouts: Layouts | None = None
     shard_optimizer_state: bool = False
     communication_dtype: str | None = None
+    memory_kind: str | None = None
+    parameter_device: jax.Device | None = None
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether mirrored variables are not on the replicas between two programs."""
+        return self.memory_kind is not None or self.parameter_device is not None
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Which arguments of a program are given away, if the state is the first.
+
+        None where they are in two memories: an output whose sharding is left to XLA may
+        take the place of any argument of its shape (`_set_up_aliases` of JAX 0.10), and
+        an array in the wrong memory ends the process.
+        """
+        return (0,) if self.memory_kind is None else ()
+
+    def in_programs(self, sharding: NamedSharding) -> NamedSharding:
+        """Where a program takes and leaves mirrored variables: it copies them to the
+        replicas by itself where they are in another memory.
+        """
+        if self.memory_kind is None:
+            return sharding
+        return sharding.with_memory_kind(self.memory_kind)
+
+    def at_rest(self, sharding: NamedSharding) -> Sharding:
+        """Where mirrored variables are between two programs."""
+        if self.parameter_device is not None:
+            return SingleDeviceSharding(self.parameter_device)
+        return self.in_programs(sharding)
 
     def layout_of(self, path: str, shape: tuple[int, ...]) -> Layout:
         """How a variable is divided over the logical devices of a replica."""

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from keras_distribute.devices.mesh import in_own_memory
 from keras_distribute.dry_run.planning import Plan
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,6 +46,9 @@ class Memory:
         temporary: Activations, gradients, and all else that is needed while it runs.
         code: The program itself.
         peak: The most at one time; on CPUs without `temporary`.
+        host: How much of the state is in the host's memory, and copied to the device by
+            each step: under `kd.experimental.CentralStorageStrategy`. It is no part of
+            `arguments` then, and of `temporary` while the program needs it.
     """
 
     parameters: int
@@ -57,6 +62,7 @@ class Memory:
     temporary: int
     code: int
     peak: int
+    host: int = 0
 
     def needed(self, platform: str) -> int:
         """What the device must have: the compiler's peak on TPUs; elsewhere that leaves
@@ -82,7 +88,13 @@ def of_program(compiled: Any, plan: Plan) -> Memory:
         temporary=analysis.temp_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
         peak=analysis.peak_memory_in_bytes,
+        host=sum(_bytes_per_device(filter(_is_on_host, form)) for form in plan.state),
     )
+
+
+def _is_on_host(form: jax.ShapeDtypeStruct) -> bool:
+    sharding = form.sharding
+    return isinstance(sharding, NamedSharding) and sharding != in_own_memory(sharding)
 
 
 def _bytes_per_device(forms: Iterable[jax.ShapeDtypeStruct]) -> int:

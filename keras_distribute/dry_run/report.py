@@ -183,12 +183,12 @@ class DryRunReport:
         checks.path("path", path, 'report.plot("plan.png")')
         parts = {"needed": self.needed_bytes}
         if (memory := self.memory) is not None:
+            on_device = 0 if memory.host else 1
             parts = {
-                "parameters": memory.parameters,
-                "optimizer": memory.optimizer,
+                "parameters": memory.parameters * on_device,
+                "optimizer": memory.optimizer * on_device,
                 "batch, other, padding": memory.arguments
-                - memory.parameters
-                - memory.optimizer,
+                - (memory.parameters + memory.optimizer) * on_device,
                 "activations, temporary": memory.temporary,
             }
         title = f"Batch {self.batch} on {self.topology}: compiled, not run"
@@ -228,6 +228,9 @@ def _memory_text(report: DryRunReport) -> str:
             "activations, temporary": bytes_in_words(memory.temporary),
             "program": bytes_in_words(memory.code),
         }
+        if memory.host:
+            held = f"{bytes_in_words(memory.host)}, copied to the device by each step"
+            lines["in host memory"] = held
     peak = "needed" if memory is None else "peak"
     lines[peak] = bytes_in_words(report.needed_bytes)
     lines["available"] = "not known"

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices.launches import Executable, launches
-from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.mesh import REPLICA_AXIS, copied_to_devices
+from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import AggregationError
 from keras_distribute.run import replication_proof, tracing
 from keras_distribute.run.arguments import Call, Static
@@ -141,6 +142,7 @@ class _Program:
         self.variables = tuple(variables)
         self._trace, self._split = trace, list(call.split)
         self._mesh = strategy.replica_mesh
+        self._donated = strategy.placement.donated
         places = {id(variable): i for i, variable in enumerate(self.variables)}
         self.written = [places[id(v)] for v in trace.written if id(v) in places]
         written = set(self.written)
@@ -149,7 +151,9 @@ class _Program:
         if self._mesh.num_replicas > 1:
             self._check_equal()
         self.jitted = self._jitted(options)
-        self._holder = _Written([self.variables[i] for i in self.written])
+        self._holder = _Written(
+            [self.variables[i] for i in self.written], strategy.placement
+        )
         self._executables: dict[Any, Executable] = {}
 
     def _check_equal(self) -> None:
@@ -208,11 +212,17 @@ class _Program:
         # Variables come back as they are stored, or the second call would compile
         # again. What the compiler chooses to divide over logical devices would not be
         # one component on each replica.
-        stored = [self.variables[i].sharding for i in self.written]
+        stored = [self.variables[i].carried_sharding for i in self.written]
+        given = [_sharding_of(self.variables[i]) for i in self.read]
         outputs = self._mesh.split if self._mesh.logical_axes else None
+
+        def program(written: list[Any], read: list[Any], arrays: list[Any]) -> Any:
+            written = copied_to_devices(written, stored)
+            return mapped(written, copied_to_devices(read, given), arrays)
+
         return jax.jit(
-            lambda written, read, arrays: mapped(written, read, arrays),
-            donate_argnums=0,
+            program,
+            donate_argnums=self._donated,
             out_shardings=(outputs, stored),
             compiler_options=options and options.experimental_xla_options,
         )
@@ -255,8 +265,8 @@ class _Written(Holder):
     arrays.
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
-        super().__init__(enumerate(variables))
+    def __init__(self, variables: Sequence[Any], placement: Placement) -> None:
+        super().__init__(enumerate(variables), placement)
 
     def take(self) -> list[Any]:
         state = super().take() if self.changed or self.landing else []
@@ -282,10 +292,18 @@ class _Written(Holder):
 
 
 def _stored(variable: Any) -> Any:
-    """The array that a variable keeps."""
+    """The array that a program takes for a variable."""
     return (
-        variable.stored if isinstance(variable, DistributedVariable) else variable.value
+        variable.carried
+        if isinstance(variable, DistributedVariable)
+        else variable.value
     )
+
+
+def _sharding_of(variable: Any) -> Any:
+    """Where that is; `None` for Keras's own."""
+    ours = isinstance(variable, DistributedVariable)
+    return variable.carried_sharding if ours else None
 
 
 def _form_of(variable: Any) -> Any:
@@ -294,7 +312,9 @@ def _form_of(variable: Any) -> Any:
     if isinstance(variable, SyncOnReadVariable):
         shape = (variable.replica_mesh.num_replicas, *shape)
     if isinstance(variable, DistributedVariable):
-        return jax.ShapeDtypeStruct(shape, variable._dtype, sharding=variable.sharding)
+        return jax.ShapeDtypeStruct(
+            shape, variable._dtype, sharding=variable.carried_sharding
+        )
     return variable.value
 
 

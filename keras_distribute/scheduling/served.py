@@ -15,6 +15,7 @@ import numpy as np
 from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
+from keras_distribute.scheduling import partitioners
 from keras_distribute.variables import Holder
 
 Partitioner = Callable[..., Sequence[int]]
@@ -211,18 +212,16 @@ class Served(Holder):
         if self._partitioner is None or not shape:
             return []
         wanted = list(self._partitioner(shape=shape, dtype=variable._dtype))
-        if len(wanted) != len(shape) or any(n != 1 for n in wanted[1:]):
+        right = len(wanted) == len(shape) and all(n == 1 for n in wanted[1:])
+        if not right or (wanted[0] < 1 and shape[0]):
             raise VariableScopeError(
                 f"A variable is divided along its first axis: {variable.path!r} has "
                 f"the shape {shape}.",
                 received=f"{wanted} from {self._partitioner!r}.",
                 fix="kd.experimental.partitioners.FixedShardsPartitioner(n).",
             )
-        count = min(int(wanted[0]), shape[0])
-        if count <= 1:
-            return []
-        rows, more = divmod(shape[0], count)
-        return [rows + (i < more) for i in range(count)]
+        sizes = partitioners.rows_of_parts(shape[0], int(wanted[0]))
+        return sizes if len(sizes) > 1 else []
 
     def _part(
         self, variable: Any, server: int | None, start: int = 0, stop: int | None = None

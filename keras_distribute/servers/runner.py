@@ -22,6 +22,7 @@ from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
+from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
 
 _FRESH_SECONDS = 0.1  # For which values that came with an answer are good for a step.
@@ -137,8 +138,9 @@ class Runner:
 
     def _take_iterator(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
-        made = self._datasets[header["dataset"]]()
-        self._iterators[header["id"]] = iter(made)
+        with running_as(self._worker):
+            made = self._datasets[header["dataset"]]()
+            self._iterators[header["id"]] = iter(made)
         return None
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
@@ -195,7 +197,8 @@ class Runner:
 
     def _next(self, number: int) -> list[Array]:
         try:
-            element = next(self._iterators[number])
+            with running_as(self._worker):
+                element = next(self._iterators[number])
         except StopIteration:
             raise OutOfRangeError(
                 "The dataset of a worker is at its end.",

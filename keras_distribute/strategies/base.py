@@ -20,6 +20,7 @@ from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.run import program, replica_context
 from keras_distribute.run.replica_context import ReplicaContext
 from keras_distribute.strategies import reducing
+from keras_distribute.strategies.deprecated import DeprecatedMethods
 from keras_distribute.strategies.extended import (
     StrategyExtended,
     check_arguments,
@@ -35,7 +36,7 @@ from keras_distribute.variables import DistributedVariable
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
 
 
-class Strategy:
+class Strategy(DeprecatedMethods):
     """How a model is spread over devices. Use a subclass, such as
     `kd.MirroredStrategy`.
 

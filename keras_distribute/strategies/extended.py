@@ -47,8 +47,14 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold the variables: those of the replicas."""
-        return self.worker_devices
+        """The names of the devices that hold the variables: those of the replicas; of a
+        central storage the device that it is on, of host memory `"cpu:0"`.
+        """
+        placement = self._strategy.placement
+        if not placement.rests_elsewhere:
+            return self.worker_devices
+        device = placement.parameter_device
+        return ("cpu:0" if device is None else f"{device.platform}:{device.id}",)
 
     @property
     def experimental_require_static_shapes(self) -> bool:

@@ -16,7 +16,11 @@ from keras_distribute import checks, context
 from keras_distribute.context import AnyStrategy
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import StructureTypeError
-from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
+from keras_distribute.variables import (
+    DistributedVariable,
+    RestingVariable,
+    SyncOnReadVariable,
+)
 
 # How each group of variables is called, in the order in which they are shown.
 GROUPS = {
@@ -158,6 +162,8 @@ def _of_variable(
         array = variable.value
     shape, sharding = tuple(variable.shape), array.sharding
     size = array.dtype.itemsize
+    # What is in another memory takes none of the device's own.
+    there = sharding.device_set if _is_on_devices(sharding) else ()
     on_device = math.prod(sharding.shard_shape(array.shape)) * size
     return VariableFacts(
         path=variable.path,
@@ -167,10 +173,15 @@ def _of_variable(
         dtype=str(array.dtype),
         num_bytes=math.prod(shape) * size,
         bytes_on=tuple(
-            on_device if device in sharding.device_set else 0
+            on_device if device in there else 0
             for device in strategy.replica_mesh.devices
         ),
     )
+
+
+def _is_on_devices(sharding: jax.sharding.Sharding) -> bool:
+    device = next(iter(sharding.device_set))
+    return sharding.memory_kind in (None, device.default_memory().kind)
 
 
 def _kind(strategy: AnyStrategy, variable: keras.Variable, array: jax.Array) -> str:
@@ -178,6 +189,8 @@ def _kind(strategy: AnyStrategy, variable: keras.Variable, array: jax.Array) -> 
         return PLAIN if strategy is context.default_strategy() else FOREIGN
     if variable.distribute_strategy is not strategy:
         return FOREIGN
+    if isinstance(variable, RestingVariable):
+        return variable.resting_place
     if isinstance(variable, SyncOnReadVariable):
         return f"sync-on-read ({variable.aggregation})"
     return "mirrored" if array.sharding.is_fully_replicated else "divided"

@@ -9,7 +9,8 @@
 | assigned in a replica    | aggregated first          | the replica's component   |
 | assigned across replicas | every copy                | so that it reads back     |
 
-Both are `keras.Variable`s: layers, optimizers, saving and summaries never notice.
+A `RestingVariable` is a mirrored one that is on the replicas inside of programs alone.
+All are `keras.Variable`s: layers, optimizers, saving and summaries never notice.
 Inside a program a stateless scope carries their values, as Keras does it; this room
 says what a read or an assignment means there.
 """
@@ -19,6 +20,7 @@ from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.reading import read_before
+from keras_distribute.variables.resting import RestingVariable
 from keras_distribute.variables.same_values import check_same_values
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 from keras_distribute.variables.thread import accumulators_created, given_away
@@ -27,6 +29,7 @@ __all__ = [
     "DistributedVariable",
     "Holder",
     "MirroredVariable",
+    "RestingVariable",
     "SyncOnReadVariable",
     "accumulators_created",
     "check_same_values",

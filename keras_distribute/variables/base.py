@@ -83,6 +83,25 @@ class DistributedVariable(compat.Variable):
         raise NotImplementedError
 
     @property
+    def carried_sharding(self) -> NamedSharding:
+        """Where the parts of `carried` are."""
+        return self.sharding
+
+    @property
+    def carried(self) -> jax.Array | None:
+        """The array that a program of `run` takes."""
+        return self.stored
+
+    @property
+    def in_step(self) -> Any:
+        """What a step of `fit` takes between two calls."""
+        return self.value
+
+    def rested(self, value: Any) -> Any:
+        """What a step of `fit` has made, where it is until the next one."""
+        return value
+
+    @property
     def is_read_together(self) -> bool:
         """Whether all processes have to take part where one reads its value."""
         raise NotImplementedError

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices.launches import launches
+from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ContextError
 
 Place = Any
@@ -34,6 +35,10 @@ Link = tuple["Holder", Place]
 class Holder:
     """The values of some variables, between two calls of a program.
 
+    Args:
+        variables: With their places.
+        placement: Where they are between two calls.
+
     Attributes:
         landing: What the program's results are appended to; empty before the first
             call.
@@ -41,7 +46,13 @@ class Holder:
         is_running: Whether Keras's loop goes on, which has not synchronized yet.
     """
 
-    def __init__(self, variables: Iterable[tuple[Place, Any]]) -> None:
+    def __init__(
+        self,
+        variables: Iterable[tuple[Place, Any]],
+        placement: Placement | None = None,
+    ) -> None:
+        device = None if placement is None else placement.parameter_device
+        self._rest = None if device is None else placement
         self.landing: launches.Landing = []
         self.changed = dict(variables)
         self.is_running = False
@@ -61,11 +72,16 @@ class Holder:
             for place, variable in changed.items():
                 variable._link_to(self, place)
                 del self.changed[place]
-        return self.landing[-1][1]
+        state = self.landing[-1][1]
+        if self._rest is not None:
+            state = list(map(self._rest.mesh.brought, state))
+        return state
 
     def landed(self) -> Any:
         """What the call returned beside the state."""
         outputs, state = self.landing[-1]
+        if self._rest is not None:
+            state = _rested(state, self._rest)
         self.landing[:] = [(None, state)]  # Outputs may be large, and are the caller's.
         return outputs
 
@@ -114,6 +130,14 @@ class Holder:
         be had.
         """
         raise NotImplementedError
+
+
+def _rested(state: list[jax.Array], placement: Placement) -> list[jax.Array]:
+    """What is on every replica, where it rests."""
+    whole = placement.mesh.replicated
+    rest = placement.at_rest(whole)
+    where = [rest if a.sharding == whole else a.sharding for a in state]
+    return jax.device_put(state, where)
 
 
 def _copied(array: jax.Array) -> jax.Array:

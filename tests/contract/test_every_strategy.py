@@ -8,7 +8,7 @@ import pytest
 
 import keras_distribute as kd
 from tests.logical import HIDDEN, tpu_strategy
-from tests.support import mirrored
+from tests.support import central, mirrored
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(46, 5).astype("float32")
@@ -17,6 +17,9 @@ STRATEGIES = {
     "default": kd.get_strategy,
     "one device": lambda: kd.OneDeviceStrategy("cpu:3"),
     **{f"{n} replicas": lambda n=n: mirrored(n) for n in (1, 2, 3, 4, 8)},
+    **{f"central storage, {n} replicas": lambda n=n: central(n) for n in (1, 2, 4, 8)},
+    "central storage on a replica's device": lambda: central(4, "cpu:1"),
+    "central storage on another device": lambda: central(2, "cpu:7"),
     **{f"tpu, {n} logical": lambda n=n: tpu_strategy(n) for n in (1, 2, 4)},
     **{
         f"tpu, divided over {n} logical": lambda n=n: tpu_strategy(n, layout_map=HIDDEN)

@@ -83,11 +83,12 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     if flat is not None:
         packing, carried = flat.packing, flat
     else:
-        packing = Packing(form, mesh, single=places)
+        packing = Packing(form, mesh, single=places, rest=strategy.placement)
         carried = packing.around(step) if packing else step
-    # Where nothing is divided, a step of the user's own may return its groups as tuples
-    # or lists.
-    shardings = state_shardings.of_state(groups, mesh) if places else None
+    # Where nothing is divided or rests elsewhere, a step of the user's own may return
+    # its groups as tuples or lists.
+    elsewhere = bool(places) or strategy.placement.rests_elsewhere
+    shardings = state_shardings.of_state(groups, mesh) if elsewhere else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
     packed = CarriedStep(carried, packing or None, shardings)
@@ -160,9 +161,10 @@ class EagerStep:
                 return self._step(state, placed)
         groups = [group.variables for group in state]
         if self._state is None or not self._state.is_of(groups):
-            self._state = StepState(groups, None, ())
+            self._state = StepState(groups, None, (), self._strategy.placement)
         with launches.lock, context.entered(frame):
-            left = iter(self._state.take())
+            mesh = self._strategy.replica_mesh
+            left = map(mesh.brought, self._state.take())
             values = tuple([next(left) for _ in group] for group in groups)
             logs, new = self._step(values, placed)
             self._state.put(new)

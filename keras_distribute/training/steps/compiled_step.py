@@ -142,7 +142,12 @@ class CompiledStep:
                 if holder is None or not holder.is_of(groups):
                     self._check_groups(groups)
                     own = self._carried
-                    holder = StepState(groups, own.packing, own.components)
+                    holder = StepState(
+                        groups,
+                        own.packing,
+                        own.components,
+                        self._strategy.placement,
+                    )
                 self._seen = state, holder
         assert holder is not None
         return holder

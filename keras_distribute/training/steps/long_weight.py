@@ -64,6 +64,7 @@ class FlatStep:
             [[(_WEIGHTS, i) for i in small], *slots],
             divided,
             places,
+            strategy.placement,
         )
         self._is_local = is_local
 

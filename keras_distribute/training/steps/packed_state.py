@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Placement
 from keras_distribute.training.steps import buffer_slices
 
 SMALL_BYTES = 64 * 1024
@@ -58,6 +59,7 @@ class Packing:
             one dtype each.
         divided: Which of `buffers` are divided among the replicas.
         single: The places of arrays that share none.
+        rest: Where the buffers are between two steps; `None`: on the devices.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Packing:
         buffers: Sequence[Sequence[Place]] = (),
         divided: Sequence[bool] = (),
         single: Collection[Place] = (),
+        rest: Placement | None = None,
     ) -> None:
         self.form, self._multiple = form_of(state), mesh.num_replicas
         self._on_cpu = mesh.devices[0].platform == "cpu"
@@ -83,6 +86,9 @@ class Packing:
         self._shardings += [mesh.replicated] * (
             len(self.buffers) - len(self._shardings)
         )
+        if rest is not None:
+            self._shardings = list(map(rest.in_programs, self._shardings))
+        self._mesh = mesh
         self._join = jax.jit(
             lambda arrays: list(map(self._joined, arrays)),
             out_shardings=self._shardings,
@@ -130,7 +136,8 @@ class Packing:
     def pack_now(self, state: State) -> Packed:
         """The state packed, on the devices; single arrays are the same objects."""
         arrays = [
-            [state[group][index] for group, index in places] for places in self.buffers
+            [self._mesh.brought(state[group][index]) for group, index in places]
+            for places in self.buffers
         ]
         return Packed(self._join(arrays), self.without_packed(state))
 
@@ -138,7 +145,9 @@ class Packing:
         """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with
         its sharding.
         """
-        buffers = jax.eval_shape(lambda groups: self.pack(groups).buffers, state)
+        buffers = jax.eval_shape(
+            lambda groups: self.pack(groups).buffers, form_of(state)
+        )
         placed = [
             jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=own)
             for buffer, own in zip(buffers, self._shardings, strict=True)
@@ -147,7 +156,9 @@ class Packing:
 
     def unpack_now(self, packed: Packed) -> State:
         """The reverse."""
-        return self._filled(packed.single, self._split(packed.buffers))
+        return self._filled(
+            packed.single, self._split(list(map(self._mesh.brought, packed.buffers)))
+        )
 
     def shardings(self, groups: State) -> Packed:
         """Where the packed state is, from where the arrays are."""

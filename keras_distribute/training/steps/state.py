@@ -16,6 +16,7 @@ import jax
 from keras_distribute._compat import trees
 from keras_distribute.devices.launches import Landing
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Placement
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
 from keras_distribute.variables import DistributedVariable, Holder
 
@@ -60,6 +61,7 @@ class StepState(Holder):
         groups: The variables behind Keras's groups of values.
         packing: Which of them share a buffer; `None` if none do.
         components: Those whose components on the replicas the step takes.
+        placement: Of their strategy.
     """
 
     def __init__(
@@ -67,11 +69,15 @@ class StepState(Holder):
         groups: Sequence[Sequence[DistributedVariable]],
         packing: Packing | None,
         components: Collection[Place],
+        placement: Placement,
     ) -> None:
         super().__init__(
-            ((g, i), variable)
-            for g, group in enumerate(groups)
-            for i, variable in enumerate(group)
+            (
+                ((g, i), variable)
+                for g, group in enumerate(groups)
+                for i, variable in enumerate(group)
+            ),
+            placement,
         )
         self.groups, self._packing = groups, packing
         self._components = frozenset(components)
@@ -113,7 +119,10 @@ class StepState(Holder):
 
     def put(self, groups: State) -> None:
         """Takes new values from a step that is not compiled."""
-        self.landing[:] = [(None, [value for group in groups for value in group])]
+        variables = [variable for group in self.groups for variable in group]
+        values = [value for group in groups for value in group]
+        rested = [v.rested(a) for v, a in zip(variables, values, strict=True)]
+        self.landing[:] = [(None, rested)]
 
     def forget(self, place: Place) -> None:
         self._stored.pop(place, None)
@@ -143,7 +152,7 @@ class StepState(Holder):
 
     def _element(self, place: Place, variable: DistributedVariable) -> Any:
         """What the step takes for a variable."""
-        return variable.stored if place in self._components else variable.value
+        return variable.stored if place in self._components else variable.in_step
 
     def _array(self, place: Place, variable: DistributedVariable) -> Any:
         if self._unpacked[0] is not self.landing[-1][1] or place not in self._stored:

@@ -37,7 +37,7 @@ def divided_places(groups: Sequence[Sequence[Any]]) -> list[Place]:
         for g, group in enumerate(groups)
         for i, variable in enumerate(group)
         if isinstance(variable, DistributedVariable)
-        and variable.value_sharding != variable.replica_mesh.replicated
+        and any(axis is not None for axis in variable.value_sharding.spec)
     ]
 
 

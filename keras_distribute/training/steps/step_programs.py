@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices.launches import Executable, launches
-from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -125,6 +125,8 @@ class StepPrograms:
         structure, found = self._structure, dict[str, Any]()
 
         def program(leaves: list[Any], data: Any) -> tuple[list[Any], list[Any]]:
+            if self._shardings is not None:
+                leaves = copied_to_devices(leaves, jax.tree.leaves(self._shardings))
             old = jax.tree.unflatten(structure, leaves)
             logs, new = function(old, data)
             outputs, found["logs"] = jax.tree.flatten(logs)
@@ -136,7 +138,11 @@ class StepPrograms:
             shardings = jax.tree.leaves(self._shardings)
         program.__name__ = "global_steps" if size > 1 else "global_step"
         return (
-            jax.jit(program, donate_argnums=0, out_shardings=(outputs, shardings)),
+            jax.jit(
+                program,
+                donate_argnums=self._strategy.placement.donated,
+                out_shardings=(outputs, shardings),
+            ),
             found,
         )
 

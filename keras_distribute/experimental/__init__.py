@@ -1,0 +1,47 @@
+"""The names that TensorFlow keeps under `tf.distribute.experimental`."""
+
+from keras_distribute.checkpoint.preemption import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
+from keras_distribute.checkpoint.preemption import (
+    TerminationConfig as TerminationConfig,
+)
+from keras_distribute.experimental import coordinator as coordinator
+from keras_distribute.experimental import partitioners as partitioners
+from keras_distribute.experimental.deprecated import (
+    CollectiveCommunication as CollectiveCommunication,
+)
+from keras_distribute.experimental.deprecated import CollectiveHints as CollectiveHints
+from keras_distribute.experimental.deprecated import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_distribute.experimental.deprecated import TPUStrategy as TPUStrategy
+from keras_distribute.input.datasets import Optional as Optional
+from keras_distribute.strategies.central_storage import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
+from keras_distribute.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from keras_distribute.types import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from keras_distribute.types import CommunicationOptions as CommunicationOptions
+from keras_distribute.types import ValueContext as ValueContext
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "Optional",
+    "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "TPUStrategy",
+    "TerminationConfig",
+    "ValueContext",
+    "coordinator",
+    "partitioners",
+]

@@ -1,0 +1,17 @@
+"""What TensorFlow has in `tf.distribute.experimental.partitioners`: how a
+`kd.ParameterServerStrategy` divides large variables over its servers.
+"""
+
+from keras_distribute.scheduling.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+]
