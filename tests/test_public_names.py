@@ -107,6 +107,7 @@ def test_the_public_names_are_these():
         "NamedStrategy",
         "ParameterServerCluster",
         "ProcessResult",
+        "RecordedUpdates",
         "combinations",
         "combine",
         "cpu_devices",
