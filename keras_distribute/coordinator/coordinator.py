@@ -18,6 +18,7 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import programs
 from keras_distribute.scheduling.values import (
     PerWorkerDataset,
+    PerWorkerIterator,
     PerWorkerValues,
     RemoteValue,
 )
@@ -104,12 +105,17 @@ class ClusterCoordinator:
         self._check_context("schedule")
         cluster = self._strategy.cluster
         cluster.queue.check()
-        call = self._call(tuple(args), dict(kwargs or {}))
+        call, iterators = self._call(tuple(args), dict(kwargs or {}))
         program = cluster.program(self._strategy, fn, call)
-        return cluster.schedule(self._strategy, program, fn, call)
+        return cluster.schedule(self._strategy, program, fn, [call], iterators)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, list[PerWorkerIterator]]:
+        """The arguments, with one iterator of a form as good as another."""
         own: dict[int, PerWorkerValues] = {}
+        iterators: list[PerWorkerIterator] = []
+        workers = len(self._strategy.cluster.workers)
 
         def prepared(leaf: Any) -> Any:
             if isinstance(leaf, RemoteValue):
@@ -119,14 +125,18 @@ class ClusterCoordinator:
                     fix="pass what it holds: value.fetch().",
                 )
             if isinstance(leaf, PerWorkerValues):
+                leaf.check_number(workers)
                 own[id(leaf.values[0])] = leaf
                 return leaf.values[0]
+            if isinstance(leaf, PerWorkerIterator):
+                iterators.append(leaf)
+                return leaf.dataset.argument(len(iterators) - 1)
             return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
         args, kwargs = structures.mapped(prepared, (args, kwargs), _is_ours)
         call = Call(args, kwargs, self._strategy.replica_mesh)
         call.arrays = [own.get(id(array), array) for array in call.arrays]
-        return call
+        return call, iterators
 
     def join(self) -> None:
         """Waits until all functions have returned.
@@ -213,7 +223,7 @@ class ClusterCoordinator:
                 received=f"{dataset_fn!r}.",
                 fix="a dataset with at least one batch; .repeat() for any number.",
             )
-        return PerWorkerDataset(next(programs.numbers), pickled, element)
+        return self._strategy.cluster.dataset(pickled, element)
 
     def _check_context(self, what: str) -> None:
         if programs.is_tracing():
@@ -226,7 +236,8 @@ class ClusterCoordinator:
 
 
 def _is_ours(value: Any) -> bool:
-    return isinstance(value, RemoteValue | PerWorkerValues) or value is None
+    kinds = RemoteValue | PerWorkerValues | PerWorkerIterator
+    return isinstance(value, kinds) or value is None
 
 
 def experimental_get_current_worker_index() -> int:

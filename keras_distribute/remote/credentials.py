@@ -7,13 +7,14 @@ first answer that it has the token, too. With encryption both have keys (CURVE,
 https://rfc.zeromq.org/spec/26/) that are made from the token.
 
 Without encryption, one who can change what travels on the network can take over a
-connection. `docs/` says which network to run in.
+connection.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import threading
 from typing import Any
 
@@ -129,8 +130,8 @@ class Gate:
         return True
 
 
-def of_job(encrypted: bool | None = None) -> Credentials:
-    """The credentials of this job.
+def of_job() -> Credentials:
+    """The credentials of this job, by the environment.
 
     Raises:
         ClusterError: Where the job has no token.
@@ -143,4 +144,4 @@ def of_job(encrypted: bool | None = None) -> Credentials:
             received=f"neither {signing.TOKEN} nor {signing.TOKEN_FILE}.",
             fix=f"in all tasks: {signing.HOW_TO_MAKE}; {signing.HOW_TO_GIVE}",
         )
-    return Credentials(token, bool(encrypted))
+    return Credentials(token, os.environ.get(ENCRYPT) == "1")

@@ -96,9 +96,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends the conversations; answers that are on their way still go out."""
-        for one in ("_socket",):
-            if hasattr(self, one):
-                getattr(self, one).close()
+        self._socket.close()
         self._context.term()
 
 

@@ -23,11 +23,16 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
-from keras_distribute.scheduling.programs import Traced, traced
+from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
 from keras_distribute.scheduling.updates import Updates
-from keras_distribute.scheduling.values import PerWorkerValues, RemoteValue
+from keras_distribute.scheduling.values import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+    RemoteValue,
+)
 from keras_distribute.scheduling.workers import Worker
 
 _SECONDS_TO_START = 120.0
@@ -44,6 +49,7 @@ class Cluster:
         max_staleness: How many pushes may have been applied since a step pulled.
 
     Attributes:
+        dropped: The numbers of iterators that are gone.
         recorded: The functions that were scheduled, while updates are recorded.
 
     Raises:
@@ -83,6 +89,7 @@ class Cluster:
         ]
         for worker in self.workers:
             worker.start()
+        self.dropped: list[int] = []
         self.recorded: dict[int, Closure] | None = None
         # A program that ends lets its tasks end, too.
         self._end = weakref.finalize(
@@ -131,8 +138,8 @@ class Cluster:
         strategy: Any,
         program: Traced,
         function: Any,
-        call: Call,
-        steps: Sequence[Call] = (),
+        calls: Sequence[Call],
+        iterators: Sequence[PerWorkerIterator] = (),
     ) -> RemoteValue:
         """Puts a program into the queue.
 
@@ -140,10 +147,10 @@ class Cluster:
             strategy: Whose it is.
             program: For these arguments.
             function: What was traced.
-            call: The arguments.
-            steps: The arguments of each step, where they are several.
+            calls: The arguments of each step, all of one form.
+            iterators: Those among the arguments.
         """
-        calls = list(steps) or [call]
+        call = calls[0]
 
         def retrace(forms: Sequence[Any]) -> Traced:
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
@@ -178,6 +185,7 @@ class Cluster:
                         self._floor, self.servers, strict=True
                     )
                 ],
+                iterators,
                 result,
                 self._finish,
                 self._max_staleness,
@@ -200,6 +208,15 @@ class Cluster:
                 self.kept.set(variable, change)
             else:
                 self.kept.add(variable, change)
+
+    def dataset(self, pickled: Any, element: Any) -> PerWorkerDataset:
+        """A dataset on each worker.
+
+        Args:
+            pickled: The dataset function.
+            element: Its first batch.
+        """
+        return PerWorkerDataset(next(numbers), pickled, element, self.dropped)
 
     def send_changed(self) -> None:
         """Tells the servers what was assigned here."""
@@ -286,7 +303,7 @@ class Cluster:
             "num_args": len(program.advanced) + program.num_args,
             "num_results": program.num_results,
             "elements": [
-                [iterator.number, [[dtype, list(shape)] for dtype, shape in forms]]
+                [iterator.index, [[dtype, list(shape)] for dtype, shape in forms]]
                 for iterator, forms in program.elements
             ],
         }
@@ -329,7 +346,9 @@ def _rows(output: int, part: Any) -> list[Any]:
 def _arrays(call: Call, worker: int) -> list[Any]:
     """The arrays of the arguments, with those of this worker."""
     return [
-        array.of(worker) if isinstance(array, PerWorkerValues) else np.asarray(array)
+        array.values[worker]
+        if isinstance(array, PerWorkerValues)
+        else np.asarray(array)
         for array in call.arrays
     ]
 

@@ -148,13 +148,19 @@ def next_element(iterator: Any) -> Any:
         ContextError: Outside of one.
     """
     if _current.trace is None:
-        raise ContextError(
-            "An iterator over a dataset of the workers is read on the workers.",
-            received="next(iterator) outside of a scheduled function.",
-            fix="coordinator.schedule(step, args=(iterator,)), and next(iterator) in "
-            "the function.",
-        )
+        raise not_an_argument()
     return _current.trace.element(iterator)
+
+
+def not_an_argument() -> ContextError:
+    """The error for an iterator of the workers that is read in another way."""
+    return ContextError(
+        "An iterator over a dataset of the workers is an argument of the function that "
+        "reads it, on the workers.",
+        received="next(iterator) of an iterator that is none.",
+        fix="coordinator.schedule(step, args=(iterator,)), and next(iterator) in "
+        "`step(iterator)`.",
+    )
 
 
 def current_scope() -> Capture:
@@ -308,7 +314,7 @@ class _Trace:
         index, self._next = self._next, self._next + 1
         if index < len(self._given):
             return iterator.rebuilt(self._given[index])
-        forms = iterator.forms()
+        forms = list(iterator.forms)
         self.elements.append((iterator, forms))
         self._given.append([jnp.zeros(shape, dtype) for dtype, shape in forms])
         return iterator.rebuilt(self._given[-1])

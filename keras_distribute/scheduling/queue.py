@@ -11,13 +11,13 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_distribute.errors import CancelledError, UnavailableError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling.programs import Traced
-from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
 
 _MOST = 256 * 1024  # As in TensorFlow: more wait in `schedule`.
 
@@ -35,6 +35,7 @@ class Closure:
             the worker's number.
         steps: How many.
         floor: For each server the version and the writes that have to be seen.
+        iterators: Those of the workers among the arguments.
         result: What the user waits with.
         finish: Called with the arrays that came back, before `result` is set.
     """
@@ -46,6 +47,7 @@ class Closure:
     args: Callable[[int], list[Any]]
     steps: int
     floor: list[list[int]]
+    iterators: Sequence[PerWorkerIterator]
     result: RemoteValue
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None

@@ -4,14 +4,16 @@ worker has of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_distribute.errors import StructureTypeError
+from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.scheduling import programs
 
 
@@ -95,9 +97,49 @@ class PerWorkerValues:
                 fix="pad them to one shape.",
             )
 
-    def of(self, worker: int) -> np.ndarray[Any, Any]:
-        """The value of a worker."""
-        return self.values[worker % len(self.values)]
+    def check_number(self, workers: int) -> None:
+        """Raises `ValueStructureError` unless there is one for each worker."""
+        if len(self.values) != workers:
+            raise ValueStructureError(
+                "PerWorkerValues holds a value for each worker.",
+                received=f"{len(self.values)} values for {workers} worker(s).",
+                fix="PerWorkerValues([...]) of as many values as there are workers.",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class IteratorArgument:
+    """An iterator among the arguments of a function: one of a form is as good as
+    another for the program.
+
+    Args:
+        index: Among the iterators.
+        forms: Of the arrays of a batch.
+        structure: Of a batch.
+    """
+
+    index: int
+    forms: tuple[programs.Form, ...]
+    structure: Any
+
+    def __iter__(self) -> IteratorArgument:
+        return self
+
+    def __next__(self) -> Any:
+        return programs.next_element(self)
+
+    def get_next(self) -> Any:
+        """The next batch, as TensorFlow calls it."""
+        return next(self)
+
+    @property
+    def source(self) -> list[Any]:
+        """Where the worker finds it."""
+        return ["argument", self.index]
+
+    def rebuilt(self, arrays: Sequence[Any]) -> Any:
+        """A batch of these arrays."""
+        return jax.tree.unflatten(self.structure, list(arrays))
 
 
 class PerWorkerDataset:
@@ -109,24 +151,34 @@ class PerWorkerDataset:
         number: In all tasks.
         pickled: The dataset function.
         element: The first batch, of which the forms are taken.
+        dropped: Takes the numbers of iterators that are gone.
     """
 
-    def __init__(self, number: int, pickled: Any, element: Any) -> None:
+    def __init__(
+        self, number: int, pickled: Any, element: Any, dropped: list[int]
+    ) -> None:
         self.number, self.pickled = number, pickled
-        self._leaves, self._structure = jax.tree.flatten(element)
-        self._made = 0
+        leaves, self._structure = jax.tree.flatten(element)
+        self._forms = tuple(
+            (str(jax.dtypes.canonicalize_dtype(leaf.dtype)), leaf.shape)
+            for leaf in map(np.asarray, leaves)
+        )
+        self._dropped = dropped
+        self._arguments: dict[int, IteratorArgument] = {}
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self)
+        iterator = PerWorkerIterator(self)
+        weakref.finalize(iterator, self._dropped.append, iterator.number)
+        return iterator
 
-    def forms(self) -> list[programs.Form]:
-        """The dtype and the shape of each array of a batch."""
-        arrays = map(np.asarray, self._leaves)
-        return [(str(jax.dtypes.canonicalize_dtype(a.dtype)), a.shape) for a in arrays]
-
-    def rebuilt(self, arrays: Sequence[Any]) -> Any:
-        """A batch of these arrays."""
-        return jax.tree.unflatten(self._structure, list(arrays))
+    def argument(self, index: int) -> IteratorArgument:
+        """An iterator of it as an argument of a function; always the same object, by
+        which the function's program is found again.
+        """
+        if index not in self._arguments:
+            made = IteratorArgument(index, self._forms, self._structure)
+            self._arguments[index] = made
+        return self._arguments[index]
 
 
 class PerWorkerIterator:
@@ -134,7 +186,7 @@ class PerWorkerIterator:
     it, and anew on a worker that comes back.
 
     `next(iterator)` in a scheduled function is the next batch of the worker that runs
-    it.
+    it; the iterator is one of the function's arguments.
 
     Args:
         dataset: What it is over.
@@ -142,25 +194,14 @@ class PerWorkerIterator:
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self.dataset = dataset
-        self.number = next(_numbers)
+        self.number = next(programs.numbers)
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        return programs.next_element(self)
+        raise programs.not_an_argument()
 
     def get_next(self) -> Any:
         """The next batch, as TensorFlow calls it."""
         return next(self)
-
-    def forms(self) -> list[programs.Form]:
-        """The dtype and the shape of each array of a batch."""
-        return self.dataset.forms()
-
-    def rebuilt(self, arrays: Sequence[Any]) -> Any:
-        """A batch of these arrays."""
-        return self.dataset.rebuilt(arrays)
-
-
-_numbers = programs.numbers

@@ -32,6 +32,7 @@ class Owner(Protocol):
     credentials: Credentials
     coordinator: str
     server_addresses: list[str]
+    dropped: list[int]
 
     def layout_of(self, program: Traced) -> Header:
         """What the worker has to know of a program."""
@@ -77,6 +78,7 @@ class Worker(threading.Thread):
         self._running: dict[int, Closure] = {}
         self._sent: set[int] = set()
         self._ends_task = False
+        self._num_dropped = 0
         owner.queue.on_work(self.wake)
 
     def wake(self) -> None:
@@ -111,8 +113,7 @@ class Worker(threading.Thread):
 
     def _connected(self) -> Channel:
         owner = self._owner
-        name = f"worker:{self.index}"
-        channel = Channel(self.address, name, owner.credentials, timeout=2.0)
+        channel = Channel(self.address, self.name, owner.credentials, timeout=2.0)
         try:
             told, _ = channel.call(
                 {
@@ -125,21 +126,25 @@ class Worker(threading.Thread):
                 },
                 timeout=60.0,
             )
-            if told["jax"] != jax.__version__:
-                raise ClusterError(
-                    "All tasks of a cluster run the same version of JAX.",
-                    received=f"{told['jax']} in the task {name}, {jax.__version__} in "
-                    "the coordinator.",
-                    fix=f"pip install jax=={jax.__version__} there.",
-                )
-        except BaseException as error:
+            self._check_version(told["jax"])
+        except BaseException:
             channel.close()
-            if isinstance(error, ClusterError) and "version" in str(error):
-                owner.queue.failed(error)
             raise
         self._sent.clear()
         self.is_ready = True
         return channel
+
+    def _check_version(self, version: str) -> None:
+        if version == jax.__version__:
+            return
+        error = ClusterError(
+            "All tasks of a cluster run the same version of JAX.",
+            received=f"{version} in the task {self.name}, {jax.__version__} in the "
+            "coordinator.",
+            fix=f"pip install jax=={jax.__version__} there.",
+        )
+        self._owner.queue.failed(error)
+        raise error
 
     def _serve(self, channel: Channel) -> None:
         while not self._is_closed.is_set():
@@ -161,7 +166,8 @@ class Worker(threading.Thread):
 
     def _send(self, channel: Channel, closure: Closure, program: Traced) -> None:
         coordinator = {"coordinator": self._owner.coordinator}
-        for iterator, _ in program.elements:
+        self._drop(channel)
+        for iterator in closure.iterators:
             dataset = iterator.dataset
             if dataset.number not in self._sent:
                 told = {"op": "dataset", "id": dataset.number, **coordinator}
@@ -182,12 +188,23 @@ class Worker(threading.Thread):
             "program": program.number,
             "steps": closure.steps,
             "floor": closure.floor,
+            "iterators": [iterator.number for iterator in closure.iterators],
             "bound": closure.bound,
             "done": self._owner.queue.done_below,
             **coordinator,
         }
         number = channel.send(header, [*closure.kept, *closure.args(self.index)])
         self._running[number] = closure
+
+    def _drop(self, channel: Channel) -> None:
+        """Lets the worker drop iterators that the user has dropped."""
+        new = self._owner.dropped[self._num_dropped :]
+        self._num_dropped += len(new)
+        gone = self._sent.intersection(new)
+        if gone:
+            told = {"op": "drop", "coordinator": self._owner.coordinator}
+            channel.send({**told, "ids": sorted(gone)})
+            self._sent -= gone
 
     def _take(
         self, channel: Channel, number: int, header: Header, arrays: list[Array]

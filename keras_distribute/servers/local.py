@@ -19,6 +19,19 @@ from keras_distribute.remote import credentials
 from keras_distribute.remote.credentials import Credentials
 
 
+class LocalResolver(SimpleClusterResolver):
+    """Where the tasks of this process are, and what proves that they are.
+
+    Args:
+        cluster_spec: Their addresses.
+        credentials: Of them.
+    """
+
+    def __init__(self, cluster_spec: ClusterSpec, credentials: Credentials) -> None:
+        super().__init__(cluster_spec, task_type="chief", task_id=0, rpc_layer="grpc")
+        self.credentials = credentials
+
+
 class ParameterServerCluster:
     """Workers and parameter servers on this host, each a process of one CPU device.
 
@@ -50,10 +63,9 @@ class ParameterServerCluster:
         self._jobs = roles.addresses(num_workers, num_ps)
         self._token = signing.new_token()
         self._encrypted = encrypted
-        self.cluster_resolver = SimpleClusterResolver(
-            ClusterSpec(self._jobs), task_type="chief", task_id=0, rpc_layer="grpc"
+        self.cluster_resolver = LocalResolver(
+            ClusterSpec(self._jobs), Credentials(self._token, encrypted)
         )
-        self.cluster_resolver.credentials = Credentials(self._token, encrypted)  # type: ignore[attr-defined]
         self._tasks: dict[str, Job] = {}
         for job, addresses in self._jobs.items():
             for index in range(len(addresses)):

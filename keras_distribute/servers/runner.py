@@ -145,16 +145,15 @@ class Runner:
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
-        for kept in (self._functions, self._iterators, self._datasets):
-            for number in header["ids"]:
-                kept.pop(number, None)
+        for number in header["ids"]:
+            self._iterators.pop(number, None)
         return None
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:
         """One function, of one step or several."""
         function, closure = self._functions[header["program"]], header["closure"]
         layout = function.layout
-        elements = self._elements(closure, layout)
+        elements = self._elements(closure, layout, header["iterators"])
         if elements is None:
             forms = [
                 [[a.dtype.name, list(a.shape)] for a in element]
@@ -177,7 +176,9 @@ class Runner:
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
 
-    def _elements(self, closure: int, layout: Mapping[str, Any]) -> list[Array] | None:
+    def _elements(
+        self, closure: int, layout: Mapping[str, Any], iterators: Sequence[int]
+    ) -> list[Array] | None:
         """What the function takes of iterators; `None` if it was made for other shapes,
         and what was read waits for a program that fits.
         """
@@ -185,7 +186,7 @@ class Runner:
             return []
         read = self._waiting.pop(closure, None)
         if read is None:
-            read = [self._next(number) for number, _ in layout["elements"]]
+            read = [self._next(iterators[index]) for index, _ in layout["elements"]]
         fits = all(
             [[a.dtype.name, list(a.shape)] for a in element] == form
             for element, (_, form) in zip(read, layout["elements"], strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -69,9 +68,7 @@ class Server:
             )
         check_cluster(self._cluster, job_name, task_index)
         self._job, self._index = job_name, int(task_index)
-        self._credentials = credentials.of_job(
-            os.environ.get(credentials.ENCRYPT) == "1"
-        )
+        self._credentials = credentials.of_job()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if start:

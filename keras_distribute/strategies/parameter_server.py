@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from keras_distribute.errors import ClusterError, ContextError
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import programs
-from keras_distribute.servers.local import ParameterServerCluster
+from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
 
@@ -89,12 +88,13 @@ class ParameterServerStrategy(Strategy):
             self._own = ParameterServerCluster()
             cluster_resolver = self._own.cluster_resolver
         self._resolver = cluster_resolver
-        known = getattr(cluster_resolver, "credentials", None)
-        encrypt = os.environ.get(credentials.ENCRYPT) == "1"
+        spec = _checked(cluster_resolver)
+        own = isinstance(cluster_resolver, LocalResolver)
+        known = cluster_resolver.credentials if own else credentials.of_job()
         super().__init__(ReplicaMesh.of(jax.local_devices()[:1]))
         self.cluster = clusters.Cluster(
-            _checked(cluster_resolver),
-            known or credentials.of_job(encrypt),
+            spec,
+            known,
             variable_partitioner,
             max_staleness,
         )

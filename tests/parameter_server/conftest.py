@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.servers.local import LocalResolver
 
 
 @pytest.fixture(scope="package")
@@ -35,10 +36,7 @@ def one_worker(cluster) -> Iterator[kd.ParameterServerStrategy]:
 def resolver_of(cluster, num_workers, num_ps=2):
     """The cluster with fewer of its tasks."""
     jobs = cluster.cluster_resolver.cluster_spec().as_dict()
-    resolver = kd.cluster_resolver.SimpleClusterResolver(
-        kd.cluster_resolver.ClusterSpec(
-            {"worker": jobs["worker"][:num_workers], "ps": jobs["ps"][:num_ps]}
-        )
+    spec = {"worker": jobs["worker"][:num_workers], "ps": jobs["ps"][:num_ps]}
+    return LocalResolver(
+        kd.cluster_resolver.ClusterSpec(spec), cluster.cluster_resolver.credentials
     )
-    resolver.credentials = cluster.cluster_resolver.credentials
-    return resolver

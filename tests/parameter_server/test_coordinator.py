@@ -154,6 +154,24 @@ def test_iterators_are_independent(coordinator):
         assert coordinator.schedule(step, (iter(dataset),)).fetch() == 1.0
 
 
+def test_one_program_for_all_iterators_of_a_form(strategy, coordinator):
+    """And workers drop those that the user has dropped."""
+    dataset = coordinator.create_per_worker_dataset(numbers())
+    traced = []
+
+    def step(iterator):
+        traced.append(1)
+        return next(iterator)
+
+    for _ in range(4):
+        assert coordinator.schedule(step, (iter(dataset),)).fetch() == 1.0
+    assert len(traced) == 2  # Once to learn what it reads.
+    gc.collect()
+    coordinator.schedule(step, (iter(dataset),)).fetch()
+    assert len(strategy.cluster.dropped) >= 4
+    assert all(len(worker._sent) <= 6 for worker in strategy.cluster.workers)
+
+
 def test_several_batches_in_a_function(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers()))
     value = coordinator.schedule(lambda it: next(it) + 10 * next(it), (iterator,))
@@ -335,7 +353,7 @@ def test_layers_may_be_built_by_the_first_call(strategy, coordinator):
 
 def test_an_iterator_is_read_in_functions_alone(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers()))
-    with pytest.raises(kd.errors.ContextError, match=r"read on the workers"):
+    with pytest.raises(kd.errors.ContextError, match=r"is an argument of the function"):
         next(iterator)
 
 
@@ -354,6 +372,8 @@ def test_wrong_arguments(strategy, coordinator):
         ClusterCoordinator(kd.MirroredStrategy(["cpu:0"]))
     with pytest.raises(kd.errors.StructureTypeError, match="one shape and one dtype"):
         PerWorkerValues([np.ones(2), np.ones(3)])
+    with pytest.raises(ValueError, match=r"3 values for 2 worker"):
+        coordinator.schedule(lambda x: x, (PerWorkerValues([1.0, 2.0, 3.0]),))
     with pytest.raises(kd.errors.ContextError, match="inside a scheduled function"):
         coordinator.schedule(lambda: coordinator.join())
     with pytest.raises(kd.errors.ClusterError, match="has no ps task"):

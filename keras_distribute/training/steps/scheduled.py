@@ -83,7 +83,7 @@ class ScheduledStep:
             self._check_order(program.ordered)
             most = 1
         cluster.queue.wait(lambda: cluster.queue.num_pending < most)
-        result = cluster.schedule(strategy, program, self._traced, calls[0], calls)
+        result = cluster.schedule(strategy, program, self._traced, calls)
         if self._kind == "predict":
             return _late(program, result)
         if not program.num_results:
