@@ -82,15 +82,14 @@ class Cluster:
         self._floor = [[0, 0] for _ in self.servers]
         self._lives: dict[int, int] = {}
         self._lock = threading.RLock()
-        self._platforms = ["cpu"]
+        self.dropped: list[int] = []
+        self.recorded: dict[int, Closure] | None = None
         self.workers = [
             Worker(i, address, self)
             for i, address in enumerate(cluster.job_tasks("worker"))
         ]
         for worker in self.workers:
             worker.start()
-        self.dropped: list[int] = []
-        self.recorded: dict[int, Closure] | None = None
         # A program that ends lets its tasks end, too.
         self._end = weakref.finalize(
             self, _close, self.queue, self.workers, self.servers, True
@@ -123,15 +122,28 @@ class Cluster:
         call: Call,
         elements: Sequence[Any] = (),
     ) -> Traced:
+        platforms = self._platforms()
         with launches.tracing, self._lock:
             program = traced(
-                strategy, function, call, self.is_on_servers, self._platforms, elements
+                strategy, function, call, self.is_on_servers, platforms, elements
             )
             for optimizer, weights in program.gradients:
                 self.updates.place(optimizer, weights)
             pushed = [variable for _, variable in program.pushed]
             self.served.add([*program.reads, *pushed])
             return program
+
+    def _platforms(self) -> list[str]:
+        """What programs are made for: the devices of the workers that are known, of
+        which there has to be one.
+        """
+
+        def known() -> set[str]:
+            return {worker.platform for worker in self.workers} - {""}
+
+        if not known():
+            self.queue.wait(lambda: bool(known()), remind=self.remind)
+        return sorted(known())
 
     def schedule(
         self,
@@ -317,8 +329,8 @@ class Cluster:
         """Says why nothing goes on, if no worker is there."""
         if not any(worker.is_ready for worker in self.workers):
             _log.warning(
-                "%d function(s) wait for a worker; none of %d is there. The last "
-                "error: %s",
+                "The program waits for a worker, with %d function(s); none of %d is "
+                "there. The last error: %s",
                 self.queue.num_pending,
                 len(self.workers),
                 self.workers[0].last_error,

@@ -180,6 +180,11 @@ class Queue:
                 if not self._condition.wait(left) and left == 30.0:
                     remind()
 
+    def notify(self) -> None:
+        """Lets who waits look again."""
+        with self._condition:
+            self._condition.notify_all()
+
     def check(self) -> None:
         """Raises the first error, once, when nothing runs any more."""
         with self._condition:

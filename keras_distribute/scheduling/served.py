@@ -26,6 +26,7 @@ class Server:
 
     Attributes:
         writes: How often it was told values.
+        platform: Of its devices.
         told: Those, with their keys, while updates are recorded.
         version: How many pushes it had applied, as far as is known.
     """
@@ -36,7 +37,7 @@ class Server:
         self._lock = threading.Lock()
         self.told: list[tuple[list[int], list[Array]]] | None = None
         self._gone: UnavailableError | None = None
-        self.call({"op": "begin"})
+        self.platform = str(self.call({"op": "begin"})[0]["platform"])
 
     @property
     def name(self) -> str:

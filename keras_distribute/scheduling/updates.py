@@ -131,9 +131,10 @@ class Updates:
             for i, part in parts
         ]
         with context.entered(context.default_strategy().top_frame):
+            platforms = [self._servers[server].platform]
             copy = compat.copy_for(optimizer, shapes)
             state, values, function = _update(copy, shapes)
-            blob, _ = exported(function, [*state, *values, *values], ["cpu"])
+            blob, _ = exported(function, [*state, *values, *values], platforms)
         keys = self._state_keys(optimizer, copy, weights, parts)
         told = {
             "op": "program",

@@ -63,12 +63,14 @@ class Worker(threading.Thread):
 
     Attributes:
         is_ready: Whether the worker is there.
+        platform: Of its devices; empty before it was there.
         steps: How many it has finished.
     """
 
     def __init__(self, index: int, address: str, owner: Owner) -> None:
         super().__init__(name=f"worker:{index}", daemon=True)
         self.index, self.address, self.is_ready, self.steps = index, address, False, 0
+        self.platform = ""
         self.last_error: DistributeError | None = None
         self._owner = owner
         self._is_closed = threading.Event()
@@ -131,7 +133,8 @@ class Worker(threading.Thread):
             channel.close()
             raise
         self._sent.clear()
-        self.is_ready = True
+        self.is_ready, self.platform = True, told["platform"]
+        owner.queue.notify()
         return channel
 
     def _check_version(self, version: str) -> None:
