@@ -389,6 +389,13 @@ def four(value: Any) -> bool | None:
     )
 
 
+parameter_servers = {
+    "cluster_resolver": of(cr.ClusterResolver, none=True),
+    "variable_partitioner": optional_function,
+    "max_staleness": integer(0, none=True),
+}
+A_TASK = {"job_name": "ps", "task_index": 0, "start": False}
+
 TARGETS: dict[str, Target] = {
     "ArrayDataset": made(
         kd.ArrayDataset,
@@ -530,6 +537,54 @@ TARGETS: dict[str, Target] = {
         communication_dtype=lambda v: v is None,
     ),
     "OneDeviceStrategy": made(kd.OneDeviceStrategy, device=lambda v: False),
+    "ParameterServerStrategy": made(kd.ParameterServerStrategy, **parameter_servers),
+    "experimental.ParameterServerStrategy": made(
+        experimental.ParameterServerStrategy, **parameter_servers
+    ),
+    "Server": made(
+        kd.Server,
+        lambda: {"server_or_cluster_def": {"ps": ["a:1"]}, **A_TASK},
+        server_or_cluster_def=lambda v: False,
+        job_name=lambda v: False,
+        task_index=lambda v: False,
+        protocol=lambda v: True,
+        config=lambda v: True,
+        start=flag,
+    ),
+    "Server.create_local_server": made(
+        kd.Server.create_local_server, config=lambda v: True, start=flag
+    ),
+    "testing.ParameterServerCluster": made(
+        kd.testing.ParameterServerCluster,
+        num_workers=integer(1),
+        num_ps=integer(1),
+        encrypted=flag,
+    ),
+    "testing.RecordedUpdates": made(
+        kd.testing.RecordedUpdates, strategy=lambda v: False
+    ),
+    "experimental.CentralStorageStrategy": made(
+        experimental.CentralStorageStrategy,
+        lambda: {"compute_devices": ["cpu:0"]},
+        compute_devices=lambda v: v is None,
+        parameter_device=lambda v: v is None,
+    ),
+    "experimental.CollectiveHints": made(
+        experimental.CollectiveHints,
+        bytes_per_pack=integer(0),
+        timeout_seconds=number(1e-300, none=True),
+    ),
+    "experimental.MultiWorkerMirroredStrategy": made(
+        experimental.MultiWorkerMirroredStrategy,
+        communication=of(experimental.CommunicationImplementation),
+        cluster_resolver=of(cr.ClusterResolver, none=True),
+    ),
+    "experimental.TPUStrategy": made(
+        experimental.TPUStrategy,
+        lambda: {"tpu_cluster_resolver": cr.TPUClusterResolver("cpu")},
+        tpu_cluster_resolver=of(cr.ClusterResolver, none=True),
+        device_assignment=of(tpu.DeviceAssignment, none=True),
+    ),
     "RunOptions": made(
         kd.RunOptions,
         experimental_enable_dynamic_batch_size=flag,
@@ -1123,6 +1178,12 @@ OF_A_JOB = {
     f"testing.MultiProcessRunner.{name}"
     for name in ("freeze", "join", "kill", "log", "thaw")
 }
+# Of a cluster that runs; `tests/parameter_server` has them.
+OF_A_CLUSTER = {
+    *(f"testing.ParameterServerCluster.{n}" for n in ("kill", "output_of", "start")),
+    *(f"ParameterServerStrategy.{n}" for n in ("close", "run")),
+    *(f"experimental.ParameterServerStrategy.{n}" for n in ("close", "run")),
+}
 # Called in a program, where JAX says what its arrays cannot be; see the test below.
 IN_A_PROGRAM = {
     f"ReplicaContext.{n}" for n in ("all_gather", "all_reduce", "merge_call")
@@ -1135,7 +1196,14 @@ FOR_LIBRARIES = {
         for name in ("reduce", "batch_reduce", "broadcast")
     ),
 }
-LEFT_OUT = MADE_BY_THE_PACKAGE | VARIABLES | OF_A_JOB | IN_A_PROGRAM | FOR_LIBRARIES
+LEFT_OUT = (
+    MADE_BY_THE_PACKAGE
+    | VARIABLES
+    | OF_A_JOB
+    | OF_A_CLUSTER
+    | IN_A_PROGRAM
+    | FOR_LIBRARIES
+)
 
 
 def public_parameters() -> set[tuple[str, str]]:

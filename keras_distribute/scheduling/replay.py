@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.errors import ContextError
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
@@ -37,6 +38,7 @@ class RecordedUpdates:
             coordinator assigned.
 
     Raises:
+        StructureTypeError: For another strategy.
         ContextError: For functions with batches that workers read themselves.
 
     Example:
@@ -55,6 +57,14 @@ class RecordedUpdates:
     """
 
     def __init__(self, strategy: Any) -> None:
+        cluster = getattr(strategy, "cluster", None)
+        checks.instance(
+            "strategy",
+            strategy,
+            object if isinstance(cluster, Cluster) else (),
+            "The updates of parameter servers are recorded.",
+            "kd.testing.RecordedUpdates(kd.ParameterServerStrategy(...))",
+        )
         self._cluster: Cluster = strategy.cluster
         self.log: list[list[list[Any]]] = []
         self._closures: dict[int, Closure] = {}

@@ -59,7 +59,8 @@ class Server:
         del protocol, config
         self._cluster = ClusterSpec(server_or_cluster_def)
         checks.flag("start", start)
-        if job_name not in _KINDS or task_index is None:
+        known = isinstance(job_name, str) and job_name in _KINDS
+        if not known or not checks.is_integer(task_index):
             raise ClusterError(
                 "A server is a worker or a parameter server.",
                 received=f"the task {job_name}:{task_index} of {self._cluster!r}.",
@@ -67,7 +68,7 @@ class Server:
                 "runs the program, with kd.ParameterServerStrategy.",
             )
         check_cluster(self._cluster, job_name, task_index)
-        self._job, self._index = job_name, int(task_index)
+        self._job, self._index = str(job_name), int(task_index or 0)
         self._credentials = credentials.of_job()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
