@@ -221,11 +221,13 @@ class _Replay:
         """Of all variables that servers have."""
         found: dict[str, np.ndarray[Any, Any]] = {}
         for variable, place in self._cluster.served.places():
-            parts = [self._values[part.server][part.key] for part in place.read]
+            parts = [
+                np.asarray(self._values[part.server][part.key]) for part in place.read
+            ]
             found[variable.path] = np.concatenate(parts) if len(parts) > 1 else parts[0]
         return found
 
 
 def _joined(parts: Sequence[Sequence[int]], states: Sequence[dict[int, Array]]) -> Any:
-    found = [states[server][key] for server, key in parts]
+    found = [np.asarray(states[server][key]) for server, key in parts]
     return found[0] if len(found) == 1 else np.concatenate(found)
