@@ -187,8 +187,10 @@ def _refuse(what: str, received: str, fix: str) -> None:
 class _Output:
     """Shows the lines of all processes, each with the number in front."""
 
-    def __init__(self, log_dir: Path | None, width: int) -> None:
-        self._log_dir, self._width = log_dir, width
+    def __init__(self, options: LaunchOptions) -> None:
+        last = options.nproc * options.nnodes - 1
+        self._width = len("worker:0") if options.ps else len(str(last))
+        self._log_dir = options.log_dir
         self._files: dict[int | str, TextIO] = {}
         self._lock = threading.Lock()
 
@@ -220,42 +222,35 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     Returns:
         0, or the exit code of the process that failed first.
     """
+    output = _Output(options)
     if options.ps:
-        return _launch_roles(command, options)
-    launcher = _Launcher(command, options)
+        launcher = Roles(
+            command,
+            options.workers,
+            options.ps,
+            max_restarts=options.max_restarts,
+            grace=options.grace,
+            on_line=output,
+            tell=_say,
+        )
+    else:
+        launcher = _Launcher(command, options, output)
     previous = {each: signal.signal(each, launcher.receive) for each in _SIGNALS}
     try:
         return launcher.run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        launcher.output.close()
-
-
-def _launch_roles(command: Sequence[str], options: LaunchOptions) -> int:
-    output = _Output(options.log_dir, len("worker:0"))
-    roles = Roles(
-        command,
-        options.workers,
-        options.ps,
-        max_restarts=options.max_restarts,
-        grace=options.grace,
-        on_line=output,
-        tell=_say,
-    )
-    try:
-        return roles.run()
-    finally:
         output.close()
 
 
 class _Launcher:
     """Starts the job of this host, again where that is allowed."""
 
-    def __init__(self, command: Sequence[str], options: LaunchOptions) -> None:
-        self._command, self._options = command, options
-        last = options.nproc * options.nnodes - 1
-        self.output = _Output(options.log_dir, len(str(last)))
+    def __init__(
+        self, command: Sequence[str], options: LaunchOptions, output: _Output
+    ) -> None:
+        self._command, self._options, self._output = command, options, output
         self._signals: list[int] = []
         # The local indices of the processes that take part, whose GPUs stay the same.
         self._local = list(range(options.nproc))
@@ -332,7 +327,7 @@ class _Launcher:
             num_processes=meeting.num_processes,
             coordinator=options.coordinator,
             environment=environment,
-            on_line=self.output,
+            on_line=self._output,
             token=self._token,
         )
 

@@ -18,7 +18,6 @@ Jobs = dict[str, list[str]]
 SERVER = [sys.executable, "-W", "ignore", "-m", "keras_distribute.servers"]
 _POLL_SECONDS = 0.05
 _SECONDS_UNTIL_RESTART = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def addresses(num_workers: int, num_ps: int, with_chief: bool = False) -> Jobs:
@@ -77,21 +76,17 @@ class Roles:
         """Runs the job to its end; returns the exit code of the chief, or of the server
         that failed.
         """
-        previous = {each: signal.signal(each, self._receive) for each in _SIGNALS}
         code = 0
-        try:
-            for attempt in range(self._max_restarts + 1):
-                code = self._attempt(attempt)
-                if code == 0 or self._signals:
-                    return code
-                if attempt < self._max_restarts:
-                    self._tell(f"starts all tasks again ({attempt + 1}).")
-            return code
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        for attempt in range(self._max_restarts + 1):
+            code = self._attempt(attempt)
+            if code == 0 or self._signals:
+                return code
+            if attempt < self._max_restarts:
+                self._tell(f"starts all tasks again ({attempt + 1}).")
+        return code
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def receive(self, number: int, _: FrameType | None) -> None:
+        """Notes a signal, which would end this process."""
         self._signals.append(number)
 
     def _attempt(self, attempt: int) -> int:

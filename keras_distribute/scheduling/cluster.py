@@ -162,9 +162,10 @@ class Cluster:
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
         """
-        call = calls[0]
 
         def retrace(forms: Sequence[Any]) -> Traced:
+            """The program for batches of other forms, made once."""
+            call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
             programs = strategy.programs.programs_of(function)
             if key not in programs:
@@ -191,12 +192,7 @@ class Cluster:
                     for array in (*seed, *_arrays(each, worker))
                 ],
                 len(calls),
-                [
-                    [version, server.writes]
-                    for (version, _), server in zip(
-                        self._floor, self.servers, strict=True
-                    )
-                ],
+                self._written([version for version, _ in self._floor]),
                 iterators,
                 result,
                 self._finish,
@@ -239,10 +235,12 @@ class Cluster:
     def synchronize(self) -> None:
         """What is scheduled from now on sees all that has finished."""
         with self._lock:
-            self._floor = [
-                [version, server.writes]
-                for version, server in zip(self._versions, self.servers, strict=True)
-            ]
+            self._floor = self._written(self._versions)
+
+    def _written(self, versions: Sequence[int]) -> list[list[int]]:
+        """Versions of the servers, with how often each was written to by now."""
+        pairs = zip(versions, self.servers, strict=True)
+        return [[version, server.writes] for version, server in pairs]
 
     def note_versions(self, versions: Sequence[int]) -> None:
         """Notes how far the servers are."""

@@ -328,65 +328,37 @@ class _Made:
     ) -> None:
         self._trace, self._program, self._on_servers = trace, program, on_servers
         self._first = len(program.jaxpr.outvars) - len(trace.written)
+        self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
     def traced(self, platforms: Sequence[str]) -> Traced:
         """The program, exported."""
-        trace = self._trace
-        index = {id(variable): i for i, variable in enumerate(trace.known)}
-        kinds = changes_of(
-            self._program,
-            [index[id(variable)] for variable in trace.written],
-            range(self._first, self._first + len(trace.written)),
-        )
-        constants: list[tuple[Any, Any]] = []
-        pushed: list[tuple[Change, int]] = []
-        changed: list[tuple[Change, int]] = []
-        ordered: list[Any] = []
-        for i, (variable, kind) in enumerate(zip(trace.written, kinds, strict=True)):
-            if kind is Change.SAME:
-                continue
-            if self._on_servers(variable):
-                pushed.append((kind, i))
-                continue
-            if kind is Change.OTHER:
-                ordered.append(variable)
-                kind = Change.SET
-            constant = None
-            if kind is Change.ADDED:
-                place = index[id(variable)], self._first + i
-                constant = added_constant(self._program, *place)
-            if constant is not None:
-                constants.append((variable, constant))
-            else:
-                changed.append((kind, i))
-        function = functools.partial(self._outputs, index, [*pushed, *changed])
-        of_servers = [v for v in trace.known if self._on_servers(v)]
+        trace, written = self._trace, self._trace.written
+        pushed, changed, constants, ordered = self._sorted_changes()
         always = {id(variable) for variable, _ in constants}
+        of_servers = [v for v in trace.known if self._on_servers(v)]
         kept = [
             v for v in trace.known if not self._on_servers(v) and id(v) not in always
         ]
-        advanced = [variable for variable, _ in constants]
-        variables = [*of_servers, *kept, *advanced]
-        order = [index[id(v)] for v in variables]
+        variables = [*of_servers, *kept, *(variable for variable, _ in constants)]
+        order = [self._index[id(v)] for v in variables]
+        place = {i: k for k, i in enumerate(order)}
+        function = functools.partial(self._outputs, [*pushed, *changed])
         shapes = trace.shapes
-        rest = range(len(order), len(shapes))
         blob, used = exported(
             lambda *given: function(
-                [given[order.index(i)] for i in range(len(order))],
-                list(given[len(order) :]),
+                [given[place[i]] for i in range(len(order))], list(given[len(order) :])
             ),
-            [shapes[i] for i in (*order, *rest)],
+            [*(shapes[i] for i in order), *shapes[len(order) :]],
             platforms,
             droppable=len(order),
         )
-        taken = [variables[i] for i in used]
-        written = trace.written
+        taken = {id(variables[i]) for i in used}
         return Traced(
             number=next(numbers),
             blob=blob,
-            reads=[v for v in taken if self._on_servers(v)],
-            kept=[v for v in taken if not self._on_servers(v) and id(v) not in always],
-            advanced=[v for v in taken if id(v) in always],
+            reads=[v for v in of_servers if id(v) in taken],
+            kept=[v for v in kept if id(v) in taken],
+            advanced=[v for v, _ in constants if id(v) in taken],
             num_args=len(trace.call.shapes),
             elements=trace.elements,
             structure=trace.structure,
@@ -399,9 +371,44 @@ class _Made:
             ordered=ordered,
         )
 
+    def _sorted_changes(
+        self,
+    ) -> tuple[
+        list[tuple[Change, int]],
+        list[tuple[Change, int]],
+        list[tuple[Any, Any]],
+        list[Any],
+    ]:
+        """What is pushed, what the coordinator is told, what is always added to its
+        variables, and which of those need to know all that was done before.
+        """
+        written = self._trace.written
+        places = [self._index[id(variable)] for variable in written]
+        outputs = range(self._first, self._first + len(written))
+        pushed: list[tuple[Change, int]] = []
+        changed: list[tuple[Change, int]] = []
+        constants: list[tuple[Any, Any]] = []
+        ordered: list[Any] = []
+        for i, kind in enumerate(changes_of(self._program, places, outputs)):
+            variable, constant = written[i], None
+            if kind is Change.SAME:
+                continue
+            if self._on_servers(variable):
+                pushed.append((kind, i))
+                continue
+            if kind is Change.OTHER:
+                ordered.append(variable)
+                kind = Change.SET
+            if kind is Change.ADDED:
+                constant = added_constant(self._program, places[i], outputs[i])
+            if constant is None:
+                changed.append((kind, i))
+            else:
+                constants.append((variable, constant))
+        return pushed, changed, constants, ordered
+
     def _outputs(
         self,
-        index: dict[int, int],
         changes: Sequence[tuple[Change, int]],
         values: list[Any],
         rest: list[Any],
@@ -415,7 +422,7 @@ class _Made:
         empty = list(values)
         for kind, i in changes:
             if kind is Change.ADDED:
-                place = index[id(trace.written[i])]
+                place = self._index[id(trace.written[i])]
                 empty[place] = jnp.zeros_like(values[place])
         from_zero = run(*empty, *rest)
         new: list[Any] = []
@@ -423,7 +430,7 @@ class _Made:
             if kind is Change.ADDED:
                 new.append(from_zero[self._first + i])
             elif kind is Change.OTHER:
-                old = values[index[id(trace.written[i])]]
+                old = values[self._index[id(trace.written[i])]]
                 new.append(outputs[self._first + i] - old)
             else:
                 new.append(outputs[self._first + i])

@@ -58,6 +58,10 @@ class Queue:
 
     Args:
         condition: Notified at each change.
+
+    Attributes:
+        is_closed: Whether the strategy is.
+        is_lost: Whether a server is gone: then each call has to say so.
     """
 
     def __init__(self, condition: threading.Condition) -> None:
@@ -68,7 +72,7 @@ class Queue:
         self._error: BaseException | None = None
         self._numbers = 0
         self._wake: list[Callable[[], None]] = []
-        self.is_closed = False
+        self.is_closed = self.is_lost = False
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Calls `wake` when there is something to do."""
@@ -195,12 +199,10 @@ class Queue:
         if self._error is None:
             return
         self._condition.wait_for(lambda: not self._running, timeout=60.0)
-        error, self._error = self._error, None
-        if isinstance(error, UnavailableError):
-            self._error = error if self.is_lost else None
+        error = self._error
+        if not (self.is_lost and isinstance(error, UnavailableError)):
+            self._error = None
         raise error
-
-    is_lost = False  # Whether a server is gone, so that each call has to say so.
 
     @property
     def num_pending(self) -> int:

@@ -15,7 +15,7 @@ from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.queue import Closure
 from keras_distribute.servers.programs import loaded
-from keras_distribute.servers.runner import changed, cut
+from keras_distribute.servers.runner import changed, cut, joined
 from keras_distribute.servers.store import Values, update_of
 
 _State = tuple[int, int]  # Pushes and writes.
@@ -189,7 +189,10 @@ class _Replay:
                 states.get((version, writes), {})
                 for (version, writes), states in zip(pulled, self._states, strict=True)
             ]
-            reads = [_joined(parts, states) for parts in layout["reads"]]
+            reads = [
+                joined([np.asarray(states[server][key]) for server, key in parts])
+                for parts in layout["reads"]
+            ]
             count = layout["num_args"]
             args = closure.args(worker)[step * count : (step + 1) * count]
             kept = self._kept.get((number, step), closure.kept)
@@ -224,10 +227,5 @@ class _Replay:
             parts = [
                 np.asarray(self._values[part.server][part.key]) for part in place.read
             ]
-            found[variable.path] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            found[variable.path] = joined(parts)
         return found
-
-
-def _joined(parts: Sequence[Sequence[int]], states: Sequence[dict[int, Array]]) -> Any:
-    found = [np.asarray(states[server][key]) for server, key in parts]
-    return found[0] if len(found) == 1 else np.concatenate(found)

@@ -5,6 +5,7 @@ they have, and what those read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling import partitioners
+from keras_distribute.servers.runner import joined
 from keras_distribute.variables import Holder
 
 Partitioner = Callable[..., Sequence[int]]
@@ -92,6 +94,11 @@ class Part:
     key: int
     start: int = 0
     stop: int | None = None
+
+    def shape_in(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of these rows of an array."""
+        whole = tuple(shape)
+        return whole if self.stop is None else (self.stop - self.start, *whole[1:])
 
     def of(self, array: Any) -> Any:
         """These rows."""
@@ -228,11 +235,11 @@ class Served(Holder):
         self, variable: Any, server: int | None, start: int = 0, stop: int | None = None
     ) -> Part:
         server = self._emptiest() if server is None else server
-        rows = 1 if stop is None else (stop - start) / variable.shape[0]
-        size = np.prod(variable.shape) * np.dtype(variable._dtype).itemsize
-        self._bytes[server] += int(size * rows)
         self._keys += 1
-        return Part(server, self._keys, start, stop)
+        part = Part(server, self._keys, start, stop)
+        size = math.prod(part.shape_in(variable.shape))
+        self._bytes[server] += size * np.dtype(variable._dtype).itemsize
+        return part
 
     def _put(self, variable: Any, place: Place, is_new: bool = True) -> None:
         self._places[id(variable)] = variable, place
@@ -250,7 +257,7 @@ class Served(Holder):
         for part in place.read:
             asked = {"op": "pull", "keys": [part.key]}
             found += self._servers[part.server].call(asked)[1]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return joined(found)
 
     def _array(self, place: Any, variable: Any) -> Any:
         return variable._as_stored(jnp.asarray(self.read(variable)))

@@ -31,7 +31,7 @@ class Updates:
     def __init__(self, servers: Sequence[Server], served: Served) -> None:
         self._servers, self._served = servers, served
         self._numbers: dict[Any, int] = {}
-        self._optimizers: dict[int, Any] = {}
+        self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, Any]] = {}
 
     def place(self, optimizer: Any, weights: Sequence[Any]) -> None:
@@ -124,12 +124,7 @@ class Updates:
         number: int,
     ) -> None:
         """Makes the program of one server, and sends it."""
-        shapes = [
-            (tuple(part.of(jax.numpy.empty(weights[i].shape)).shape), weights[i])
-            if part.stop is not None
-            else (tuple(weights[i].shape), weights[i])
-            for i, part in parts
-        ]
+        shapes = [(part.shape_in(weights[i].shape), weights[i]) for i, part in parts]
         with context.entered(context.default_strategy().top_frame):
             platforms = [self._servers[server].platform]
             copy = compat.copy_for(optimizer, shapes)

@@ -64,10 +64,15 @@ class _Server:
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A program and what belongs to it; `coordinator/programs.py` says what."""
+    """A program, and what `Cluster.layout_of` says of it.
+
+    Attributes:
+        wanted: The keys that it reads of each server.
+    """
 
     program: Program
     layout: Mapping[str, Any]
+    wanted: list[list[int]]
 
 
 class Runner:
@@ -128,7 +133,12 @@ class Runner:
         return {"platform": jax.default_backend(), "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
-        self._functions[header["id"]] = _Function(loaded(arrays[0]), header["layout"])
+        layout = header["layout"]
+        wanted: list[list[int]] = [[] for _ in self._servers]
+        for server, key in (part for parts in layout["reads"] for part in parts):
+            wanted[server].append(key)
+        function = _Function(loaded(arrays[0]), layout, wanted)
+        self._functions[header["id"]] = function
         return None
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
@@ -172,7 +182,6 @@ class Runner:
             if layout["changes"]:
                 changes = outputs[len(outputs) - len(layout["changes"]) :]
                 kept, totals = changed(layout["changes"], kept, totals, changes)
-        self._waiting.pop(closure, None)
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
 
@@ -215,21 +224,19 @@ class Runner:
         self, function: _Function, header: Header, step: int, given: list[Any]
     ) -> Sequence[Any]:
         """One step: pulls, computes, and pushes, again where it took too long."""
-        layout, pending = function.layout, None
+        pending = None
         while True:
-            values = self._values(layout["reads"], header["floor"])
+            values = self._values(function, header["floor"])
             outputs = function.program(*values, *given)
-            pending = self._push(layout, header, step, outputs, pending)
+            pending = self._push(function, header, step, outputs, pending)
             if not pending:
                 return outputs
             for server in self._servers:
                 server.time = 0.0  # What came is too old: pull.
 
-    def _values(
-        self, reads: Sequence[Sequence[Any]], floor: Sequence[Sequence[int]]
-    ) -> list[Any]:
+    def _values(self, function: _Function, floor: Sequence[Sequence[int]]) -> list[Any]:
         """The values of the variables that a program reads."""
-        wanted = _by_server(reads, len(self._servers))
+        wanted = function.wanted
         asked = {
             i: self._servers[i].channel.send(
                 {"op": "pull", "coordinator": self._coordinator, "keys": keys}
@@ -240,24 +247,23 @@ class Runner:
         for i, number in asked.items():
             header, arrays = self._servers[i].channel.answer(number)
             self._servers[i].note(header, wanted[i], arrays)
-        values: list[Any] = []
-        for parts in reads:
-            found = [self._servers[i].values[key] for i, key in parts]
-            values.append(found[0] if len(found) == 1 else np.concatenate(found))
-        return values
+        return [
+            joined([self._servers[i].values[key] for i, key in parts])
+            for parts in function.layout["reads"]
+        ]
 
     def _push(
         self,
-        layout: Mapping[str, Any],
+        function: _Function,
         header: Header,
         step: int,
         outputs: Sequence[Any],
         only: list[int] | None,
     ) -> list[int]:
         """Pushes what a step has made; returns the servers that it was too late for."""
-        if not layout["pushes"]:
+        if not function.layout["pushes"]:
             return []
-        wanted = _by_server(layout["reads"], len(self._servers))
+        wanted = function.wanted
         common = {
             "op": "push",
             "coordinator": self._coordinator,
@@ -270,7 +276,7 @@ class Runner:
             "pulled_of_all": [[each.version, each.writes] for each in self._servers],
         }
         asked: dict[int, int] = {}
-        for push in layout["pushes"]:
+        for push in function.layout["pushes"]:
             i = push["server"]
             if only is not None and i not in only:
                 continue
@@ -299,13 +305,9 @@ class Runner:
         return {}, []
 
 
-def _by_server(reads: Sequence[Sequence[Any]], count: int) -> list[list[int]]:
-    """The keys that are read of each server."""
-    wanted: list[list[int]] = [[] for _ in range(count)]
-    for parts in reads:
-        for server, key in parts:
-            wanted[server].append(key)
-    return wanted
+def joined(parts: Sequence[Any]) -> Any:
+    """A variable, from the rows that each server has."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def cut(outputs: Sequence[Any], place: Sequence[Any]) -> Any:
