@@ -25,7 +25,7 @@ _SMALL, _ALIGNED = 2**15, 8
 
 def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
     """The frames of a message: the header, all small arrays, and the parts of each
-    large one, which are not copied. A frame costs as much as copying 100 kB.
+    large one, which are not copied: each frame has a cost of its own.
 
     Args:
         header: Numbers, strings, bytes, lists and dicts with keys of strings.

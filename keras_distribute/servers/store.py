@@ -44,7 +44,7 @@ def update_of(header: Header, blob: Any) -> Update:
 
 class Values(dict[int, Any]):
     """Values by their keys, and how optimizers update them. What an update has made
-    stays an array of JAX: it costs 10 µs to make one of NumPy's array.
+    stays an array of JAX, which the next update takes as it is.
 
     Attributes:
         updates: By their numbers.
