@@ -35,6 +35,27 @@ def numbers(count=None):
     return dataset
 
 
+@pytest.fixture
+def behind_a_gate(tmp_path):
+    """Makes a dataset function stop before its end until `open()` is called: no worker
+    may fail while a test still schedules.
+    """
+    gate = tmp_path / "open"
+
+    def behind(dataset, error=None):
+        def waiting():
+            yield from dataset()
+            while not gate.exists():
+                time.sleep(0.01)
+            if error is not None:
+                raise error
+
+        return waiting
+
+    behind.open = gate.touch
+    return behind
+
+
 def test_there_is_one_coordinator_of_a_strategy(strategy, coordinator):
     assert ClusterCoordinator(strategy) is coordinator
     assert coordinator.strategy is strategy
@@ -196,31 +217,32 @@ def test_a_dataset_of_tensorflow_whose_last_batch_is_smaller(coordinator):
     assert values <= {(6.0, 12.0), (22.0, 44.0), (17.0, 34.0)}
 
 
-def test_the_end_of_a_dataset_is_an_error(coordinator):
-    iterator = iter(coordinator.create_per_worker_dataset(numbers(2)))
+def test_the_end_of_a_dataset_is_an_error(coordinator, behind_a_gate):
+    dataset = coordinator.create_per_worker_dataset(behind_a_gate(numbers(2)))
+    iterator = iter(dataset)
 
     def step(iterator):
         return next(iterator)
 
     for _ in range(5):
         coordinator.schedule(step, (iterator,))
+    behind_a_gate.open()
     with pytest.raises(kd.errors.OutOfRangeError, match=r"at its end(.|\n)*repeat"):
         coordinator.join()
     coordinator.join()
 
 
-def broken():
-    yield np.float32(1.0)
-    raise OSError("the disk is gone")
-
-
-def test_the_first_error_is_raised_once_and_the_others_cancelled(coordinator):
+def test_the_first_error_is_raised_once_and_the_others_cancelled(
+    coordinator, behind_a_gate
+):
+    broken = behind_a_gate(numbers(1), OSError("the disk is gone"))
     iterator = iter(coordinator.create_per_worker_dataset(broken))
 
     def step(iterator):
         return next(iterator)
 
     values = [coordinator.schedule(step, (iterator,)) for _ in range(50)]
+    behind_a_gate.open()
     with pytest.raises(kd.errors.RemoteError, match=r"OSError in the task worker:\d"):
         coordinator.join()
     coordinator.join()
@@ -236,8 +258,9 @@ def test_the_first_error_is_raised_once_and_the_others_cancelled(coordinator):
 
 
 @pytest.mark.parametrize("method", ["schedule", "done"])
-def test_other_methods_raise_the_error_too(coordinator, method):
-    iterator = iter(coordinator.create_per_worker_dataset(numbers(1)))
+def test_other_methods_raise_the_error_too(coordinator, behind_a_gate, method):
+    dataset = coordinator.create_per_worker_dataset(behind_a_gate(numbers(1)))
+    iterator = iter(dataset)
 
     def step(iterator):
         return next(iterator)
@@ -249,6 +272,7 @@ def test_other_methods_raise_the_error_too(coordinator, method):
 
     for _ in range(4):
         coordinator.schedule(step, (iterator,))
+    behind_a_gate.open()
     with pytest.raises(kd.errors.OutOfRangeError):
         for _ in range(500):
             call()
