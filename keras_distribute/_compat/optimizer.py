@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from keras import Variable, name_scope, optimizers
 from keras.optimizers import LossScaleOptimizer, Optimizer
@@ -229,6 +230,24 @@ def slot_weights(optimizer: Any) -> list[int | None]:
 def is_by_element(optimizer: Any) -> bool:
     """Whether it treats each element of a weight alone, but for clipping."""
     return type(optimizer) in _BY_ELEMENT
+
+
+def leaves_zero_gradients(optimizer: Any, weight: Any) -> bool:
+    """Whether a gradient of zero changes neither a weight nor its slots, whatever they
+    are: then rows without gradients need no update. Tried, with any values.
+    """
+    copy = copy_for(optimizer, [((4, 2), weight)])
+    random = np.random.default_rng(0)
+    state, value = [
+        [jnp.asarray(random.uniform(0.1, 0.9, v.shape), v.dtype) for v in variables]
+        for variables in (copy.variables, copy._trainable_variables)
+    ]
+    new_value, new_state = copy.stateless_apply(
+        state, [jnp.zeros_like(value[0])], value
+    )
+    pairs = zip(state, new_state, slot_weights(copy), strict=True)
+    same = [bool((old == new).all()) for old, new, of in pairs if of is not None]
+    return all(same) and bool((value[0] == new_value[0]).all())
 
 
 def prepared(optimizer: Any, grads: list[Any]) -> list[Any]:

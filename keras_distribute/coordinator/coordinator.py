@@ -15,7 +15,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.run.arguments import Call
-from keras_distribute.scheduling import programs
+from keras_distribute.scheduling import traces
 from keras_distribute.scheduling.values import (
     PerWorkerDataset,
     PerWorkerIterator,
@@ -226,7 +226,7 @@ class ClusterCoordinator:
         return self._strategy.cluster.dataset(pickled, element)
 
     def _check_context(self, what: str) -> None:
-        if programs.is_tracing():
+        if traces.is_tracing():
             raise ContextError(
                 f"coordinator.{what} was called inside a scheduled function.",
                 received="a call on a worker.",
@@ -267,7 +267,7 @@ def experimental_get_current_worker_index() -> int:
         ...     dataset_fn)
     """
     what = "Cannot retrieve the worker index: "
-    if programs.is_tracing():
+    if traces.is_tracing():
         raise StructureTypeError(
             f"{what}a scheduled function is one program for all workers, and does not "
             "know on which it runs.",

@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend import core
 
 from keras_distribute.run import replication_proof
+from keras_distribute.run.jaxprs import bound
 from keras_distribute.values import reductions
 
 _CALLS = {
@@ -42,7 +43,6 @@ _RECOMPUTED = {
 }
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # JAX wants to know where a program is from.
-_ORIGIN = core.DebugInfo("strategy.run", "one operation", None, None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,11 +73,7 @@ class Node:
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Its results, while a program is traced."""
-        invars = [core.Var(atom.aval) for atom in self.equation.invars]
-        outvars = [core.Var(var.aval) for var in self.equation.outvars]
-        equation = self.equation.replace(invars=invars, outvars=outvars)
-        jaxpr = core.Jaxpr((), invars, outvars, [equation], equation.effects, _ORIGIN)
-        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*operands)
+        return bound(self.equation, operands)
 
     def __repr__(self) -> str:
         operands = ", ".join(

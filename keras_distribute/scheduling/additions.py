@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-_ORIGIN = core.DebugInfo(
-    "coordinator.schedule", "what is added", None, None
-)  # JAX wants to know where a program is from.
+from keras_distribute.run.jaxprs import called, evaluated, part_of
 
 
 class Change(enum.Enum):
@@ -64,23 +62,13 @@ def _through(jaxpr: core.Jaxpr, kinds: Sequence[Change]) -> list[Change]:
         given = list(map(kind_of, eqn.invars))
         if all(kind is Change.SET for kind in given):
             continue
-        inner = _inner(eqn)
+        inner = called(eqn)
         if inner is not None:
-            results = _through(inner, given)
+            results = _through(inner.jaxpr, given)
         else:
             results = [_after(eqn, given)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, results, strict=True))
     return list(map(kind_of, jaxpr.outvars))
-
-
-def _inner(eqn: Any) -> core.Jaxpr | None:
-    """The function that an operation calls once, with its own arguments."""
-    if eqn.primitive.name in ("while", "scan", "cond"):
-        return None
-    inner = list(core.jaxprs_in_params(eqn.params))
-    if len(inner) != 1 or len(inner[0].invars) != len(eqn.invars):
-        return None
-    return inner[0] if len(inner[0].outvars) == len(eqn.outvars) else None
 
 
 def _after(eqn: Any, given: Sequence[Change]) -> Change:
@@ -110,16 +98,11 @@ def added_constant(program: core.ClosedJaxpr, old: int, new: int) -> Any:
         new: The index of the new one among the outputs, which is `Change.ADDED`.
     """
     jaxpr = program.jaxpr
-    outvar, invar = jaxpr.outvars[new], jaxpr.invars[old]
-    needed, eqns = {outvar}, list[Any]()
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            eqns.insert(0, eqn)
-            needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
-    if needed.intersection(jaxpr.invars) - {invar}:
+    alone, needed = part_of(program, [jaxpr.outvars[new]])
+    if set(needed) - {old}:
         return None
-    alone = core.Jaxpr(jaxpr.constvars, [invar], [outvar], eqns, debug_info=_ORIGIN)
+    aval = jaxpr.invars[old].aval
     with jax.ensure_compile_time_eval():
-        zero = jnp.zeros(invar.aval.shape, invar.aval.dtype)
-        closed = core.ClosedJaxpr(alone, program.consts)
-        return np.asarray(core.jaxpr_as_fun(closed)(zero)[0])
+        zero = jnp.zeros(aval.shape, aval.dtype)
+        inputs = [zero if i == old else None for i in range(len(jaxpr.invars))]
+        return np.asarray(evaluated(alone, inputs)[0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import uuid
 import weakref
@@ -23,7 +24,7 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
-from keras_distribute.scheduling.programs import Traced, numbers, traced
+from keras_distribute.scheduling.programs import Lookup, Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
 from keras_distribute.scheduling.updates import Updates
@@ -36,6 +37,7 @@ from keras_distribute.scheduling.values import (
 from keras_distribute.scheduling.workers import Worker
 
 _SECONDS_TO_START = 120.0
+_LARGE_TABLE = 32 * 10**6  # Bytes.
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +49,8 @@ class Cluster:
         credentials: Of the job.
         partitioner: How large variables are divided over the servers.
         max_staleness: How many pushes may have been applied since a step pulled.
+        lazy_rows: Whether an optimizer changes those rows of a table alone that were
+            looked up.
 
     Attributes:
         dropped: The numbers of iterators that are gone.
@@ -62,6 +66,7 @@ class Cluster:
         credentials: Credentials,
         partitioner: Partitioner | None,
         max_staleness: int | None,
+        lazy_rows: bool,
     ) -> None:
         self.credentials, self.coordinator = credentials, uuid.uuid4().hex
         self.server_addresses = list(cluster.job_tasks("ps"))
@@ -73,15 +78,17 @@ class Cluster:
                 i,
                 Channel(address, f"ps:{i}", credentials, _SECONDS_TO_START),
                 self.coordinator,
+                self.queue.lost,
             )
             for i, address in enumerate(self.server_addresses)
         ]
         self.served, self.kept = Served(self.servers, partitioner), Kept()
-        self.updates = Updates(self.servers, self.served)
+        self.updates = Updates(self.servers, self.served, lazy_rows)
         self._versions = [0] * len(self.servers)
         self._floor = [[0, 0] for _ in self.servers]
         self._lives: dict[int, int] = {}
         self._lock = threading.RLock()
+        self._warned: set[str] = set()
         self.dropped: list[int] = []
         self.recorded: dict[int, Closure] | None = None
         self.workers = [
@@ -125,13 +132,35 @@ class Cluster:
         platforms = self._platforms()
         with launches.tracing, self._lock:
             program = traced(
-                strategy, function, call, self.is_on_servers, platforms, elements
+                strategy,
+                function,
+                call,
+                self.is_on_servers,
+                platforms,
+                self.updates.refuses_rows,
+                elements,
             )
+            self._warn_of_tables(program)
             for optimizer, weights in program.gradients:
                 self.updates.place(optimizer, weights)
             pushed = [variable for _, variable in program.pushed]
-            self.served.add([*program.reads, *pushed])
+            tables = [lookup.variable for lookup in program.lookups]
+            self.served.add([*program.reads, *pushed, *tables])
             return program
+
+    def _warn_of_tables(self, program: Traced) -> None:
+        """Says why a large table travels with each step."""
+        for variable, why in program.whole:
+            size = math.prod(variable.shape) * np.dtype(variable._dtype).itemsize
+            if size > _LARGE_TABLE and variable.path not in self._warned:
+                self._warned.add(variable.path)
+                _log.warning(
+                    "All %d MB of the table %s travel with each step, and not the rows "
+                    "that it looks up: %s.",
+                    size // 10**6,
+                    variable.path,
+                    why,
+                )
 
     def _platforms(self) -> list[str]:
         """What programs are made for: the devices of the workers that are known, of
@@ -258,13 +287,16 @@ class Cluster:
             server.call({"op": "fence", "worker": worker, "incarnation": life})
         return life
 
+    def bytes_of_servers(self) -> int:
+        """The bytes of all arrays that went to servers and came from them."""
+        return sum(s.call({"op": "status"})[0]["traffic"] for s in self.servers)
+
     def lost_server(self) -> DistributeError | None:
         """The error of a server that is gone, if one is."""
         for server in self.servers:
             try:
                 server.call({"op": "status"})
             except DistributeError as error:
-                self.queue.is_lost = True
                 return error
         return None
 
@@ -274,6 +306,12 @@ class Cluster:
             [[part.server, part.key] for part in self._place(v).read]
             for v in program.reads
         ]
+        looked_up = [lookup.read for lookup in program.lookups]
+        wanted: list[list[int]] = [[] for _ in self.servers]
+        for i, parts in enumerate(reads):
+            for server, key in parts if i not in looked_up else []:
+                wanted[server].append(key)
+        table_of = {id(lookup.variable): t for t, lookup in enumerate(program.lookups)}
         pushes: dict[int, Header] = {}
 
         def push_to(server: int) -> Header:
@@ -288,17 +326,21 @@ class Cluster:
 
         output = program.num_results
         for optimizer, weights in program.gradients:
-            for server, number, parts in self.updates.of(optimizer, weights):
+            sizes = [program.size_of(weight) for weight in weights]
+            for server, number, parts in self.updates.of(optimizer, weights, sizes):
                 push = push_to(server)
                 push["updates"].append(number)
-                push["outputs"] += [_rows(output + i, part) for i, part in parts]
+                push["outputs"] += [
+                    _rows(output + i, part, table_of.get(id(weights[i])))
+                    for i, part in parts
+                ]
             output += len(weights)
-        for wanted in ("adds", "sets"):  # In the order in which a server takes them.
+        for manner in ("adds", "sets"):  # In the order in which a server takes them.
             for i, (kind, variable) in enumerate(program.pushed):
-                if (kind is Change.SET) == (wanted == "sets"):
+                if (kind is Change.SET) == (manner == "sets"):
                     for part in self._place(variable).parts:
                         push = push_to(part.server)
-                        push[wanted].append(part.key)
+                        push[manner].append(part.key)
                         push["outputs"].append(_rows(output + i, part))
         kept = {id(variable): i for i, variable in enumerate(program.kept)}
         own = [
@@ -307,6 +349,8 @@ class Cluster:
         ]
         return {
             "reads": reads,
+            "wanted": wanted,
+            "tables": [self._layout_of_lookup(lookup) for lookup in program.lookups],
             "pushes": [pushes[server] for server in sorted(pushes)],
             "changes": own,
             "num_kept": len(program.kept),
@@ -316,6 +360,14 @@ class Cluster:
                 [iterator.index, [[dtype, list(shape)] for dtype, shape in forms]]
                 for iterator, forms in program.elements
             ],
+        }
+
+    def _layout_of_lookup(self, lookup: Lookup) -> Header:
+        parts = self._place(lookup.variable).read
+        return {
+            "read": lookup.read,
+            "size": lookup.size,
+            "parts": [[p.server, p.key, p.start, p.stop] for p in parts],
         }
 
     def _place(self, variable: Any) -> Any:
@@ -349,8 +401,8 @@ class Cluster:
             _close(self.queue, self.workers, self.servers, end_tasks)
 
 
-def _rows(output: int, part: Any) -> list[Any]:
-    return [output, None if part.stop is None else part.start, part.stop]
+def _rows(output: int, part: Any, table: int | None = None) -> list[Any]:
+    return [output, None if part.stop is None else part.start, part.stop, table]
 
 
 def _arrays(call: Call, worker: int) -> list[Any]:

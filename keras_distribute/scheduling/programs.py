@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,32 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute import context
-from keras_distribute._compat import optimizer as compat
-from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import (
-    ContextError,
-    StructureTypeError,
-    ValueStructureError,
-    VariableScopeError,
-)
-from keras_distribute.run.arguments import Call, Static, is_leaf
-from keras_distribute.run.tracing import Capture
+from keras_distribute.errors import VariableScopeError
+from keras_distribute.run.arguments import Call
+from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
+from keras_distribute.scheduling.traces import Form, Trace
 from keras_distribute.servers.programs import exported
-from keras_distribute.values import structures
-from keras_distribute.values.per_replica import Mirrored, PerReplica
-from keras_distribute.variables import DistributedVariable
 
-Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
 numbers = itertools.count(1)  # Of programs, datasets and iterators, in all tasks.
 
 
-class _Current(threading.local):
-    trace: _Trace | None = None
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A table of which a function takes rows.
 
+    Attributes:
+        variable: The table.
+        size: How many rows at most.
+        read: Its index in `Traced.reads`; `None` where only its gradient is made.
+    """
 
-_current = _Current()
+    variable: Any
+    size: int
+    read: int | None
 
 
 @dataclasses.dataclass
@@ -54,7 +50,10 @@ class Traced:
 
     Attributes:
         number: Of the program, in all tasks.
-        blob: The program as bytes.
+        blobs: The program as bytes; where it looks up rows, also the program from its
+            arguments to the ids.
+        lookups: The tables of which it takes rows.
+        whole: Tables of which it takes more, and why.
         reads: The variables on servers whose values it takes, in order.
         kept: Those of the coordinator whose values it takes, after them.
         advanced: Those to which each step adds the same, such as seeds: their values
@@ -74,7 +73,9 @@ class Traced:
     """
 
     number: int
-    blob: np.ndarray[Any, Any]
+    blobs: list[np.ndarray[Any, Any]]
+    lookups: list[Lookup]
+    whole: list[tuple[Any, str]]
     reads: list[Any]
     kept: list[Any]
     advanced: list[Any]
@@ -94,6 +95,11 @@ class Traced:
         """How many results are arrays."""
         return sum(leaf is None for leaf in self.leaves)
 
+    def size_of(self, weight: Any) -> int | None:
+        """How many rows the gradient of a weight has; `None` for all."""
+        sizes = {id(lookup.variable): lookup.size for lookup in self.lookups}
+        return sizes.get(id(weight))
+
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, from the arrays of a worker."""
         left = iter(arrays)
@@ -110,6 +116,7 @@ def traced(
     call: Call,
     on_servers: Callable[[Any], bool],
     platforms: Sequence[str],
+    refuses_rows: Callable[[Any, Any], str | None],
     elements: Sequence[tuple[Any, list[Form]]] = (),
 ) -> Traced:
     """The program of a call.
@@ -120,6 +127,8 @@ def traced(
         call: The arguments.
         on_servers: Whether a variable is one of those that servers keep.
         platforms: Of the workers.
+        refuses_rows: From an optimizer and a weight to why it cannot be given the
+            gradient of some rows; `None` where it can.
         elements: The forms of batches that differ from the first ones.
 
     Raises:
@@ -130,203 +139,30 @@ def traced(
     batches: list[tuple[Any, list[Form]]] = list(elements)
     created = False
     while True:
-        trace = _Trace(strategy, function, call, known, batches)
+        trace = Trace(strategy, function, call, known, batches)
         program = trace.run()
         new = trace.new_variables()
         if trace.scope.created and created:
             raise _creating_error(list(trace.scope.created.values()))
         created = created or bool(trace.scope.created)
         if not new and len(trace.elements) == len(batches):
-            return _Made(trace, program, on_servers).traced(platforms)
+            return _Made(trace, program, on_servers, refuses_rows).traced(platforms)
         known, batches = [*known, *new], trace.elements
-
-
-def next_element(iterator: Any) -> Any:
-    """A batch of an iterator that each worker has one of, inside a scheduled function.
-
-    Raises:
-        ContextError: Outside of one.
-    """
-    if _current.trace is None:
-        raise not_an_argument()
-    return _current.trace.element(iterator)
-
-
-def not_an_argument() -> ContextError:
-    """The error for an iterator of the workers that is read in another way."""
-    return ContextError(
-        "An iterator over a dataset of the workers is an argument of the function that "
-        "reads it, on the workers.",
-        received="next(iterator) of an iterator that is none.",
-        fix="coordinator.schedule(step, args=(iterator,)), and next(iterator) in "
-        "`step(iterator)`.",
-    )
-
-
-def current_scope() -> Capture:
-    """What the scheduled function that is being traced reads and assigns by."""
-    assert _current.trace is not None
-    return _current.trace.scope
-
-
-def is_tracing() -> bool:
-    """Whether a scheduled function is being traced in this thread."""
-    return _current.trace is not None
-
-
-def refuse_loss_scaling(optimizer: Any) -> None:
-    """Raises `StructureTypeError` for an optimizer that scales losses."""
-    if compat.is_loss_scaling(optimizer):
-        raise StructureTypeError(
-            "Parameter servers do not scale losses: a worker does not know whether the "
-            "gradients of all overflow.",
-            received=f"{optimizer!r}.",
-            fix="the optimizer without loss scaling, and bfloat16 for mixed "
-            'precision: keras.mixed_precision.set_global_policy("mixed_bfloat16").',
-        )
-
-
-class _Scope(Capture):
-    """Notes what a scheduled function reads and assigns."""
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
-        self.applied: dict[int, Any] = {}
-
-    def get_current_value(self, variable: Any) -> Any:
-        if id(variable) in self.applied:
-            raise ContextError(
-                f"The weight {variable.path!r} is read after its gradient was given to "
-                "an optimizer, whose update is made later, on a parameter server.",
-                received="optimizer.apply, and then a read, in one scheduled function.",
-                fix="schedule one step a call: coordinator.schedule(step, args=...).",
-            )
-        return super().get_current_value(variable)
-
-
-class _Trace:
-    """One trace of a scheduled function."""
-
-    def __init__(
-        self,
-        strategy: Any,
-        function: Callable[..., Any],
-        call: Call,
-        known: list[Any],
-        elements: list[tuple[Any, list[Form]]],
-    ) -> None:
-        self.strategy, self.call = strategy, call
-        self.known, self.elements = known, list(elements)
-        self.scope = _Scope(strategy)
-        self.gradients: list[tuple[Any, list[Any]]] = []
-        self.written: list[Any] = []
-        self.structure: Any = None
-        self.leaves: list[Any] = []
-        self._function = function
-        self._pushed: list[Any] = []
-        self._given: list[list[Any]] = []
-        self._next = 0
-
-    @property
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of all inputs: variables, arguments, batches."""
-        variables = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in self.known]
-        batches = [
-            jax.ShapeDtypeStruct(shape, dtype)
-            for _, forms in self.elements
-            for dtype, shape in forms
-        ]
-        return [*variables, *self.call.shapes, *batches]
-
-    def run(self) -> Any:
-        """The traced program: from the inputs to results, gradients and new values."""
-        frame = Frame(self.strategy, Mode.CROSS, gradients=self.take_gradients)
-        before, _current.trace = _current.trace, self
-        try:
-            with self.scope, context.entered(frame):
-                return jax.make_jaxpr(self._called)(*self.shapes)
-        finally:
-            _current.trace = before
-
-    def _called(self, *inputs: Any) -> list[Any]:
-        left = list(inputs)
-        values = [left.pop(0) for _ in self.known]
-        self.scope.given = {
-            id(v): value for v, value in zip(self.known, values, strict=True)
-        }
-        arguments = [left.pop(0) for _ in self.call.shapes]
-        self._given = [[left.pop(0) for _ in forms] for _, forms in self.elements]
-        args, kwargs = self.call.rebuilt(arguments)
-        result = self._function(*args, **kwargs)
-        leaves, self.structure = structures.flatten(result, is_leaf)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        self.leaves = [
-            None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
-        ]
-        given = dict(self.scope.given)
-        self.written = [
-            variable
-            for key, variable in self.scope.updated.items()
-            if self.scope.updates[key] is not given.get(key)
-        ]
-        new = [self.scope.updates[id(variable)] for variable in self.written]
-        self.scope.updates, self.scope.given = {}, {}
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        return [*arrays, *self._pushed, *new]
-
-    def new_variables(self) -> list[Any]:
-        """Those that this trace was the first to use."""
-        known = {id(variable) for variable in self.known}
-        used = self.scope.unknown | self.scope.updated
-        return [variable for key, variable in used.items() if key not in known]
-
-    def take_gradients(
-        self, optimizer: Any, grads: list[Any], variables: list[Any] | None
-    ) -> None:
-        """Notes what an optimizer is to apply on the servers."""
-        compat.build(optimizer, variables)
-        refuse_loss_scaling(optimizer)
-        targets = (
-            list(variables)
-            if variables is not None
-            else compat.built_variables(optimizer)
-        )
-        pairs = [
-            (grad, variable)
-            for grad, variable in zip(grads, targets, strict=True)
-            if grad is not None
-        ]
-        twice = [v for _, v in pairs if id(v) in self.scope.applied]
-        if twice:
-            raise ContextError(
-                f"The weight {twice[0].path!r} is given two gradients in one scheduled "
-                "function.",
-                received="two calls of optimizer.apply.",
-                fix="schedule one step a call, or add the gradients up.",
-            )
-        ready = compat.prepared(optimizer, [grad for grad, _ in pairs])
-        self._pushed += map(jnp.asarray, ready)
-        self.gradients.append((optimizer, [variable for _, variable in pairs]))
-        self.scope.applied |= {id(variable): variable for _, variable in pairs}
-
-    def element(self, iterator: Any) -> Any:
-        """The next batch of an iterator of the workers."""
-        index, self._next = self._next, self._next + 1
-        if index < len(self._given):
-            return iterator.rebuilt(self._given[index])
-        forms = list(iterator.forms)
-        self.elements.append((iterator, forms))
-        self._given.append([jnp.zeros(shape, dtype) for dtype, shape in forms])
-        return iterator.rebuilt(self._given[-1])
 
 
 class _Made:
     """From a trace to what travels."""
 
     def __init__(
-        self, trace: _Trace, program: Any, on_servers: Callable[[Any], bool]
+        self,
+        trace: Trace,
+        program: Any,
+        on_servers: Callable[[Any], bool],
+        refuses_rows: Callable[[Any, Any], str | None],
     ) -> None:
-        self._trace, self._program, self._on_servers = trace, program, on_servers
+        self._trace, self._on_servers = trace, on_servers
+        self._looked = _looked_up(trace, program, on_servers, refuses_rows)
+        self._program = self._looked.program
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
@@ -343,7 +179,9 @@ class _Made:
         order = [self._index[id(v)] for v in variables]
         place = {i: k for k, i in enumerate(order)}
         function = functools.partial(self._outputs, [*pushed, *changed])
-        shapes = trace.shapes
+        avals = self._program.in_avals
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        needed = {place[i] for i in self._looked.needed if i in place}
         blob, used = exported(
             lambda *given: function(
                 [given[place[i]] for i in range(len(order))], list(given[len(order) :])
@@ -351,12 +189,18 @@ class _Made:
             [*(shapes[i] for i in order), *shapes[len(order) :]],
             platforms,
             droppable=len(order),
+            needed=needed,
         )
         taken = {id(variables[i]) for i in used}
+        reads = [v for v in of_servers if id(v) in taken]
+        of_worker = [i for i in used if i >= len(of_servers)]
+        ids = self._ids([order[i] for i in of_worker], platforms)
         return Traced(
             number=next(numbers),
-            blob=blob,
-            reads=[v for v in of_servers if id(v) in taken],
+            blobs=[blob, *ids],
+            lookups=self._lookups(reads),
+            whole=[(trace.known[i], why) for i, why in self._looked.whole.items()],
+            reads=reads,
             kept=[v for v in kept if id(v) in taken],
             advanced=[v for v, _ in constants if id(v) in taken],
             num_args=len(trace.call.shapes),
@@ -370,6 +214,33 @@ class _Made:
             constants=constants,
             ordered=ordered,
         )
+
+    def _lookups(self, reads: Sequence[Any]) -> list[Lookup]:
+        place = {id(variable): i for i, variable in enumerate(reads)}
+        return [
+            Lookup(variable, table.size, place.get(id(variable)))
+            for table in self._looked.tables
+            for variable in [self._trace.known[table.index]]
+        ]
+
+    def _ids(self, used: list[int], platforms: Sequence[str]) -> list[Any]:
+        """The program from what a worker is given to the ids, if it looks up any.
+
+        Args:
+            used: The variables that it is given, among all inputs.
+            platforms: Of the workers.
+        """
+        if not self._looked.tables:
+            return []
+        shapes, ids = self._trace.shapes, self._looked.ids
+        num_known = len(self._trace.known)
+        taken = [*used, *range(num_known, len(shapes))]
+
+        def function(*given: Any) -> list[Any]:
+            of = dict(zip(taken, given, strict=True))
+            return ids(*(of.get(i) for i in range(len(shapes))))
+
+        return [exported(function, [shapes[i] for i in taken], platforms)[0]]
 
     def _sorted_changes(
         self,
@@ -437,21 +308,34 @@ class _Made:
         return [*outputs[: self._first], *new]
 
 
-def _as_array(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica) and leaf.local is not None:
-        return jnp.asarray(leaf.local)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jnp.asarray(leaf)
-    if isinstance(leaf, Mirrored | DistributedVariable):
-        return jnp.asarray(leaf.value)
-    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
-        raise ValueStructureError(
-            "The function that was scheduled returned an object that holds arrays and "
-            "is no structure of them.",
-            received=f"a {type(leaf).__name__}.",
-            fix="return a dict, a list, a tuple or a dataclass of the arrays.",
-        )
-    return leaf
+def _looked_up(
+    trace: Trace,
+    program: core.ClosedJaxpr,
+    on_servers: Callable[[Any], bool],
+    refuses_rows: Callable[[Any, Any], str | None],
+) -> lookups.Looked:
+    """The program of the rows that it looks up."""
+    output = sum(leaf is None for leaf in trace.leaves)
+    gradients: dict[int, tuple[Any, int]] = {}
+    for optimizer, weights in trace.gradients:
+        for i, weight in enumerate(weights):
+            gradients[id(weight)] = optimizer, output + i
+        output += len(weights)
+    written = set(map(id, trace.written))
+    tables: dict[int, int | None] = {}
+    known = set(range(len(trace.shapes)))
+    for i, variable in enumerate(trace.known):
+        if on_servers(variable):
+            known.discard(i)
+            if variable.shape and id(variable) not in written:
+                tables[i] = gradients.get(id(variable), (None, None))[1]
+
+    def refused(table: int) -> str | None:
+        weight = trace.known[table]
+        found = gradients.get(id(weight))
+        return None if found is None else refuses_rows(found[0], weight)
+
+    return lookups.by_rows(program, tables, known, refused)
 
 
 def _creating_error(variables: list[Any]) -> VariableScopeError:

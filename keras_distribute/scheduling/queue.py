@@ -61,7 +61,6 @@ class Queue:
 
     Attributes:
         is_closed: Whether the strategy is.
-        is_lost: Whether a server is gone: then each call has to say so.
     """
 
     def __init__(self, condition: threading.Condition) -> None:
@@ -72,7 +71,8 @@ class Queue:
         self._error: BaseException | None = None
         self._numbers = 0
         self._wake: list[Callable[[], None]] = []
-        self.is_closed = self.is_lost = False
+        self._lost: UnavailableError | None = None  # Of a server.
+        self.is_closed = False
 
     def on_work(self, wake: Callable[[], None]) -> None:
         """Calls `wake` when there is something to do."""
@@ -148,6 +148,12 @@ class Queue:
                 self._cancel(self._waiting.popleft())
             self._condition.notify_all()
 
+    def lost(self, error: UnavailableError) -> None:
+        """Notes that a server is gone: every call says so from now on."""
+        with self._condition:
+            self._lost = self._lost or error
+            self.failed(error)
+
     def _cancel(self, closure: Closure) -> None:
         self._unfinished.pop(closure.number, None)
         closure.result.set_error(
@@ -199,9 +205,7 @@ class Queue:
         if self._error is None:
             return
         self._condition.wait_for(lambda: not self._running, timeout=60.0)
-        error = self._error
-        if not (self.is_lost and isinstance(error, UnavailableError)):
-            self._error = None
+        error, self._error = self._error, self._lost
         raise error
 
     @property

@@ -4,7 +4,7 @@ have is what their log says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from keras_distribute.errors import ContextError
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.queue import Closure
-from keras_distribute.servers.programs import loaded
-from keras_distribute.servers.runner import changed, cut, joined
+from keras_distribute.servers import rows
+from keras_distribute.servers.runner import Function, changed, function_of
 from keras_distribute.servers.store import Values, update_of
 
 _State = tuple[int, int]  # Pushes and writes.
@@ -122,13 +122,13 @@ class _Replay:
         told: Sequence[list[tuple[list[int], list[Array]]]],
     ) -> None:
         self._cluster, self._closures = cluster, closures
-        self._values = [Values(values) for values in first]
+        self._values = [_Remembered(values) for values in first]
         self._told = [list(each) for each in told]
         self._states: list[dict[_State, dict[int, Array]]] = []
         self._now: list[_State] = []
-        self._functions: dict[int, tuple[Any, Header]] = {}
+        self._functions: dict[int, Function] = {}
         self._kept: dict[tuple[int, int], list[Any]] = {}
-        self._outputs: dict[Any, Sequence[Any]] = {}
+        self._outputs: dict[Any, tuple[Sequence[Any], list[rows.Found]]] = {}
 
     def begin(self, versions: Sequence[int], writes: Sequence[int]) -> None:
         """Notes what the servers had when the recording began."""
@@ -152,8 +152,10 @@ class _Replay:
         if entry[0] == "set":
             return True
         _, number, _, _, pulled = entry
-        _, layout = self._function(self._closures[number])
-        read = {server for parts in layout["reads"] for server, _ in parts}
+        layout = self._function(self._closures[number]).layout
+        read = {server for server, keys in enumerate(layout["wanted"]) if keys}
+        for table in layout["tables"]:
+            read |= {server for server, *_ in table["parts"]}
         return all(tuple(pulled[server]) in self._states[server] for server in read)
 
     def _do(self, server: int, entry: list[Any]) -> None:
@@ -165,16 +167,19 @@ class _Replay:
             self._now[server] = version, writes + 1
         else:
             _, number, step, worker, pulled = entry
-            outputs, layout = self._computed(number, step, worker, pulled)
+            outputs, looked_up = self._computed(number, step, worker, pulled)
+            layout = self._function(self._closures[number]).layout
             push = next(p for p in layout["pushes"] if p["server"] == server)
-            self._apply(server, push, [cut(outputs, o) for o in push["outputs"]])
+            self._apply(server, push, rows.pushed(outputs, push["outputs"], looked_up))
             self._now[server] = version + 1, writes
         self._states[server][self._now[server]] = dict(values)
 
     def _computed(
         self, number: int, step: int, worker: int, pulled: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[Any], Header]:
-        """What one step of a function made of what it had pulled."""
+    ) -> tuple[Sequence[Any], list[rows.Found]]:
+        """What one step of a function made of what it had pulled, and the rows that it
+        looked up.
+        """
         closure = self._closures[number]
         if closure.program.elements:
             raise ContextError(
@@ -182,33 +187,33 @@ class _Replay:
                 received="a function that takes next(iterator).",
                 fix="pass the batch as an argument, or use fit.",
             )
-        program, layout = self._function(closure)
+        function = self._function(closure)
+        layout = function.layout
         key = number, step, tuple(map(tuple, pulled))
         if key not in self._outputs:
             states = [
                 states.get((version, writes), {})
                 for (version, writes), states in zip(pulled, self._states, strict=True)
             ]
-            reads = [
-                joined([np.asarray(states[server][key]) for server, key in parts])
-                for parts in layout["reads"]
-            ]
             count = layout["num_args"]
             args = closure.args(worker)[step * count : (step + 1) * count]
             kept = self._kept.get((number, step), closure.kept)
-            outputs = program(*reads, *kept, *args)
-            self._outputs[key] = outputs
+            looked_up = function.looked_up([*kept, *args])
+            reads = _reads(layout, states, looked_up)
+            places = [each.places for each in looked_up]
+            outputs = function.program(*reads, *kept, *args, *places)
+            self._outputs[key] = outputs, looked_up
             if layout["changes"]:
                 changes = outputs[len(outputs) - len(layout["changes"]) :]
                 new, _ = changed(layout["changes"], kept, [], changes)
                 self._kept[number, step + 1] = new
-        return self._outputs[key], layout
+        return self._outputs[key]
 
-    def _function(self, closure: Closure) -> tuple[Any, Header]:
+    def _function(self, closure: Closure) -> Function:
         program = closure.program
         if program.number not in self._functions:
             layout = self._cluster.layout_of(program)
-            self._functions[program.number] = loaded(program.blob), layout
+            self._functions[program.number] = function_of(layout, program.blobs)
         return self._functions[program.number]
 
     def _apply(self, server: int, push: Header, arrays: list[Array]) -> None:
@@ -227,5 +232,32 @@ class _Replay:
             parts = [
                 np.asarray(self._values[part.server][part.key]) for part in place.read
             ]
-            found[variable.path] = joined(parts)
+            found[variable.path] = rows.joined(parts)
         return found
+
+
+class _Remembered(Values):
+    """Values whose earlier states are still looked at."""
+
+    def changing(self, key: int) -> Array:
+        self[key] = np.array(self[key])
+        return self[key]
+
+
+def _reads(
+    layout: Mapping[str, Any],
+    states: Sequence[Mapping[int, Array]],
+    looked_up: Sequence[rows.Found],
+) -> list[Any]:
+    """What a program took of the servers in some states."""
+    whole = {
+        (server, key): np.asarray(states[server][key])
+        for server, keys in enumerate(layout["wanted"])
+        for key in keys
+    }
+    of_tables = {
+        (server, key): np.asarray(states[server][key])[ids]
+        for each in looked_up
+        for server, key, ids in each.parts()
+    }
+    return rows.values_of(layout, whole, of_tables, looked_up)

@@ -17,7 +17,7 @@ from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling import partitioners
-from keras_distribute.servers.runner import joined
+from keras_distribute.servers.rows import joined
 from keras_distribute.variables import Holder
 
 Partitioner = Callable[..., Sequence[int]]
@@ -26,6 +26,12 @@ Partitioner = Callable[..., Sequence[int]]
 class Server:
     """One parameter server, asked by any thread, one question at a time.
 
+    Args:
+        index: Of the server.
+        channel: To ask it.
+        coordinator: Who asks.
+        lost: Called once when the server is gone, with the error.
+
     Attributes:
         writes: How often it was told values.
         platform: Of its devices.
@@ -33,10 +39,16 @@ class Server:
         version: How many pushes it had applied, as far as is known.
     """
 
-    def __init__(self, index: int, channel: Channel, coordinator: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        channel: Channel,
+        coordinator: str,
+        lost: Callable[[UnavailableError], None],
+    ) -> None:
         self.index, self.writes, self.version = index, 0, 0
         self._channel, self._coordinator = channel, coordinator
-        self._lock = threading.Lock()
+        self._lock, self._lost = threading.Lock(), lost
         self.told: list[tuple[list[int], list[Array]]] | None = None
         self._gone: UnavailableError | None = None
         self.platform = str(self.call({"op": "begin"})[0]["platform"])
@@ -68,6 +80,7 @@ class Server:
                     fix="start it again, then this program, which restores its last "
                     "checkpoint: kd.CheckpointManager, or BackupAndRestore in fit.",
                 )
+                self._lost(self._gone)
                 raise self._gone from error
         if self.told is not None and header["op"] == "set":
             self.told.append((header["keys"], [np.array(each) for each in arrays]))

@@ -23,16 +23,38 @@ class Updates:
     Args:
         servers: All of them.
         served: The variables that they have.
+        lazy_rows: Whether rows that no lookup has read stay as they are under any
+            optimizer.
 
     Attributes:
         sent: What was sent to which server by which number.
     """
 
-    def __init__(self, servers: Sequence[Server], served: Served) -> None:
-        self._servers, self._served = servers, served
+    def __init__(
+        self, servers: Sequence[Server], served: Served, lazy_rows: bool
+    ) -> None:
+        self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
         self._numbers: dict[Any, int] = {}
         self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, Any]] = {}
+
+    def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
+        """Why an optimizer has to be given the gradient of a whole table; `None` where
+        it can do with some rows, and leaves all others as they are.
+        """
+        if weight.constraint is not None:
+            return "it has a constraint, which looks at all of it"
+        if not compat.is_by_element(optimizer):
+            return f"{type(optimizer).__name__} looks at a weight as a whole"
+        if compat.accumulation(optimizer) is not None:
+            return "its gradients are accumulated"
+        with context.entered(context.default_strategy().top_frame):
+            if self._lazy_rows or compat.leaves_zero_gradients(optimizer, weight):
+                return None
+        return (
+            f"{type(optimizer).__name__} changes rows whose gradient is zero, too; "
+            "lazy_rows=True leaves them alone"
+        )
 
     def place(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Places weights, and the optimizer's variables beside them.
@@ -87,17 +109,22 @@ class Updates:
             )
 
     def of(
-        self, optimizer: Any, weights: Sequence[Any]
+        self, optimizer: Any, weights: Sequence[Any], sizes: Sequence[int | None]
     ) -> list[tuple[int, int, list[tuple[int, Part]]]]:
         """For each server with some of the weights: its index, the number of its update
         program, and which parts of which gradients it takes.
+
+        Args:
+            optimizer: The user's.
+            weights: Whose gradients it is given.
+            sizes: How many rows of each are given at most; `None` for all.
         """
         by_server: dict[int, list[tuple[int, Part]]] = {}
         for i, weight in enumerate(weights):
             for part in self._place(weight).parts:
                 by_server.setdefault(part.server, []).append((i, part))
         return [
-            (server, self._number(optimizer, weights, server, parts), parts)
+            (server, self._number(optimizer, weights, sizes, server, parts), parts)
             for server, parts in sorted(by_server.items())
         ]
 
@@ -105,13 +132,15 @@ class Updates:
         self,
         optimizer: Any,
         weights: Sequence[Any],
+        sizes: Sequence[int | None],
         server: int,
         parts: Sequence[tuple[int, Part]],
     ) -> int:
-        key = id(optimizer), server, tuple(part.key for _, part in parts)
+        own = tuple((part.key, sizes[i]) for i, part in parts)
+        key = id(optimizer), server, own
         if key not in self._numbers:
             number = len(self._numbers) + 1
-            self._send(optimizer, weights, server, parts, number)
+            self._send(optimizer, weights, sizes, server, parts, number)
             self._numbers[key] = number
         return self._numbers[key]
 
@@ -119,23 +148,31 @@ class Updates:
         self,
         optimizer: Any,
         weights: Sequence[Any],
+        sizes: Sequence[int | None],
         server: int,
         parts: Sequence[tuple[int, Part]],
         number: int,
     ) -> None:
         """Makes the program of one server, and sends it."""
-        shapes = [(part.shape_in(weights[i].shape), weights[i]) for i, part in parts]
+        own = [sizes[i] for i, _ in parts]
+        shapes: list[tuple[tuple[int, ...], Any]] = []
+        for (i, part), size in zip(parts, own, strict=True):
+            shape = part.shape_in(weights[i].shape)
+            shape = shape if size is None else (size, *shape[1:])
+            shapes.append((shape, weights[i]))
         with context.entered(context.default_strategy().top_frame):
             platforms = [self._servers[server].platform]
             copy = compat.copy_for(optimizer, shapes)
             state, values, function = _update(copy, shapes)
             blob, _ = exported(function, [*state, *values, *values], platforms)
+        of_gradient = [*compat.slot_weights(copy), *range(len(own))]
         keys = self._state_keys(optimizer, copy, weights, parts)
         told = {
             "op": "program",
             "id": number,
             "keys": [*keys, *(part.key for _, part in parts)],
-            "gradients": len(parts),
+            "rows": [i if i is not None and own[i] else None for i in of_gradient],
+            "sizes": own,
         }
         self._servers[server].call(told, [blob])
         self.sent[server, number] = told, blob

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.scheduling import programs
+from keras_distribute.scheduling import programs, traces
 
 
 class RemoteValue:
@@ -119,14 +119,14 @@ class IteratorArgument:
     """
 
     index: int
-    forms: tuple[programs.Form, ...]
+    forms: tuple[traces.Form, ...]
     structure: Any
 
     def __iter__(self) -> IteratorArgument:
         return self
 
     def __next__(self) -> Any:
-        return programs.next_element(self)
+        return traces.next_element(self)
 
     def get_next(self) -> Any:
         """The next batch, as TensorFlow calls it."""
@@ -200,7 +200,7 @@ class PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        raise programs.not_an_argument()
+        raise traces.not_an_argument()
 
     def get_next(self) -> Any:
         """The next batch, as TensorFlow calls it."""

@@ -183,7 +183,7 @@ class Worker(threading.Thread):
         if program.number not in self._sent:
             layout = self._owner.layout_of(program)
             told = {"op": "program", "id": program.number, "layout": layout}
-            channel.send({**told, **coordinator}, [program.blob])
+            channel.send({**told, **coordinator}, program.blobs)
             self._sent.add(program.number)
         header = {
             "op": "run",

@@ -6,7 +6,7 @@ The bytes are StableHLO with a header, which other versions of JAX read for some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ def exported(
     shapes: Sequence[Any],
     platforms: Sequence[str],
     droppable: int = 0,
+    needed: Collection[int] = (),
 ) -> tuple[np.ndarray[Any, Any], list[int]]:
     """A function of arrays as bytes, and which of its first arguments it takes.
 
@@ -31,12 +32,13 @@ def exported(
         platforms: Where it will run: `"cpu"`, `"cuda"`, `"tpu"`.
         droppable: How many of the first arguments are left out where no result depends
             on them.
+        needed: Those of them that are not.
     """
-
     used = list(range(droppable))
     if droppable:
         made = jax.export.export(jax.jit(function), platforms=platforms)(*shapes)
-        used = [i for i in made.module_kept_var_idx if i < droppable]
+        kept = {*made.module_kept_var_idx, *needed}
+        used = [i for i in range(droppable) if i in kept]
 
     def of_used(*values: Any) -> Any:
         given = dict(zip(used, values, strict=False))

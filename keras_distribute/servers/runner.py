@@ -22,6 +22,7 @@ from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
+from keras_distribute.servers import rows
 from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
 
@@ -63,16 +64,32 @@ class _Server:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Function:
+class Function:
     """A program, and what `Cluster.layout_of` says of it.
 
     Attributes:
-        wanted: The keys that it reads of each server.
+        ids: From its arguments to the ids that it looks up of each table.
     """
 
     program: Program
     layout: Mapping[str, Any]
-    wanted: list[list[int]]
+    ids: Program | None
+
+    @property
+    def wanted(self) -> list[list[int]]:
+        """The keys that it reads of each server as a whole."""
+        return self.layout["wanted"]
+
+    def looked_up(self, given: Sequence[Any]) -> list[rows.Found]:
+        """The rows that a call takes of each table."""
+        if self.ids is None:
+            return []
+        return list(map(rows.found, self.ids(*given), self.layout["tables"]))
+
+
+def function_of(layout: Mapping[str, Any], blobs: Sequence[Array]) -> Function:
+    """A function, from what the coordinator sends."""
+    return Function(loaded(blobs[0]), layout, loaded(blobs[1]) if blobs[1:] else None)
 
 
 class Runner:
@@ -94,7 +111,7 @@ class Runner:
 
     def _begin_with(self, worker: int, incarnation: int) -> None:
         self._worker, self._incarnation = worker, incarnation
-        self._functions: dict[int, _Function] = {}
+        self._functions: dict[int, Function] = {}
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Iterator[Any]] = {}
         self._waiting: dict[int, list[list[Array]]] = {}
@@ -133,12 +150,7 @@ class Runner:
         return {"platform": jax.default_backend(), "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
-        layout = header["layout"]
-        wanted: list[list[int]] = [[] for _ in self._servers]
-        for server, key in (part for parts in layout["reads"] for part in parts):
-            wanted[server].append(key)
-        function = _Function(loaded(arrays[0]), layout, wanted)
-        self._functions[header["id"]] = function
+        self._functions[header["id"]] = function_of(header["layout"], arrays)
         return None
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
@@ -221,49 +233,71 @@ class Runner:
         ]
 
     def _step(
-        self, function: _Function, header: Header, step: int, given: list[Any]
+        self, function: Function, header: Header, step: int, given: list[Any]
     ) -> Sequence[Any]:
         """One step: pulls, computes, and pushes, again where it took too long."""
         pending = None
+        looked_up = function.looked_up(given)
+        places = [each.places for each in looked_up]
         while True:
-            values = self._values(function, header["floor"])
-            outputs = function.program(*values, *given)
-            pending = self._push(function, header, step, outputs, pending)
+            values = self._values(function, header["floor"], looked_up)
+            outputs = function.program(*values, *given, *places)
+            pending = self._push(function, header, step, outputs, looked_up, pending)
             if not pending:
                 return outputs
             for server in self._servers:
                 server.time = 0.0  # What came is too old: pull.
 
-    def _values(self, function: _Function, floor: Sequence[Sequence[int]]) -> list[Any]:
-        """The values of the variables that a program reads."""
+    def _values(
+        self,
+        function: Function,
+        floor: Sequence[Sequence[int]],
+        looked_up: Sequence[rows.Found],
+    ) -> list[Any]:
+        """The values of the variables that a program reads.
+
+        Where rows are looked up all is asked for, so that it is of one time.
+        """
         wanted = function.wanted
-        asked = {
-            i: self._servers[i].channel.send(
-                {"op": "pull", "coordinator": self._coordinator, "keys": keys}
-            )
-            for i, keys in enumerate(wanted)
-            if keys and not self._servers[i].is_fresh(keys, floor[i])
-        }
+        own: dict[int, list[tuple[int, Array]]] = {}
+        for each in looked_up:
+            for i, key, ids in each.parts():
+                own.setdefault(i, []).append((key, ids))
+        asked: dict[int, int] = {}
+        for i, (server, keys) in enumerate(zip(self._servers, wanted, strict=True)):
+            if i in own or (keys and not server.is_fresh(keys, floor[i])):
+                taken = own.get(i, [])
+                told = {"op": "pull", "coordinator": self._coordinator, "keys": keys}
+                told["rows"] = [key for key, _ in taken]
+                asked[i] = server.channel.send(told, [ids for _, ids in taken])
+        of_tables: dict[tuple[int, int], Array] = {}
         for i, number in asked.items():
             header, arrays = self._servers[i].channel.answer(number)
-            self._servers[i].note(header, wanted[i], arrays)
-        return [
-            joined([self._servers[i].values[key] for i, key in parts])
-            for parts in function.layout["reads"]
-        ]
+            whole = len(wanted[i])
+            self._servers[i].note(header, wanted[i], arrays[:whole])
+            for (key, _), array in zip(own.get(i, []), arrays[whole:], strict=True):
+                of_tables[i, key] = array
+        values = {
+            (i, key): server.values[key]
+            for i, (server, keys) in enumerate(zip(self._servers, wanted, strict=True))
+            for key in keys
+        }
+        return rows.values_of(function.layout, values, of_tables, looked_up)
 
     def _push(
         self,
-        function: _Function,
+        function: Function,
         header: Header,
         step: int,
         outputs: Sequence[Any],
+        looked_up: Sequence[rows.Found],
         only: list[int] | None,
     ) -> list[int]:
         """Pushes what a step has made; returns the servers that it was too late for."""
         if not function.layout["pushes"]:
             return []
-        wanted = function.wanted
+        # Rows of the next step are not known yet: it will ask for everything.
+        wanted = [[] for _ in self._servers] if looked_up else function.wanted
         common = {
             "op": "push",
             "coordinator": self._coordinator,
@@ -280,7 +314,7 @@ class Runner:
             i = push["server"]
             if only is not None and i not in only:
                 continue
-            arrays = [cut(outputs, place) for place in push["outputs"]]
+            arrays = rows.pushed(outputs, push["outputs"], looked_up)
             told = {key: push[key] for key in ("updates", "adds", "sets")}
             asked[i] = self._servers[i].channel.send(
                 {
@@ -303,18 +337,6 @@ class Runner:
         del header, arrays
         self.has_ended = True
         return {}, []
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """A variable, from the rows that each server has."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def cut(outputs: Sequence[Any], place: Sequence[Any]) -> Any:
-    """An output of the program, or some of its rows."""
-    index, start, stop = place
-    array = np.asarray(outputs[index])
-    return array if start is None else array[start:stop]
 
 
 def changed(

@@ -29,17 +29,20 @@ class Update:
     Args:
         program: Of arrays.
         keys: Of the state and the weights.
-        num_gradients: How many it takes.
+        rows: For each of those, which gradient's rows are taken of it; `None` for all.
+        sizes: For each gradient how many rows it has at most; `None` for one that is
+            whole.
     """
 
     program: Callable[..., Any]
     keys: list[int]
-    num_gradients: int
+    rows: list[int | None]
+    sizes: list[int | None]
 
 
 def update_of(header: Header, blob: Any) -> Update:
     """The update that a message of the coordinator holds."""
-    return Update(loaded(blob), header["keys"], header["gradients"])
+    return Update(loaded(blob), header["keys"], header["rows"], header["sizes"])
 
 
 class Values(dict[int, Any]):
@@ -58,16 +61,50 @@ class Values(dict[int, Any]):
         """Does what is pushed: updates by gradients, additions, and new values."""
         left = list(arrays)
         for number in push["updates"]:
-            update = self.updates[number]
-            gradients = left[: update.num_gradients]
-            del left[: update.num_gradients]
-            new = update.program(*(self[key] for key in update.keys), *gradients)
-            self.update(zip(update.keys, new, strict=True))
+            self._optimize(self.updates[number], left)
         for key in push["adds"]:
             old, change = np.asarray(self[key]), left.pop(0)
             self[key] = np.asarray(old + change, old.dtype)
         for key in push["sets"]:
             self[key] = left.pop(0)
+
+    def _optimize(self, update: Update, left: list[Array]) -> None:
+        """Applies the first of the arrays that are left, which are the gradients."""
+        gradients: list[Array] = []
+        ids: dict[int, Array] = {}
+        for i, size in enumerate(update.sizes):
+            if size is not None:
+                ids[i] = left.pop(0)
+            gradients.append(_padded(left.pop(0), size))
+        values: list[Any] = []
+        for key, gradient in zip(update.keys, update.rows, strict=True):
+            if gradient is None:
+                values.append(self[key])
+            else:
+                own = np.asarray(self[key])[ids[gradient]]
+                values.append(_padded(own, update.sizes[gradient]))
+        new = update.program(*values, *gradients)
+        for key, gradient, value in zip(update.keys, update.rows, new, strict=True):
+            if gradient is None:
+                self[key] = value
+            else:
+                own = ids[gradient]
+                self.changing(key)[own] = np.asarray(value)[: len(own)]
+
+    def changing(self, key: int) -> Array:
+        """A table, to change rows of it."""
+        table = self[key]
+        if not isinstance(table, np.ndarray) or not table.flags.writeable:
+            table = self[key] = np.array(table)
+        return table
+
+
+def _padded(rows: Array, size: int | None) -> Array:
+    if size is None or len(rows) == size:
+        return rows
+    whole = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    whole[: len(rows)] = rows
+    return whole
 
 
 class Store:
@@ -76,6 +113,7 @@ class Store:
     Attributes:
         has_ended: Whether the coordinator has said goodbye.
         version: How many pushes were applied.
+        traffic: The bytes of all arrays that came and went.
     """
 
     def __init__(self) -> None:
@@ -84,7 +122,7 @@ class Store:
         self._begin()
 
     def _begin(self) -> None:
-        self.version = self._writes = 0
+        self.version = self._writes = self.traffic = 0
         self._values = Values()
         self._applied: dict[int, set[int]] = {}
         self._done = 0
@@ -113,7 +151,10 @@ class Store:
                 received=f"{header!r}.",
                 fix="run the same version of keras_distribute in all tasks.",
             )
-        return method(self, header, arrays)
+        answer = method(self, header, arrays)
+        if answer is not None:
+            self.traffic += sum(array.nbytes for array in (*arrays, *answer[1]))
+        return answer
 
     def _set(self, header: Header, arrays: list[Array]) -> Answer:
         self._values.update(zip(header["keys"], arrays, strict=True))
@@ -123,8 +164,13 @@ class Store:
         return self._state(), []
 
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
-        del arrays
-        return self._state(), [self._values[key] for key in header["keys"]]
+        values = self._values
+        whole = [values[key] for key in header["keys"]]
+        asked = zip(header.get("rows", []), arrays, strict=True)
+        return self._state(), [
+            *whole,
+            *(np.asarray(values[key])[ids] for key, ids in asked),
+        ]
 
     def _program(self, header: Header, arrays: list[Array]) -> Answer:
         self._values.updates[header["id"]] = update_of(header, arrays[0])
@@ -178,7 +224,12 @@ class Store:
     def _status(self, header: Header, arrays: list[Array]) -> Answer:
         del header, arrays
         size = sum(value.nbytes for value in self._values.values())
-        return {**self._state(), "values": len(self._values), "bytes": size}, []
+        return {
+            **self._state(),
+            "values": len(self._values),
+            "bytes": size,
+            "traffic": self.traffic,
+        }, []
 
     def _end(self, header: Header, arrays: list[Array]) -> Answer:
         del header, arrays

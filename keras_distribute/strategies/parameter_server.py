@@ -15,7 +15,7 @@ from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import ClusterError, ContextError
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
-from keras_distribute.scheduling import programs
+from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
@@ -43,6 +43,12 @@ class ParameterServerStrategy(Strategy):
             returns the number of parts of each axis.
         max_staleness: How many pushes a server may have applied between a worker's pull
             and its push; a gradient that is older is computed again. `None`: any.
+        lazy_rows: Where a step only looks rows of a table up (`keras.layers.Embedding`,
+            `keras.ops.take` along axis 0), those rows alone travel, and the gradients
+            of those, if the optimizer leaves a row as it is whose gradient is zero:
+            SGD without momentum and Adagrad do. With `True` also under the others,
+            such as Adam, whose slots then go on for those rows alone, as in
+            TensorFlow Addons' `LazyAdam`: the numbers are not those of one device.
 
     Raises:
         ClusterError: For a cluster without workers or servers, or a job without a
@@ -65,6 +71,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Callable[..., Any] | None = None,
         *,
         max_staleness: int | None = None,
+        lazy_rows: bool = False,
     ) -> None:
         checks.instance(
             "cluster_resolver",
@@ -83,6 +90,7 @@ class ParameterServerStrategy(Strategy):
             )
         if max_staleness is not None:
             checks.count("max_staleness", max_staleness)
+        checks.flag("lazy_rows", lazy_rows)
         self._own: ParameterServerCluster | None = None
         if cluster_resolver is None:
             self._own = ParameterServerCluster()
@@ -97,6 +105,7 @@ class ParameterServerStrategy(Strategy):
             known,
             variable_partitioner,
             max_staleness,
+            lazy_rows,
         )
         self.coordinator: Any = None
 
@@ -117,7 +126,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ContextError: Outside of a scheduled function.
         """
-        if not programs.is_tracing():
+        if not traces.is_tracing():
             raise ContextError(
                 "strategy.run of a ParameterServerStrategy belongs into a function "
                 "that a worker runs.",

@@ -17,7 +17,7 @@ import numpy as np
 from keras_distribute._compat import trainer as compat
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
-from keras_distribute.scheduling import programs
+from keras_distribute.scheduling import traces
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.values import RemoteValue
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
@@ -39,7 +39,7 @@ class ScheduledStep:
         self, strategy: ParameterServerStrategy, trainer: Any, kind: str
     ) -> None:
         if kind == "train":
-            programs.refuse_loss_scaling(trainer.optimizer)
+            traces.refuse_loss_scaling(trainer.optimizer)
         self._strategy, self._trainer, self._kind = strategy, trainer, kind
         self._step = getattr(trainer, f"{kind}_step")
         self._logs = _Logs(strategy, trainer)
@@ -105,7 +105,7 @@ class ScheduledStep:
 
     def _traced(self, data: Any) -> Any:
         """Keras's step, with assignments in the place of the state that it returns."""
-        scope = programs.current_scope()
+        scope = traces.current_scope()
         groups = compat.state_variables(self._trainer, self._kind)
         state = groups._make([scope.get_current_value(v) for v in g] for g in groups)
         result, new = self._run(state, data)

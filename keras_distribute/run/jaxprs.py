@@ -1,0 +1,107 @@
+"""Tools for traced functions: what an operation calls, a function without calls, and
+the part of a function that makes some of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_ORIGIN = core.DebugInfo(
+    "keras_distribute", "a part of a function", None, None
+)  # JAX wants to know where a program is from.
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "checkpoint",
+    "remat2",
+)
+"""Operations that call a function once, with their own arguments."""
+
+
+def called(eqn: Any) -> core.ClosedJaxpr | None:
+    """The function that an operation calls; `None` for one that does not only that."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    for value in eqn.params.values():
+        if isinstance(value, core.ClosedJaxpr):
+            return value
+        if isinstance(value, core.Jaxpr):
+            return core.ClosedJaxpr(value, [])
+    return None
+
+
+def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    """The results of an operation for other operands."""
+    invars = [core.Var(atom.aval) for atom in eqn.invars]
+    outvars = [core.Var(var.aval) for var in eqn.outvars]
+    eqn = eqn.replace(invars=invars, outvars=outvars)
+    alone = core.Jaxpr((), invars, outvars, [eqn], eqn.effects, _ORIGIN)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given)
+
+
+def evaluated(
+    program: core.ClosedJaxpr,
+    inputs: Sequence[Any],
+    rule: Callable[[Any, list[Any]], list[Any]] = bound,
+) -> list[Any]:
+    """The outputs for some inputs.
+
+    Args:
+        program: The function.
+        inputs: Anything that `rule` understands.
+        rule: From an operation and its operands to its results.
+    """
+    jaxpr = program.jaxpr
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        results = rule(eqn, list(map(value_of, eqn.invars)))
+        known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(value_of, jaxpr.outvars))
+
+
+def inlined(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same function without calls."""
+
+    def rule(eqn: Any, given: list[Any]) -> list[Any]:
+        inner = called(eqn)
+        return bound(eqn, given) if inner is None else evaluated(inner, given, rule)
+
+    return jax.make_jaxpr(lambda *inputs: evaluated(program, inputs, rule))(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals)
+    )
+
+
+def part_of(
+    program: core.ClosedJaxpr, outputs: Sequence[Any]
+) -> tuple[core.ClosedJaxpr, list[int]]:
+    """The function of the inputs that makes some variables inside of a program.
+
+    Returns:
+        The function, of all inputs, and the indices of those that it needs.
+    """
+    jaxpr = program.jaxpr
+    needed = {v for v in outputs if not isinstance(v, core.Literal)}
+    eqns: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.insert(0, eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
+    alone = core.Jaxpr(
+        jaxpr.constvars, jaxpr.invars, list(outputs), eqns, debug_info=_ORIGIN
+    )
+    taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
+    return core.ClosedJaxpr(alone, program.consts), taken
