@@ -52,6 +52,8 @@ class Placement:
         memory_kind: The memory that mirrored variables are in between two programs;
             `None`: that of the replicas' devices.
         parameter_device: The device that they are on then; `None`: the replicas' own.
+        is_on_servers: Whether they are with parameter servers once a program has
+            used them.
     """
 
     mesh: ReplicaMesh
@@ -60,6 +62,7 @@ class Placement:
     communication_dtype: str | None = None
     memory_kind: str | None = None
     parameter_device: jax.Device | None = None
+    is_on_servers: bool = False
 
     @property
     def rests_elsewhere(self) -> bool:

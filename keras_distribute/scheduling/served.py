@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,8 +18,9 @@ from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling import partitioners
+from keras_distribute.servers.programs import exported
 from keras_distribute.servers.rows import joined
-from keras_distribute.variables import Holder
+from keras_distribute.variables import DrawnVariable, Holder
 
 Partitioner = Callable[..., Sequence[int]]
 
@@ -214,6 +216,13 @@ class Served(Holder):
     def send_changed(self) -> None:
         """Tells the servers what was assigned since the last time."""
         for key, variable in list(self.changed.items()):
+            drawing = variable.drawing if isinstance(variable, DrawnVariable) else None
+            # What is recorded is what was told.
+            if drawing is not None and all(s.told is None for s in self._servers):
+                self._draw(drawing, self._places[key][1])
+                variable._link_to(self, key)
+                del self.changed[key]
+                continue
             value = np.asarray(variable.value)
             by_server: dict[int, list[Part]] = {}
             for part in self._places[key][1].parts:
@@ -223,6 +232,21 @@ class Served(Holder):
                 self._servers[server].call(told, [part.of(value) for part in parts])
             variable._link_to(self, key)
             del self.changed[key]
+
+    def _draw(self, drawing: Any, place: Place) -> None:
+        """Lets the servers draw the rows that they have."""
+        told = {"op": "draw", "dtype": drawing.dtype, "fill": drawing.fill}
+        told |= {"rows": drawing.rows, "shape": list(drawing.shape[1:])}
+        arrays: list[Any] = []
+        if drawing.fill is None:
+            shapes = [jax.ShapeDtypeStruct((2,), "uint32")]
+            shapes.append(jax.ShapeDtypeStruct((), "uint32"))
+            platforms = sorted({server.platform for server in self._servers})
+            arrays = [exported(drawing.block, shapes, platforms)[0], drawing.key]
+        for part in place.parts:
+            start, stop = part.start, part.stop or drawing.shape[0]
+            own = {"key": part.key, "start": start, "stop": stop}
+            self._servers[part.server].call({**told, **own}, arrays)
 
     def _emptiest(self) -> int:
         return min(range(len(self._servers)), key=self._bytes.__getitem__)

@@ -163,6 +163,25 @@ class Store:
             self._log.append(["set", self._writes])
         return self._state(), []
 
+    def _draw(self, header: Header, arrays: list[Array]) -> Answer:
+        """Draws rows of a table, in blocks of which each has a key of its own."""
+        start, stop, rows = header["start"], header["stop"], header["rows"]
+        shape, dtype = (stop - start, *header["shape"]), np.dtype(header["dtype"])
+        if header["fill"] is not None:
+            table = np.full(shape, header["fill"], dtype)
+        else:
+            block, key = loaded(arrays[0]), arrays[1]
+            table = np.empty(shape, dtype)
+            for number in range(start // rows, -(-stop // rows)):
+                drawn = np.asarray(block(key, np.uint32(number)))
+                first = number * rows
+                own = drawn[max(start - first, 0) : stop - first]
+                at = max(first - start, 0)
+                table[at : at + len(own)] = own
+        self._values[header["key"]] = table
+        self._writes += 1
+        return self._state(), []
+
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
         values = self._values
         whole = [values[key] for key in header["keys"]]
@@ -239,6 +258,7 @@ class Store:
 
 _OPERATIONS: dict[str, Callable[[Store, Header, list[Array]], Answer]] = {
     "set": Store._set,
+    "draw": Store._draw,
     "pull": Store._pull,
     "program": Store._program,
     "fence": Store._fence,

@@ -12,6 +12,7 @@ from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ClusterError, ContextError
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
@@ -99,7 +100,9 @@ class ParameterServerStrategy(Strategy):
         spec = _checked(cluster_resolver)
         own = isinstance(cluster_resolver, LocalResolver)
         known = cluster_resolver.credentials if own else credentials.of_job()
-        super().__init__(ReplicaMesh.of(jax.local_devices()[:1]))
+        mesh = ReplicaMesh.of(jax.local_devices()[:1])
+        super().__init__(mesh)
+        self._placement = Placement(mesh, is_on_servers=True)
         self.cluster = clusters.Cluster(
             spec,
             known,

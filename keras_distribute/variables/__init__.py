@@ -9,7 +9,8 @@
 | assigned in a replica    | aggregated first          | the replica's component   |
 | assigned across replicas | every copy                | so that it reads back     |
 
-A `RestingVariable` is a mirrored one that is on the replicas inside of programs alone.
+A `RestingVariable` is a mirrored one that is on the replicas inside of programs alone,
+a `DrawnVariable` one that may have no array before somebody reads it.
 All are `keras.Variable`s: layers, optimizers, saving and summaries never notice.
 Inside a program a stateless scope carries their values, as Keras does it; this room
 says what a read or an assignment means there.
@@ -17,6 +18,7 @@ says what a read or an assignment means there.
 
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.choice import choose_class
+from keras_distribute.variables.drawing import DrawnVariable
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.reading import read_before
@@ -27,6 +29,7 @@ from keras_distribute.variables.thread import accumulators_created, given_away
 
 __all__ = [
     "DistributedVariable",
+    "DrawnVariable",
     "Holder",
     "MirroredVariable",
     "RestingVariable",

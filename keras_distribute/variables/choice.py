@@ -10,6 +10,7 @@ from keras_distribute import context
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import AggregationError
 from keras_distribute.variables.base import DistributedVariable
+from keras_distribute.variables.drawing import DrawnVariable
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.resting import RestingVariable
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
@@ -59,6 +60,9 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
             and keras.backend.is_float_dtype(dtype)
         ):
             return SyncOnReadVariable
-    if context.get_strategy().placement.rests_elsewhere:
+    placement = context.get_strategy().placement
+    if placement.is_on_servers:
+        return DrawnVariable
+    if placement.rests_elsewhere:
         return RestingVariable
     return MirroredVariable

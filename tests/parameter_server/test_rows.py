@@ -86,13 +86,17 @@ def test_a_tail_a_mask_and_two_layers_of_one_table(one_worker, steps):
     assert [size for _, size in tables_of(one_worker)]
 
 
+def divided_strategy(cluster, parts):
+    return kd.ParameterServerStrategy(
+        resolver_of(cluster, num_workers=1),
+        kd.experimental.partitioners.FixedShardsPartitioner(parts),
+    )
+
+
 @pytest.fixture
 def divided(cluster):
     """One worker, and tables divided over two servers."""
-    strategy = kd.ParameterServerStrategy(
-        resolver_of(cluster, num_workers=1),
-        kd.experimental.partitioners.FixedShardsPartitioner(2),
-    )
+    strategy = divided_strategy(cluster, 2)
     yield strategy
     strategy.close()
 
@@ -247,3 +251,69 @@ def test_batches_that_workers_read(strategy):
     expected[:3] -= 12
     expected[3:8] -= large
     np.testing.assert_array_equal(table.numpy(), expected)
+
+
+INITIALIZERS = {
+    "uniform": lambda: keras.initializers.RandomUniform(seed=3),
+    "normal": lambda: keras.initializers.RandomNormal(seed=2**31 + 5),
+    "generator": lambda: keras.initializers.TruncatedNormal(
+        seed=keras.random.SeedGenerator(4)
+    ),
+    "ones": lambda: keras.initializers.Ones(),
+    "constant": lambda: keras.initializers.Constant(0.25),
+}
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_large_tables_are_drawn_by_the_servers(cluster, monkeypatch, name):
+    """The same values on one server, on two, and here."""
+    monkeypatch.setattr("keras_distribute.variables.drawing.LARGE", 1000)
+    monkeypatch.setattr("keras_distribute.variables.drawing._ELEMENTS", 4 * 7)
+    found = []
+    for parts in (1, 2):
+        strategy = divided_strategy(cluster, parts)
+        with strategy.scope():
+            table = keras.Variable(INITIALIZERS[name](), shape=(250, 4))
+            unused = keras.Variable(INITIALIZERS[name](), shape=(250, 4))
+        assert table.drawing is not None
+        read = lambda ids: keras.ops.take(table, ids, axis=0)  # noqa: E731
+        coordinator = kd.coordinator.ClusterCoordinator(strategy)
+        ids = np.arange(0, 250, 50)
+        rows = coordinator.schedule(read, (ids,)).fetch()
+        assert table.drawing is None
+        assert tables_of(strategy) == [(table.path, 5)]
+        np.testing.assert_array_equal(table.numpy()[ids], rows)
+        found += [table.numpy(), unused.numpy()]
+        strategy.close()
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+    if name in ("uniform", "normal", "generator"):
+        assert len(np.unique(found[0])) > 990
+
+
+def test_other_initializers_look_at_the_whole_shape(one_worker, monkeypatch):
+    monkeypatch.setattr("keras_distribute.variables.drawing.LARGE", 1000)
+    with one_worker.scope():
+        table = keras.Variable(keras.initializers.HeNormal(seed=1), shape=(250, 4))
+    assert table.drawing is None
+    expected = keras.initializers.HeNormal(seed=1)((250, 4))
+    np.testing.assert_array_equal(table.numpy(), expected)
+
+
+def test_training_a_table_that_is_drawn(divided, monkeypatch):
+    """Its slots are drawn by the servers, too; the numbers are those of one device
+    that begins with it.
+    """
+    monkeypatch.setattr("keras_distribute.variables.drawing.LARGE", 4000)
+    with divided.scope():
+        model = recommender(keras.optimizers.Adagrad(0.1))
+    table = model.layers[0].embeddings
+    assert table.drawing is not None
+    first = table.numpy()
+    model.fit(IDS, Y, batch_size=5, verbose=0, shuffle=False)
+    assert table.drawing is None
+    plain = recommender(keras.optimizers.Adagrad(0.1))
+    plain.layers[0].embeddings.assign(first)
+    plain.fit(IDS, Y, batch_size=5, verbose=0, shuffle=False)
+    for ours, theirs in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
