@@ -6,7 +6,9 @@ TensorFlow's, and Keras in one process.
     # Quicker and rougher:
     python benchmarks/parameter_servers.py --rounds 3
 
-Two workers and one server are processes of this machine, in TensorFlow's case others;
+Two workloads: an MLP with one server, and a table of which a step looks up rows with
+two. Two workers and the servers are processes of this machine, in TensorFlow's case
+others;
 who has no turn is idle. CPU time is that of all processes of a contender together. In
 each round every contender has a turn, in another order each time; a ratio is the median
 of the rounds' own ratios. TensorFlow runs `tf_keras`, since Keras 3 does not run under
@@ -16,6 +18,7 @@ its strategy.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -28,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS, COLUMNS, HIDDEN, CLASSES = 64, 784, 128, 10
-STEPS = 400
+TABLE, WIDTH, IDS = 200_000, 64, 32
 TITLES = {
     "ours_loop": "ours, a loop of `schedule`",
     "ours_fit": "ours, `fit`",
@@ -38,45 +41,94 @@ TITLES = {
     "tf_fit": "TensorFlow, `fit`",
     "keras_fit": "Keras, `fit` in one process",
 }
-# Ours, the other, and how many times as fast ours has to be.
-LIMITS = (
-    ("ours_loop", "tf_loop", 3.0),
-    ("ours_fit_ten", "tf_loop_ten", 2.0),
-    ("ours_fit", "tf_fit", 4.0),
-)
 Turn = Callable[[int], None]
 
 
-def data() -> tuple[Any, Any]:
-    """Random images and labels, a batch for each step of a turn."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is trained.
+
+    Attributes:
+        text: In words.
+        num_ps: How many servers.
+        optimizer: Its name.
+        steps: Of a turn.
+        limits: Ours, the other, and how many times as fast ours has to be.
+    """
+
+    text: str
+    num_ps: int
+    optimizer: str
+    steps: int
+    limits: tuple[tuple[str, str, float], ...]
+
+
+WORKS = {
+    "mlp": Work(
+        f"An MLP {COLUMNS}-{HIDDEN}-{CLASSES}, Adam, batches of {ROWS}; two workers "
+        "and one server.",
+        1,
+        "adam",
+        400,
+        (
+            ("ours_loop", "tf_loop", 3.0),
+            ("ours_fit_ten", "tf_loop_ten", 2.0),
+            ("ours_fit", "tf_fit", 4.0),
+        ),
+    ),
+    "table": Work(
+        f"A table of {TABLE:,} × {WIDTH}, divided, Adagrad, {ROWS * IDS} rows of it a "
+        "step; two workers and two servers.",
+        2,
+        "adagrad",
+        100,
+        (
+            ("ours_loop", "tf_loop", 2.5),
+            ("ours_fit_ten", "tf_loop_ten", 2.0),
+            ("ours_fit", "keras_fit", 6.0),
+        ),
+    ),
+}
+
+
+def data(work: Work) -> tuple[Any, Any]:
+    """Random examples and labels, a batch for each step of a turn."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    x = rng.random((STEPS * ROWS, COLUMNS), "float32")
-    return x, rng.integers(0, CLASSES, len(x)).astype("int32")
+    count = work.steps * ROWS
+    labels = rng.integers(0, CLASSES, count).astype("int32")
+    if work is WORKS["mlp"]:
+        return rng.random((count, COLUMNS), "float32"), labels
+    return rng.integers(0, TABLE, (count, IDS)).astype("int32"), labels
 
 
 class Ours:
     """The contenders on JAX, in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
         os.environ["KERAS_BACKEND"] = "jax"
         import keras
 
         import keras_distribute as kd
 
-        self._cluster = kd.testing.ParameterServerCluster(num_workers=2, num_ps=1)
-        self._strategy = kd.ParameterServerStrategy(self._cluster.cluster_resolver)
+        self._cluster = kd.testing.ParameterServerCluster(2, work.num_ps)
+        partitioner = kd.experimental.partitioners.MinSizePartitioner(
+            max_shards=work.num_ps
+        )
+        self._strategy = kd.ParameterServerStrategy(
+            self._cluster.cluster_resolver, partitioner
+        )
         self._coordinator = kd.coordinator.ClusterCoordinator(self._strategy)
-        self._data = data()
+        self._data = data(work)
         with self._strategy.scope():
-            self._models = {size: _model(keras) for size in (1, 10)}
-            self._looped = _model(keras)
-            self._optimizer = keras.optimizers.Adam()
+            self._models = {size: _model(keras, work) for size in (1, 10)}
+            self._looped = _model(keras, work)
+            self._optimizer = keras.optimizers.get(work.optimizer)
             self._optimizer.build(self._looped.trainable_variables)
-        self._plain = _model(keras)
+        self._plain = _model(keras, work)
         for size, model in (*self._models.items(), (1, self._plain)):
-            model.compile("adam", _loss(keras), steps_per_execution=size)
+            model.compile(work.optimizer, _loss(keras), steps_per_execution=size)
         loss = _loss(keras)
         both = kd.value_and_grad(
             lambda x, y: loss(y, self._looped(x)), self._looped.trainable_variables
@@ -131,7 +183,16 @@ class Ours:
         self._cluster.close()
 
 
-def _model(keras: Any) -> Any:
+def _model(keras: Any, work: Work) -> Any:
+    if work is WORKS["table"]:
+        return keras.Sequential(
+            [
+                keras.Input((IDS,), dtype="int32"),
+                keras.layers.Embedding(TABLE, WIDTH),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
     return keras.Sequential(
         [
             keras.Input((COLUMNS,)),
@@ -145,21 +206,25 @@ def _loss(keras: Any) -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def tensorflow() -> None:
+def tensorflow(work: Work) -> None:
     """The chief of TensorFlow's cluster: reads names and numbers of steps."""
     import tensorflow as tf
     import tf_keras
 
     cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
+        max_shards=work.num_ps
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver, partitioner)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    x, y = data()
+    x, y = data(work)
     with strategy.scope():
-        looped, optimizer = _model(tf_keras), tf_keras.optimizers.Adam()
+        looped = _model(tf_keras, work)
+        optimizer = tf_keras.optimizers.get(work.optimizer)
         optimizer.build(looped.trainable_variables)
-        fitted = _model(tf_keras)
-        fitted.compile("adam", _loss(tf_keras))
+        fitted = _model(tf_keras, work)
+        fitted.compile(work.optimizer, _loss(tf_keras))
     loss = tf.nn.sparse_softmax_cross_entropy_with_logits
 
     def batches() -> Any:
@@ -223,7 +288,7 @@ def task() -> None:
 class Theirs:
     """TensorFlow's contenders, in processes of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: str) -> None:
         from keras_distribute.launch.job import free_port
 
         def address() -> str:
@@ -232,19 +297,19 @@ class Theirs:
         cluster = {
             "chief": [address()],
             "worker": [address(), address()],
-            "ps": [address()],
+            "ps": [address() for _ in range(WORKS[work].num_ps)],
         }
         self._processes: list[subprocess.Popen[str]] = []
         for job, index, what in (
             ("worker", 0, "--task"),
             ("worker", 1, "--task"),
-            ("ps", 0, "--task"),
+            *(("ps", i, "--task") for i in range(WORKS[work].num_ps)),
             ("chief", 0, "--tensorflow"),
         ):
             config = {"cluster": cluster, "task": {"type": job, "index": index}}
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", __file__, what],
+                    [sys.executable, "-W", "ignore", __file__, what, "--work", work],
                     env={
                         **os.environ,
                         "TF_CONFIG": json.dumps(config),
@@ -305,23 +370,37 @@ def cpu_seconds(pids: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--work", choices=WORKS, help="only this one; writes nothing")
     parser.add_argument("--dry", action="store_true", help="writes nothing")
     parser.add_argument("--tensorflow", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.tensorflow:
-        tensorflow()
+        tensorflow(WORKS[given.work])
     elif given.task:
         task()
     else:
-        compare(given.rounds, given.dry)
+        names = [given.work] if given.work else list(WORKS)
+        texts, found = [], {}
+        for name in names:
+            rates, costs = compare(name, given.rounds)
+            found[name] = {"steps": rates, "cpu": costs}
+            texts.append(_markdown(WORKS[name], rates, costs, given.rounds))
+        text = "\n".join(texts)
+        if given.dry or given.work:
+            print(text)
+        else:
+            import report
+
+            report.write("parameter_servers", found, text)
 
 
-def compare(rounds: int, dry: bool) -> None:
-    """Measures all contenders, and writes or prints the results."""
-    import report
-
-    ours, theirs = Ours(), Theirs()
+def compare(
+    name_of_work: str, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Steps a second and CPU time, ms a step, of all contenders in each round."""
+    work = WORKS[name_of_work]
+    ours, theirs = Ours(work), Theirs(name_of_work)
     rates: dict[str, list[float]] = {}
     costs: dict[str, list[float]] = {}
     try:
@@ -338,25 +417,23 @@ def compare(rounds: int, dry: bool) -> None:
             for name, turn, pids in contenders:
                 own = pids[:1] if name == "keras_fit" else pids
                 before, start = cpu_seconds(own), time.perf_counter()
-                turn(STEPS)
-                rates[name].append(STEPS / (time.perf_counter() - start))
-                costs[name].append(1000 * (cpu_seconds(own) - before) / STEPS)
+                turn(work.steps)
+                rates[name].append(work.steps / (time.perf_counter() - start))
+                costs[name].append(1000 * (cpu_seconds(own) - before) / work.steps)
     finally:
         ours.close()
         theirs.close()
-    text = _markdown(rates, costs, rounds)
-    if dry:
-        print(text)
-    else:
-        report.write("parameter_servers", {"steps": rates, "cpu": costs}, text)
+    return rates, costs
 
 
 def _markdown(
-    rates: dict[str, list[float]], costs: dict[str, list[float]], rounds: int
+    work: Work,
+    rates: dict[str, list[float]],
+    costs: dict[str, list[float]],
+    rounds: int,
 ) -> str:
     lines = [
-        f"An MLP {COLUMNS}-{HIDDEN}-{CLASSES}, Adam, batches of {ROWS}; two workers "
-        f"and one server. Medians of {rounds} rounds of {STEPS} steps "
+        f"{work.text} Medians of {rounds} rounds of {work.steps} steps "
         "(slowest–fastest); CPU time is of all processes together.",
         "",
         "| | steps a second | CPU, ms a step |",
@@ -374,7 +451,7 @@ def _markdown(
         "| | times as fast | wanted | CPU time |",
         "| --- | --- | --- | --- |",
     ]
-    for one, other, limit in LIMITS:
+    for one, other, limit in work.limits:
         pairs = zip(rates[one], rates[other], strict=True)
         cpu = zip(costs[one], costs[other], strict=True)
         lines.append(

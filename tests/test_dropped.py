@@ -72,9 +72,12 @@ def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_i
     """
     ended, joined = [], threading.Thread(target=lambda: None)
     joined.start()
+    collected = threading.Event()
     owner = Owner()
     owner.itself = owner
-    dropped.when_dropped(owner, lambda: (joined.join(), ended.append(1)))
+    dropped.when_dropped(
+        owner, lambda: (joined.join(), collected.wait(20), ended.append(1))
+    )
     del owner
     with (
         threading._shutdown_locks_lock
@@ -83,6 +86,7 @@ def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_i
     ):
         gc.collect()
         assert ended == []
+    collected.set()
     dropped.settle()
     assert ended == [1]
 
