@@ -88,6 +88,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish():
+    """What has been imported stays: whoever looks for garbage need not look there."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs_are_kept(tmp_path_factory):
     """Programs are compiled once for all tests and the processes that they start: JAX's
