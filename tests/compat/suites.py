@@ -170,7 +170,6 @@ def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | 
         "XLA_FLAGS",
         "NPROC",
         "JAX_PLATFORMS",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS",
     }
     environment = {
         key: value for key, value in os.environ.items() if key not in dropped

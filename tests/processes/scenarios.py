@@ -97,58 +97,40 @@ def batches_of(rows, size):
         yield X[rows[start : start + size]], Y[rows[start : start + size]]
 
 
-def kinds_of_data():
-    """One epoch of `fit` and a `predict` over each kind, under the strategy and
-    without: the weights of both.
+def kinds_of_data(distributed=True):
+    """One epoch of `fit` and a `predict` over each kind, under the strategy or without:
+    the weights, the history and the predictions.
     """
-    strategy = kd.MultiWorkerMirroredStrategy()
+    strategy = kd.MultiWorkerMirroredStrategy() if distributed else kd.get_strategy()
     same = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.DATA)
+
+    def distribute(batches):
+        if not distributed:
+            return batches
+        return strategy.experimental_distribute_dataset(batches, same)
+
+    arrays, rows = (X, Y), np.arange(46)
     kinds = {
-        "arrays, shuffled": lambda distribute: ((X, Y), {"batch_size": 16}),
-        "fewer rows than replicas": lambda distribute: (
-            (X[:3], Y[:3]),
-            {"batch_size": 2},
-        ),
-        "a PyDataset": lambda distribute: ((Squares(),), {}),
-        "a generator": lambda distribute: (
-            (distribute(batches_of(np.arange(46), 16)),),
-            {},
-        ),
-        "steps_per_epoch": lambda distribute: (
-            (distribute(batches_of(np.arange(46), 10)),),
+        "arrays, shuffled": (arrays, {"batch_size": 16}),
+        "fewer rows than replicas": ((X[:3], Y[:3]), {"batch_size": 2}),
+        "a PyDataset": ((Squares(),), {}),
+        "a generator": ((distribute(batches_of(rows, 16)),), {}),
+        "steps_per_epoch": (
+            (distribute(batches_of(rows, 10)),),
             {"steps_per_epoch": 3},
         ),
-        "groups of 2 steps": lambda distribute: ((X, Y), {"batch_size": 8}),
-        "groups of auto steps": lambda distribute: ((X, Y), {"batch_size": 8}),
-        "validation": lambda distribute: (
-            (X, Y),
-            {"batch_size": 16, "validation_split": 0.3},
-        ),
+        "groups of 2 steps": (arrays, {"batch_size": 8}),
+        "groups of auto steps": (arrays, {"batch_size": 8}),
+        "validation": (arrays, {"batch_size": 16, "validation_split": 0.3}),
     }
     seen = {}
-    for name, arguments in kinds.items():
-        weights = []
-        for distributed in (True, False):
-            scope = strategy.scope() if distributed else kd.get_strategy().scope()
-            group = (
-                name.split()[2] if name.startswith("groups") and distributed else "1"
-            )
-            with scope:
-                model = linear(int(group) if group.isdigit() else group)
-            positional, named = arguments(
-                (lambda g: strategy.experimental_distribute_dataset(g, same))
-                if distributed
-                else (lambda g: g)
-            )
-            history = model.fit(*positional, verbose=0, **named).history
-            weights.append(
-                (
-                    weights_of(model),
-                    history,
-                    model.predict(X[:7], batch_size=3, verbose=0),
-                )
-            )
-        seen[name] = weights
+    for name, (positional, named) in kinds.items():
+        group = name.split()[2] if name.startswith("groups") and distributed else "1"
+        with strategy.scope():
+            model = linear(int(group) if group.isdigit() else group)
+        history = model.fit(*positional, verbose=0, **named).history
+        predictions = model.predict(X[:7], batch_size=3, verbose=0)
+        seen[name] = weights_of(model), history, predictions
     return seen
 
 

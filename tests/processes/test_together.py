@@ -41,6 +41,12 @@ def job(tmp_path_factory):
     return calls, results
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """What one device makes of each kind of data."""
+    return scenarios.kinds_of_data(distributed=False)
+
+
 def equal(ours, theirs, **tolerance):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
@@ -59,15 +65,16 @@ def equal(ours, theirs, **tolerance):
         "validation",
     ],
 )
-def test_fit_and_predict_give_the_numbers_of_one_device(job, kind):
+def test_fit_and_predict_give_the_numbers_of_one_device(job, plain, kind):
     both = [result["kinds_of_data"][kind] for result in job[1]]
-    for distributed, plain in both:
-        equal(distributed[0], plain[0])
-        assert distributed[1].keys() == plain[1].keys()
-        for name, values in plain[1].items():
+    weights, history, predictions = plain[kind]
+    for distributed in both:
+        equal(distributed[0], weights)
+        assert distributed[1].keys() == history.keys()
+        for name, values in history.items():
             np.testing.assert_allclose(distributed[1][name], values, rtol=1e-5)
-        np.testing.assert_allclose(distributed[2], plain[2], rtol=1e-5, atol=1e-6)
-    equal(both[0][0][0], both[1][0][0], rtol=0, atol=0)
+        np.testing.assert_allclose(distributed[2], predictions, rtol=1e-5, atol=1e-6)
+    equal(both[0][0], both[1][0], rtol=0, atol=0)
 
 
 def test_an_interruption_leaves_the_state_of_a_whole_step():
