@@ -250,14 +250,14 @@ def _reads(
     looked_up: Sequence[rows.Found],
 ) -> list[Any]:
     """What a program took of the servers in some states."""
-    whole = {
+    values = {
         (server, key): np.asarray(states[server][key])
         for server, keys in enumerate(layout["wanted"])
         for key in keys
     }
-    of_tables = {
+    values |= {
         (server, key): np.asarray(states[server][key])[ids]
         for each in looked_up
         for server, key, ids in each.parts()
     }
-    return rows.values_of(layout, whole, of_tables, looked_up)
+    return rows.values_of(layout, values, looked_up)

@@ -66,27 +66,25 @@ def found(ids: Any, table: Mapping[str, Any]) -> Found:
 
 def values_of(
     layout: Mapping[str, Any],
-    whole: Mapping[tuple[int, int], Any],
-    rows: Mapping[tuple[int, int], Array],
+    values: Mapping[tuple[int, int], Any],
     looked_up: Sequence[Found],
 ) -> list[Any]:
     """What a program takes of variables.
 
     Args:
         layout: As `Cluster.layout_of` says.
-        whole: By server and key what was asked for as a whole.
-        rows: By server and key the rows of tables.
+        values: By server and key: of tables the rows that are looked up.
         looked_up: For each table.
     """
     by_read = {each.table["read"]: each for each in looked_up}
-    values: list[Any] = []
+    taken: list[Any] = []
     for i, parts in enumerate(layout["reads"]):
         if i in by_read:
-            pieces = [rows[server, key] for server, key, _ in by_read[i].parts()]
-            values.append(by_read[i].padded(pieces))
+            pieces = [values[server, key] for server, key, _ in by_read[i].parts()]
+            taken.append(by_read[i].padded(pieces))
         else:
-            values.append(joined([whole[server, key] for server, key in parts]))
-    return values
+            taken.append(joined([values[server, key] for server, key in parts]))
+    return taken
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,42 +24,7 @@ from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers import rows
 from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
-
-_FRESH_SECONDS = 0.1  # For which values that came with an answer are good for a step.
-
-
-@dataclasses.dataclass
-class _Server:
-    """A parameter server as a worker sees it.
-
-    Attributes:
-        channel: To ask it.
-        version: Of `values`.
-        writes: How often the coordinator had written by then.
-        values: By their keys.
-        time: When they came.
-    """
-
-    channel: Channel
-    version: int = -1
-    writes: int = -1
-    values: dict[int, Array] = dataclasses.field(default_factory=dict[int, Array])
-    time: float = 0.0
-
-    def is_fresh(self, keys: Sequence[int], floor: Sequence[int]) -> bool:
-        """Whether it is known what these values are, at least as new as wanted."""
-        return (
-            time.monotonic() - self.time < _FRESH_SECONDS
-            and self.version >= floor[0]
-            and self.writes >= floor[1]
-            and all(key in self.values for key in keys)
-        )
-
-    def note(self, header: Header, keys: Sequence[int], arrays: list[Array]) -> None:
-        """Takes the answer to a question for values."""
-        self.version, self.writes = header["version"], header["writes"]
-        self.values = dict(zip(keys, arrays, strict=True))
-        self.time = time.monotonic()
+from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +39,6 @@ class Function:
     layout: Mapping[str, Any]
     ids: Program | None
 
-    @property
-    def wanted(self) -> list[list[int]]:
-        """The keys that it reads of each server as a whole."""
-        return self.layout["wanted"]
-
     def looked_up(self, given: Sequence[Any]) -> list[rows.Found]:
         """The rows that a call takes of each table."""
         if self.ids is None:
@@ -90,6 +49,27 @@ class Function:
 def function_of(layout: Mapping[str, Any], blobs: Sequence[Array]) -> Function:
     """A function, from what the coordinator sends."""
     return Function(loaded(blobs[0]), layout, loaded(blobs[1]) if blobs[1:] else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One step of a function.
+
+    Attributes:
+        given: What it takes beside variables.
+        looked_up: The rows that it takes of each table.
+        wanted: What it reads of each server.
+    """
+
+    given: list[Any]
+    looked_up: list[rows.Found]
+    wanted: list[Wanted]
+
+
+_Next = tuple[list[Any], list[Any], "_Call | None"]
+"""After a step: the coordinator's variables, what has become of them in all, and the
+next call.
+"""
 
 
 class Runner:
@@ -105,7 +85,7 @@ class Runner:
     def __init__(self, credentials: Credentials) -> None:
         self.has_ended = False
         self._credentials = credentials
-        self._servers: list[_Server] = []
+        self._servers: list[Pulled] = []
         self._coordinator = ""
         self._begin_with(0, 0)
 
@@ -144,7 +124,7 @@ class Runner:
         self._coordinator = str(header["coordinator"])
         self._begin_with(header["worker"], header["incarnation"])
         self._servers = [
-            _Server(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
+            Pulled(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
             for i, address in enumerate(header["servers"])
         ]
         return {"platform": jax.default_backend(), "jax": jax.__version__}, []
@@ -182,18 +162,27 @@ class Runner:
                 for element in self._waiting[closure]
             ]
             return {"needs": forms}, []
-        kept = arrays[: layout["num_kept"]]
-        given = arrays[layout["num_kept"] :]
+        kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
         totals: list[Any] = []
         results: Sequence[Any] = []
-        for step in range(header["steps"]):
+
+        def call_of(step: int, kept: list[Any]) -> _Call:
             count = layout["num_args"]
             args = given[step * count : (step + 1) * count]
-            outputs = self._step(function, header, step, [*kept, *args, *elements])
+            return self._call(function, [*kept, *args, *elements])
+
+        def advanced(step: int, outputs: Sequence[Any]) -> _Next:
+            changes = outputs[len(outputs) - len(layout["changes"]) :]
+            new = changed(layout["changes"], kept, totals, changes)
+            is_last = step + 1 == header["steps"]
+            return *new, None if is_last else call_of(step + 1, new[0])
+
+        call: _Call | None = call_of(0, kept)
+        for step in range(header["steps"]):
+            assert call is not None
+            outputs, after = self._step(function, header, step, call, advanced)
             results = outputs[: layout["num_results"]]
-            if layout["changes"]:
-                changes = outputs[len(outputs) - len(layout["changes"]) :]
-                kept, totals = changed(layout["changes"], kept, totals, changes)
+            kept, totals, call = after
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
 
@@ -232,57 +221,58 @@ class Runner:
             for leaf in jax.tree.leaves(element)
         ]
 
+    def _call(self, function: Function, given: list[Any]) -> _Call:
+        """A call with some arguments."""
+        looked_up = function.looked_up(given)
+        wanted = [Wanted(keys, []) for keys in function.layout["wanted"]]
+        for each in looked_up:
+            for server, key, ids in each.parts():
+                wanted[server].rows.append((key, ids))
+        return _Call(given, looked_up, wanted)
+
     def _step(
-        self, function: Function, header: Header, step: int, given: list[Any]
-    ) -> Sequence[Any]:
+        self,
+        function: Function,
+        header: Header,
+        step: int,
+        call: _Call,
+        advanced: Callable[[int, Sequence[Any]], _Next],
+    ) -> tuple[Sequence[Any], _Next]:
         """One step: pulls, computes, and pushes, again where it took too long."""
         pending = None
-        looked_up = function.looked_up(given)
-        places = [each.places for each in looked_up]
         while True:
-            values = self._values(function, header["floor"], looked_up)
-            outputs = function.program(*values, *given, *places)
-            pending = self._push(function, header, step, outputs, looked_up, pending)
+            outputs = self._computed(function, header["floor"], call)
+            after = advanced(step, outputs)
+            pending = self._push(
+                function, header, step, outputs, call, after[-1], pending
+            )
             if not pending:
-                return outputs
+                return outputs, after
             for server in self._servers:
                 server.time = 0.0  # What came is too old: pull.
 
-    def _values(
-        self,
-        function: Function,
-        floor: Sequence[Sequence[int]],
-        looked_up: Sequence[rows.Found],
-    ) -> list[Any]:
-        """The values of the variables that a program reads.
-
-        Where rows are looked up all is asked for, so that it is of one time.
-        """
-        wanted = function.wanted
-        own: dict[int, list[tuple[int, Array]]] = {}
-        for each in looked_up:
-            for i, key, ids in each.parts():
-                own.setdefault(i, []).append((key, ids))
+    def _computed(
+        self, function: Function, floor: Sequence[Sequence[int]], call: _Call
+    ) -> Sequence[Any]:
+        """What a call makes, from values that it has or pulls."""
         asked: dict[int, int] = {}
-        for i, (server, keys) in enumerate(zip(self._servers, wanted, strict=True)):
-            if i in own or (keys and not server.is_fresh(keys, floor[i])):
-                taken = own.get(i, [])
-                told = {"op": "pull", "coordinator": self._coordinator, "keys": keys}
-                told["rows"] = [key for key, _ in taken]
-                asked[i] = server.channel.send(told, [ids for _, ids in taken])
-        of_tables: dict[tuple[int, int], Array] = {}
+        for i, (server, wanted) in enumerate(
+            zip(self._servers, call.wanted, strict=True)
+        ):
+            if wanted and not server.has(wanted, floor[i]):
+                told = {"op": "pull", "coordinator": self._coordinator, **wanted.told}
+                asked[i] = server.channel.send(told, wanted.ids)
         for i, number in asked.items():
             header, arrays = self._servers[i].channel.answer(number)
-            whole = len(wanted[i])
-            self._servers[i].note(header, wanted[i], arrays[:whole])
-            for (key, _), array in zip(own.get(i, []), arrays[whole:], strict=True):
-                of_tables[i, key] = array
+            self._servers[i].note(header, call.wanted[i], arrays)
         values = {
-            (i, key): server.values[key]
-            for i, (server, keys) in enumerate(zip(self._servers, wanted, strict=True))
-            for key in keys
+            (i, key): value
+            for i, server in enumerate(self._servers)
+            for key, value in server.values.items()
         }
-        return rows.values_of(function.layout, values, of_tables, looked_up)
+        reads = rows.values_of(function.layout, values, call.looked_up)
+        places = [each.places for each in call.looked_up]
+        return function.program(*reads, *call.given, *places)
 
     def _push(
         self,
@@ -290,14 +280,20 @@ class Runner:
         header: Header,
         step: int,
         outputs: Sequence[Any],
-        looked_up: Sequence[rows.Found],
+        call: _Call,
+        following: _Call | None,
         only: list[int] | None,
     ) -> list[int]:
-        """Pushes what a step has made; returns the servers that it was too late for."""
+        """Pushes what a step has made; returns the servers that it was too late for.
+
+        The answers have what the next step reads. Of another function's lookups nothing
+        is known yet: it will ask, for everything, so that it is of one time.
+        """
         if not function.layout["pushes"]:
             return []
-        # Rows of the next step are not known yet: it will ask for everything.
-        wanted = [[] for _ in self._servers] if looked_up else function.wanted
+        next_wanted = call.wanted if following is None else following.wanted
+        if following is None and call.looked_up:
+            next_wanted = [NOTHING for _ in self._servers]
         common = {
             "op": "push",
             "coordinator": self._coordinator,
@@ -314,21 +310,16 @@ class Runner:
             i = push["server"]
             if only is not None and i not in only:
                 continue
-            arrays = rows.pushed(outputs, push["outputs"], looked_up)
+            arrays = rows.pushed(outputs, push["outputs"], call.looked_up)
             told = {key: push[key] for key in ("updates", "adds", "sets")}
+            told |= {**next_wanted[i].told, "pulled": self._servers[i].version}
             asked[i] = self._servers[i].channel.send(
-                {
-                    **common,
-                    **told,
-                    "pulled": self._servers[i].version,
-                    "reads": wanted[i],
-                },
-                arrays,
+                {**common, **told}, [*arrays, *next_wanted[i].ids]
             )
         late: list[int] = []
         for i, number in asked.items():
             answer, arrays = self._servers[i].channel.answer(number)
-            self._servers[i].note(answer, wanted[i], arrays)
+            self._servers[i].note(answer, next_wanted[i], arrays)
             if answer["stale"]:
                 late.append(i)
         return late

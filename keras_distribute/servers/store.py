@@ -183,12 +183,14 @@ class Store:
         return self._state(), []
 
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
-        values = self._values
-        whole = [values[key] for key in header["keys"]]
-        asked = zip(header.get("rows", []), arrays, strict=True)
-        return self._state(), [
-            *whole,
-            *(np.asarray(values[key])[ids] for key, ids in asked),
+        return self._state(), self._wanted(header, arrays)
+
+    def _wanted(self, header: Header, ids: Sequence[Array]) -> list[Array]:
+        """What a worker asks for: whole values, and rows of tables."""
+        values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
+        return [
+            *(values[key] for key in header["keys"]),
+            *(np.asarray(values[key])[own] for key, own in asked),
         ]
 
     def _program(self, header: Header, arrays: list[Array]) -> Answer:
@@ -222,8 +224,8 @@ class Store:
                 self._log.append(["push", closure, step, worker, pulled])
         elif step in steps:
             stale = False
-        reads = [self._values[key] for key in header["reads"]]
-        return {**self._state(), "stale": stale}, reads
+        ids = arrays[len(arrays) - len(header["rows"]) :]
+        return {**self._state(), "stale": stale}, self._wanted(header, ids)
 
     def _forget(self, done: int) -> None:
         """Drops what is known of functions below a number: all have returned."""
