@@ -145,6 +145,11 @@ class ParameterServerStrategy(Strategy):
         """How many steps each worker has finished, by its task: `{"worker:0": 12}`."""
         return {worker.name: worker.steps for worker in self.cluster.workers}
 
+    @property
+    def bytes_of_servers(self) -> int:
+        """The bytes of all arrays that went to the servers and came from them."""
+        return self.cluster.bytes_of_servers()
+
     def wait_for_steps(self) -> None:
         self.cluster.join()
 
