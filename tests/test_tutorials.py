@@ -24,7 +24,7 @@ def path(request):
 
 
 def test_there_are_notebooks():
-    assert len(RUN["NOTEBOOKS"]) == 6
+    assert len(RUN["NOTEBOOKS"]) == 7
 
 
 def test_every_cell_runs(path, monkeypatch):
