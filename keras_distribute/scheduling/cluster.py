@@ -24,7 +24,8 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
-from keras_distribute.scheduling.programs import Lookup, Traced, numbers, traced
+from keras_distribute.scheduling.layouts import layout_of
+from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
 from keras_distribute.scheduling.updates import Updates
@@ -302,78 +303,7 @@ class Cluster:
 
     def layout_of(self, program: Traced) -> Header:
         """What a worker has to know of a program, as plain data."""
-        reads = [
-            [[part.server, part.key] for part in self._place(v).read]
-            for v in program.reads
-        ]
-        looked_up = [lookup.read for lookup in program.lookups]
-        wanted: list[list[int]] = [[] for _ in self.servers]
-        for i, parts in enumerate(reads):
-            for server, key in parts if i not in looked_up else []:
-                wanted[server].append(key)
-        table_of = {id(lookup.variable): t for t, lookup in enumerate(program.lookups)}
-        pushes: dict[int, Header] = {}
-
-        def push_to(server: int) -> Header:
-            empty: Header = {
-                "server": server,
-                "updates": [],
-                "adds": [],
-                "sets": [],
-                "outputs": [],
-            }
-            return pushes.setdefault(server, empty)
-
-        output = program.num_results
-        for optimizer, weights in program.gradients:
-            sizes = [program.size_of(weight) for weight in weights]
-            for server, number, parts in self.updates.of(optimizer, weights, sizes):
-                push = push_to(server)
-                push["updates"].append(number)
-                push["outputs"] += [
-                    _rows(output + i, part, table_of.get(id(weights[i])))
-                    for i, part in parts
-                ]
-            output += len(weights)
-        for manner in ("adds", "sets"):  # In the order in which a server takes them.
-            for i, (kind, variable) in enumerate(program.pushed):
-                if (kind is Change.SET) == (manner == "sets"):
-                    for part in self._place(variable).parts:
-                        push = push_to(part.server)
-                        push[manner].append(part.key)
-                        push["outputs"].append(_rows(output + i, part))
-        kept = {id(variable): i for i, variable in enumerate(program.kept)}
-        own = [
-            ["set" if kind is Change.SET else "add", kept.get(id(variable))]
-            for kind, variable in program.changes
-        ]
-        return {
-            "reads": reads,
-            "wanted": wanted,
-            "tables": [self._layout_of_lookup(lookup) for lookup in program.lookups],
-            "pushes": [pushes[server] for server in sorted(pushes)],
-            "changes": own,
-            "num_kept": len(program.kept),
-            "num_args": len(program.advanced) + program.num_args,
-            "num_results": program.num_results,
-            "elements": [
-                [iterator.index, [[dtype, list(shape)] for dtype, shape in forms]]
-                for iterator, forms in program.elements
-            ],
-        }
-
-    def _layout_of_lookup(self, lookup: Lookup) -> Header:
-        parts = self._place(lookup.variable).read
-        return {
-            "read": lookup.read,
-            "size": lookup.size,
-            "parts": [[p.server, p.key, p.start, p.stop] for p in parts],
-        }
-
-    def _place(self, variable: Any) -> Any:
-        place = self.served.place_of(variable)
-        assert place is not None
-        return place
+        return layout_of(program, self.served, self.updates, len(self.servers))
 
     def remind(self) -> None:
         """Says why nothing goes on, if no worker is there."""
@@ -399,10 +329,6 @@ class Cluster:
         """Lets go of the tasks of the cluster, or lets them end."""
         if self._end.detach() is not None:
             _close(self.queue, self.workers, self.servers, end_tasks)
-
-
-def _rows(output: int, part: Any, table: int | None = None) -> list[Any]:
-    return [output, None if part.stop is None else part.start, part.stop, table]
 
 
 def _arrays(call: Call, worker: int) -> list[Any]:

@@ -23,7 +23,7 @@ class Found:
         ids: The distinct ones, sorted.
         places: Where each id that is looked up is among them; their greatest number
             for one that is not in the table.
-        table: What `Cluster.layout_of` says of it.
+        table: What `scheduling.layouts.layout_of` says of it.
     """
 
     ids: Array
@@ -72,7 +72,7 @@ def values_of(
     """What a program takes of variables.
 
     Args:
-        layout: As `Cluster.layout_of` says.
+        layout: As `scheduling.layouts.layout_of` says.
         values: By server and key: of tables the rows that are looked up.
         looked_up: For each table.
     """

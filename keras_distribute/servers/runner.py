@@ -29,7 +29,7 @@ from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A program, and what `Cluster.layout_of` says of it.
+    """A program, and what `scheduling.layouts.layout_of` says of it.
 
     Attributes:
         ids: From its arguments to the ids that it looks up of each table.

@@ -14,7 +14,8 @@ from tests.exactness.harness import table
 from tests.parameter_server.conftest import resolver_of
 from tests.parameter_server.test_fit import network
 
-EPOCHS = 32 if os.environ.get("EVERY_CASE") else 4
+EVERY_CASE = os.environ.get("EVERY_CASE")
+EPOCHS = 32 if EVERY_CASE else 4
 
 
 def divided(shape, dtype):
@@ -25,6 +26,16 @@ def divided(shape, dtype):
 @pytest.mark.parametrize("partitioner", [None, divided])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_asynchronous_training_is_computed_again(cluster, workers, partitioner):
+    computed_again(cluster, workers, partitioner)
+
+
+@pytest.mark.skipif(not EVERY_CASE, reason="EVERY_CASE starts four workers.")
+def test_four_workers():
+    with kd.testing.ParameterServerCluster(num_workers=4, num_ps=2) as cluster:
+        computed_again(cluster, 4, divided)
+
+
+def computed_again(cluster, workers, partitioner):
     strategy = kd.ParameterServerStrategy(resolver_of(cluster, workers), partitioner)
     x, y = table(256)
     with strategy.scope():
@@ -38,8 +49,7 @@ def test_asynchronous_training_is_computed_again(cluster, workers, partitioner):
         model.fit(x, y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[Slows()])
     pushes = [[entry for entry in log if entry[0] == "push"] for log in updates.log]
     assert [len(log) for log in pushes] == [32 * EPOCHS] * 2
-    if workers == 2:
-        assert {entry[3] for entry in pushes[0]} == {0, 1}
+    assert {entry[3] for entry in pushes[0]} == set(range(workers))
     again = updates.replayed()
     compared = 0
     for variable in [*model.weights, *model.optimizer.variables]:
