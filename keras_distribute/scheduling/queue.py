@@ -38,6 +38,7 @@ class Closure:
         iterators: Those of the workers among the arguments.
         result: What the user waits with.
         finish: Called with the arrays that came back, before `result` is set.
+        counted: How many steps of a model each of `steps` is.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Closure:
     result: RemoteValue
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
+    counted: int = 1
 
 
 class Queue:
