@@ -231,6 +231,7 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
                 counted,
+                counted > 1,
             )
         if self.recorded is not None:
             self.recorded[closure.number] = closure

@@ -39,6 +39,7 @@ class Closure:
         result: What the user waits with.
         finish: Called with the arrays that came back, before `result` is set.
         counted: How many steps of a model each of `steps` is.
+        is_long: Whether a worker takes it only where it has nothing else to do.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Closure:
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
     counted: int = 1
+    is_long: bool = False
 
 
 class Queue:
@@ -109,10 +111,16 @@ class Queue:
         for wake in self._wake:
             wake()
 
-    def take(self) -> Closure | None:
-        """One to run, or `None` where nothing waits."""
+    def take(self, is_idle: bool = True) -> Closure | None:
+        """One to run, or `None` where nothing waits.
+
+        Args:
+            is_idle: Whether who asks has nothing to do.
+        """
         with self._condition:
             if not self._waiting or self._error is not None:
+                return None
+            if self._waiting[0].is_long and not is_idle:
                 return None
             closure = self._waiting.popleft()
             self._running.add(closure)

@@ -25,7 +25,6 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import rounds, traces
 from keras_distribute.scheduling.values import RemoteValue
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
-from keras_distribute.training import calls
 from keras_distribute.training.steps.local_steps import LocalSteps
 from keras_distribute.training.steps.scheduled import Logs, ScheduledStep
 
@@ -50,14 +49,12 @@ class LocalRounds(ScheduledStep):
         _check_optimizer(trainer.optimizer)
         self._waiting: list[Any] = []
         self._round: _Round | None = None
-        self._call_of: calls.Call | None = None
         self._outer: Any = None
         self._own_logs: dict[str, Any] = {}
         self._logs = _LogsOfRounds(strategy, trainer, self._own_logs)
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
-        self._forget_others()
         self._strategy.unfinished[id(self)] = self.finish
         self._waiting.append(jax.tree.map(np.asarray, data))
         groups = len(self._strategy.cluster.workers)
@@ -75,31 +72,24 @@ class LocalRounds(ScheduledStep):
     def finish(self) -> None:
         """Trains on the batches that are left, and waits for the end of that round."""
         self._strategy.unfinished.pop(id(self), None)
-        self._forget_others()
         if self._waiting:
             self._begin()
         self._end()
 
-    def _forget_others(self) -> None:
-        """Drops batches of a `fit` that was broken off."""
-        call = calls.of(self._trainer)
-        if call is not self._call_of:
-            self._call_of = call
-            self._waiting.clear()
-
     def _begin(self) -> None:
         """Schedules a function for each group that has batches."""
+        batches, self._waiting = self._waiting, []
         self._end()
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.queue.check()
-        batches, self._waiting = self._waiting, []
         own = rounds.blocks(batches, strategy.local_steps)
         results: list[RemoteValue] = []
         for group, block in enumerate(own):
             args = self._slots_of(group), _stacked(block)
             call = Call(args, {}, strategy.replica_mesh)
             program = cluster.program(strategy, self._steps, call)
-            self._check_order(program.ordered)
+            if program.ordered:
+                self._check_order(program.ordered)
             results.append(
                 cluster.schedule(
                     strategy, program, self._steps, [call], counted=len(block)
