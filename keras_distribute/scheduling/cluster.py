@@ -183,7 +183,7 @@ class Cluster:
         function: Any,
         calls: Sequence[Call],
         iterators: Sequence[PerWorkerIterator] = (),
-        counted: int = 1,
+        counted: int | None = None,
     ) -> RemoteValue:
         """Puts a program into the queue.
 
@@ -193,7 +193,7 @@ class Cluster:
             function: What was traced.
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
-            counted: How many steps of a model each call is.
+            counted: For a function of a round of local steps, of how many.
         """
 
         def retrace(forms: Sequence[Any]) -> Traced:
@@ -231,7 +231,6 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
                 counted,
-                counted > 1,
             )
         if self.recorded is not None:
             self.recorded[closure.number] = closure

@@ -38,8 +38,8 @@ class Closure:
         iterators: Those of the workers among the arguments.
         result: What the user waits with.
         finish: Called with the arrays that came back, before `result` is set.
-        counted: How many steps of a model each of `steps` is.
-        is_long: Whether a worker takes it only where it has nothing else to do.
+        counted: For a function of a round of local steps, of how many: a worker takes
+            it only when it has nothing else to do.
     """
 
     number: int
@@ -53,8 +53,7 @@ class Closure:
     result: RemoteValue
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
-    counted: int = 1
-    is_long: bool = False
+    counted: int | None = None
 
 
 class Queue:
@@ -120,7 +119,7 @@ class Queue:
         with self._condition:
             if not self._waiting or self._error is not None:
                 return None
-            if self._waiting[0].is_long and not is_idle:
+            if self._waiting[0].counted is not None and not is_idle:
                 return None
             closure = self._waiting.popleft()
             self._running.add(closure)

@@ -240,7 +240,7 @@ class Worker(threading.Thread):
             self._send(channel, closure, program)
             closure.program = program
             return
-        self.steps += closure.steps * closure.counted
+        self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program
         copies = [np.array(array) for array in arrays]

@@ -171,6 +171,16 @@ class ParameterServerStrategy(Strategy):
             compat.build(outer, weights)
         return outer
 
+    def describe_steps(self) -> str:
+        """Where the steps of `fit` are made."""
+        if self.local_steps == 1:
+            return "Each training step is scheduled on a worker, with its batch."
+        return (
+            f"Training steps are scheduled in rounds: {len(self.cluster.workers)} "
+            f"group(s) of {self.local_steps} steps, each group on one worker, and then "
+            "an update by the outer optimizer."
+        )
+
     def wait_for_steps(self) -> None:
         for finish in list(self.unfinished.values()):
             finish()

@@ -21,7 +21,6 @@ from tests.exactness.harness import (
     observe,
     table,
 )
-from tests.parameter_server.conftest import resolver_of
 
 X, Y = table(54)
 OPTIMIZERS = {
@@ -30,21 +29,6 @@ OPTIMIZERS = {
         keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.5), epsilon=1e-2
     ),
 }
-
-
-@pytest.fixture
-def make(cluster):
-    """From the number of workers and options to a strategy."""
-    made: list[kd.ParameterServerStrategy] = []
-
-    def strategy(num_workers: int = 2, **options: Any) -> kd.ParameterServerStrategy:
-        resolver = resolver_of(cluster, num_workers)
-        made.append(kd.ParameterServerStrategy(resolver, **options))
-        return made[-1]
-
-    yield strategy
-    for each in made:
-        each.close()
 
 
 def network(optimizer: Any, **options: Any) -> keras.Model:
@@ -254,6 +238,30 @@ def test_embeddings_and_batches_one_by_one(make):
     assert sum(strategy.steps_of_workers.values()) == 11
 
 
+def test_divided_weights_and_replay(make):
+    """The updates of the outer optimizer are logged, and computed again to the bit."""
+
+    def partitioner(shape: Any, dtype: Any) -> list[int]:
+        return [min(2, shape[0]), *[1] * (len(shape) - 1)]
+
+    found: list[Any] = []
+    for options in {"variable_partitioner": partitioner}, {}:
+        strategy = make(local_steps=3, **options)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        with kd.testing.RecordedUpdates(strategy) as updates:
+            model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        again = updates.replayed()
+        for weight in model.trainable_variables:
+            np.testing.assert_array_equal(again[weight.path], weight.numpy())
+        found.append(model.get_weights())
+        assert "2 group(s) of 3 steps" in str(strategy.summary(model))
+        strategy.close()
+    for divided, whole in zip(*found, strict=True):
+        np.testing.assert_allclose(divided, whole, rtol=1e-5, atol=1e-6)
+
+
 def test_functions_are_scheduled_as_ever(make):
     strategy = make(local_steps=4)
     with strategy.scope():
@@ -363,35 +371,6 @@ def test_digits_with_a_fraction_of_the_bytes(four_workers):
     assert local < single / 15
 
 
-class Largest(keras.metrics.Metric):
-    """A metric that is no sum."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_variable((), "zeros", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
-
-    def result(self) -> Any:
-        return self.value.value
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_metric_that_is_no_sum(make, workers):
-    strategy = make(workers, local_steps=2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(1e-4), "mse", metrics=[Largest()])
-    x = np.arange(30.0, dtype="float32")[::-1, None].copy()
-    if workers == 1:
-        history = model.fit(x, x, batch_size=7, shuffle=False, verbose=0).history
-        assert history["largest"] == [29.0]
-    else:
-        with pytest.raises(kd.errors.StructureTypeError, match=r"largest/value"):
-            model.fit(x, x, batch_size=7, verbose=0)
-
-
 def test_a_fit_that_is_broken_off(make):
     """The round that it was in ends with the batches that were there."""
     strategy = make(local_steps=3)
@@ -408,48 +387,3 @@ def test_a_fit_that_is_broken_off(make):
     model.fit(X, Y, batch_size=4, verbose=0)
     assert sum(strategy.steps_of_workers.values()) == 15
     assert all(strategy.steps_of_workers.values())
-
-
-SGD = keras.optimizers.SGD
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"local_steps": 0}, ValueError, "local_steps is an integer of at least 1"),
-        ({"local_steps": 2.0}, TypeError, "local_steps is an integer of at least 1"),
-        ({"local_steps": True}, TypeError, "local_steps is an integer of at least 1"),
-        ({"outer_optimizer": SGD()}, ValueError, "(.|\n)*Fix: local_steps=20"),
-        (
-            {"local_steps": 2, "outer_optimizer": "sgd"},
-            TypeError,
-            "outer optimizer is one of Keras's(.|\n)*'sgd'(.|\n)*Fix: keras.opt",
-        ),
-        (
-            {
-                "local_steps": 2,
-                "outer_optimizer": keras.optimizers.LossScaleOptimizer(SGD()),
-            },
-            TypeError,
-            "do not scale losses",
-        ),
-        (
-            {"local_steps": 2, "max_staleness": 3},
-            ValueError,
-            "max_staleness=3, local_steps=2(.|\n)*Fix: one of the two",
-        ),
-    ],
-)
-def test_wrong_arguments(make, options, error, text):
-    with pytest.raises(error, match=text):
-        make(**options)
-
-
-def test_accumulated_gradients_are_refused(make):
-    strategy = make(local_steps=2)
-    with strategy.scope():
-        model = network(SGD(0.1, gradient_accumulation_steps=2))
-    with pytest.raises(
-        kd.errors.StructureTypeError, match=r"not accumulated(.|\n)*Fix: an optimizer"
-    ):
-        model.fit(X, Y, verbose=0)
