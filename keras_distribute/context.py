@@ -108,6 +108,7 @@ class Frame:
             shapes.
         gradients: Called with an optimizer, gradients and variables, in place of the
             optimizer's `apply`: a parameter server will make the update.
+        updates: Whether optimizers make their updates here after all.
     """
 
     strategy: AnyStrategy
@@ -119,6 +120,7 @@ class Frame:
     named: bool = False
     ragged: Any = None
     gradients: Callable[[Any, list[Any], list[Any] | None], None] | None = None
+    updates: bool = False
 
 
 class _Stack(threading.local):
@@ -178,8 +180,10 @@ def placement_of(strategy: AnyStrategy) -> Placement | None:
 
 def gradients_taker() -> Callable[..., None] | None:
     """Who takes the gradients that optimizers are given, instead of them."""
-    takers = (entry.gradients for entry in reversed(in_force.thread.frames))
-    return next((taker for taker in takers if taker is not None), None)
+    for entry in reversed(in_force.thread.frames):
+        if entry.updates or entry.gradients is not None:
+            return entry.gradients
+    return None
 
 
 def in_ragged_program() -> bool:

@@ -27,6 +27,7 @@ from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
+from keras_distribute.scheduling.rounds import GroupSlots
 from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
 from keras_distribute.scheduling.updates import Updates
 from keras_distribute.scheduling.values import (
@@ -84,6 +85,7 @@ class Cluster:
             for i, address in enumerate(self.server_addresses)
         ]
         self.served, self.kept = Served(self.servers, partitioner), Kept()
+        self.slots = GroupSlots(len(list(cluster.job_tasks("worker"))))
         self.updates = Updates(self.servers, self.served, lazy_rows)
         self._versions = [0] * len(self.servers)
         self._floor = [[0, 0] for _ in self.servers]
@@ -182,6 +184,7 @@ class Cluster:
         function: Any,
         calls: Sequence[Call],
         iterators: Sequence[PerWorkerIterator] = (),
+        counted: int | None = None,
     ) -> RemoteValue:
         """Puts a program into the queue.
 
@@ -191,6 +194,7 @@ class Cluster:
             function: What was traced.
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
+            counted: For a function of a round of local steps, of how many.
         """
 
         def retrace(forms: Sequence[Any]) -> Traced:
@@ -227,6 +231,7 @@ class Cluster:
                 result,
                 self._finish,
                 self._max_staleness,
+                counted,
             )
         if self.recorded is not None:
             self.recorded[closure.number] = closure

@@ -21,6 +21,7 @@ from jax.extend import core
 
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run.arguments import Call
+from keras_distribute.run.jaxprs import part_of
 from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 from keras_distribute.scheduling.traces import Form, Trace
@@ -280,22 +281,25 @@ class _Made:
 
     def _outputs(
         self,
-        changes: Sequence[tuple[Change, int]],
+        changes: list[tuple[Change, int]],
         values: list[Any],
         rest: list[Any],
     ) -> list[Any]:
         """What a worker computes: results, gradients, and what is added or set."""
         trace = self._trace
         run = core.jaxpr_as_fun(self._program)
-        outputs = run(*values, *rest)
         # Of a sum of the old value and something, that is the sum with zero: XLA
-        # computes what both runs share once.
+        # computes what both runs share once, but for loops.
         empty = list(values)
+        sums: list[int] = []
         for kind, i in changes:
             if kind is Change.ADDED:
                 place = self._index[id(trace.written[i])]
                 empty[place] = jnp.zeros_like(values[place])
-        from_zero = run(*empty, *rest)
+                sums.append(place)
+        from_zero = outputs = run(*empty, *rest)
+        if self._others_need(sums, changes):
+            outputs = run(*values, *rest)
         new: list[Any] = []
         for kind, i in changes:
             if kind is Change.ADDED:
@@ -306,6 +310,13 @@ class _Made:
             else:
                 new.append(outputs[self._first + i])
         return [*outputs[: self._first], *new]
+
+    def _others_need(self, sums: list[int], changes: list[tuple[Change, int]]) -> bool:
+        """Whether what is no sum depends on the old values of those that are."""
+        made = self._program.jaxpr.outvars
+        others = [made[self._first + i] for kind, i in changes if kind != Change.ADDED]
+        _, needed = part_of(self._program, [*made[: self._first], *others])
+        return not set(sums).isdisjoint(needed)
 
 
 def _looked_up(

@@ -38,6 +38,8 @@ class Closure:
         iterators: Those of the workers among the arguments.
         result: What the user waits with.
         finish: Called with the arrays that came back, before `result` is set.
+        counted: For a function of a round of local steps, of how many: a worker takes
+            it only when it has nothing else to do.
     """
 
     number: int
@@ -51,6 +53,7 @@ class Closure:
     result: RemoteValue
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
+    counted: int | None = None
 
 
 class Queue:
@@ -107,10 +110,16 @@ class Queue:
         for wake in self._wake:
             wake()
 
-    def take(self) -> Closure | None:
-        """One to run, or `None` where nothing waits."""
+    def take(self, is_idle: bool = True) -> Closure | None:
+        """One to run, or `None` where nothing waits.
+
+        Args:
+            is_idle: Whether who asks has nothing to do.
+        """
         with self._condition:
             if not self._waiting or self._error is not None:
+                return None
+            if self._waiting[0].counted is not None and not is_idle:
                 return None
             closure = self._waiting.popleft()
             self._running.add(closure)

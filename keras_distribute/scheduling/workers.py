@@ -152,7 +152,7 @@ class Worker(threading.Thread):
     def _serve(self, channel: Channel) -> None:
         while not self._is_closed.is_set():
             while len(self._running) < _AHEAD:
-                closure = self._owner.queue.take()
+                closure = self._owner.queue.take(not self._running)
                 if closure is None:
                     break
                 self._send(channel, closure, closure.program)
@@ -240,7 +240,7 @@ class Worker(threading.Thread):
             self._send(channel, closure, program)
             closure.program = program
             return
-        self.steps += closure.steps
+        self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program
         copies = [np.array(array) for array in arrays]

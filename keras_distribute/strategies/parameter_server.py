@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import keras
 
 from keras_distribute import checks, context
+from keras_distribute._compat import optimizer as compat
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
-from keras_distribute.errors import ClusterError, ContextError
+from keras_distribute.errors import ClusterError, ContextError, ValueStructureError
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
@@ -50,6 +52,13 @@ class ParameterServerStrategy(Strategy):
             SGD without momentum and Adagrad do. With `True` also under the others,
             such as Adam, whose slots then go on for those rows alone, as in
             TensorFlow Addons' `LazyAdam`: the numbers are not those of one device.
+        local_steps: With more than 1, `fit` trains in rounds: each group of batches is
+            that many steps of the model's own optimizer on a copy of the weights; then
+            `outer_optimizer` is given the mean of the differences, as a gradient
+            (DiLoCo, https://arxiv.org/abs/2311.08105). There are as many groups in a
+            round as workers. Functions of `ClusterCoordinator` are as without.
+        outer_optimizer: A Keras optimizer, of which each model that is trained gets a
+            copy. `None`: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
 
     Raises:
         ClusterError: For a cluster without workers or servers, or a job without a
@@ -73,6 +82,8 @@ class ParameterServerStrategy(Strategy):
         *,
         max_staleness: int | None = None,
         lazy_rows: bool = False,
+        local_steps: int = 1,
+        outer_optimizer: Any = None,
     ) -> None:
         checks.instance(
             "cluster_resolver",
@@ -92,6 +103,10 @@ class ParameterServerStrategy(Strategy):
         if max_staleness is not None:
             checks.count("max_staleness", max_staleness)
         checks.flag("lazy_rows", lazy_rows)
+        self.local_steps = checks.count("local_steps", local_steps, 1)
+        _check_rounds(self.local_steps, outer_optimizer, max_staleness)
+        self._outer_optimizer = outer_optimizer
+        self.unfinished: dict[int, Callable[[], None]] = {}
         self._own: ParameterServerCluster | None = None
         if cluster_resolver is None:
             self._own = ParameterServerCluster()
@@ -150,7 +165,30 @@ class ParameterServerStrategy(Strategy):
         """The bytes of all arrays that went to the servers and came from them."""
         return self.cluster.bytes_of_servers()
 
+    def new_outer_optimizer(self, weights: list[Any]) -> Any:
+        """A copy of the outer optimizer, for some weights."""
+        given = self._outer_optimizer
+        with self.scope():
+            if given is None:
+                outer: Any = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+            else:
+                outer = type(given).from_config(given.get_config())
+            compat.build(outer, weights)
+        return outer
+
+    def describe_steps(self) -> str:
+        """Where the steps of `fit` are made."""
+        if self.local_steps == 1:
+            return "Each training step is scheduled on a worker, with its batch."
+        return (
+            f"Training steps are scheduled in rounds: {len(self.cluster.workers)} "
+            f"group(s) of {self.local_steps} steps, each group on one worker, and then "
+            "an update by the outer optimizer."
+        )
+
     def wait_for_steps(self) -> None:
+        for finish in list(self.unfinished.values()):
+            finish()
         self.cluster.join()
 
     def close(self, end_tasks: bool = False) -> None:
@@ -168,6 +206,34 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         workers, servers = len(self.cluster.workers), len(self.cluster.servers)
         return f"ParameterServerStrategy({workers} worker(s), {servers} server(s))"
+
+
+def _check_rounds(
+    local_steps: int, outer_optimizer: Any, max_staleness: int | None
+) -> None:
+    if outer_optimizer is not None:
+        checks.instance(
+            "outer_optimizer",
+            outer_optimizer,
+            keras.optimizers.Optimizer,
+            "The outer optimizer is one of Keras's.",
+            "keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)",
+        )
+        traces.refuse_loss_scaling(outer_optimizer)
+        if local_steps == 1:
+            raise ValueStructureError(
+                "An outer optimizer updates the weights after a round of local steps, "
+                "and there are none.",
+                received=f"outer_optimizer={outer_optimizer!r}, local_steps=1.",
+                fix="local_steps=20, or no outer_optimizer.",
+            )
+    if local_steps > 1 and max_staleness is not None:
+        raise ValueStructureError(
+            "max_staleness is for gradients of single steps: in rounds of local steps "
+            "all groups begin with the same weights.",
+            received=f"max_staleness={max_staleness}, local_steps={local_steps}.",
+            fix="one of the two.",
+        )
 
 
 def _checked(resolver: ClusterResolver) -> ClusterSpec:

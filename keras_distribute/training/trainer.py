@@ -96,7 +96,7 @@ class StrategyTrainer(JAXTrainer):
         if strategy is None or not self.compiled:
             return None
         if isinstance(strategy, ParameterServerStrategy):
-            return "Each training step is scheduled on a worker, with its batch."
+            return strategy.describe_steps()
         if not compat.is_traced(self):
             return (
                 "The training step runs operation by operation, since the model is "

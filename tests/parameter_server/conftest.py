@@ -2,7 +2,8 @@
 strategy begins with empty servers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,21 @@ def one_worker(cluster) -> Iterator[kd.ParameterServerStrategy]:
     strategy = kd.ParameterServerStrategy(resolver_of(cluster, num_workers=1))
     yield strategy
     strategy.close()
+
+
+@pytest.fixture
+def make(cluster) -> Iterator[Callable[..., kd.ParameterServerStrategy]]:
+    """From the number of workers and options to a strategy."""
+    made: list[kd.ParameterServerStrategy] = []
+
+    def strategy(num_workers: int = 2, **options: Any) -> kd.ParameterServerStrategy:
+        resolver = resolver_of(cluster, num_workers)
+        made.append(kd.ParameterServerStrategy(resolver, **options))
+        return made[-1]
+
+    yield strategy
+    for each in made:
+        each.close()
 
 
 def resolver_of(cluster, num_workers, num_ps=2):

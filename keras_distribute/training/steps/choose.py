@@ -25,6 +25,7 @@ from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.local import local_step
+from keras_distribute.training.steps.local_rounds import LocalRounds
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import plan_of
@@ -52,6 +53,8 @@ def compile_step(
     _check_variables(strategy, groups)
     check_same_values([variable for group in groups for variable in group])
     if isinstance(strategy, ParameterServerStrategy):
+        if kind == "train" and strategy.local_steps > 1:
+            return LocalRounds(strategy, trainer)
         return ScheduledStep(strategy, trainer, kind)
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))

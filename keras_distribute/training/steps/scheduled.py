@@ -42,7 +42,7 @@ class ScheduledStep:
             traces.refuse_loss_scaling(trainer.optimizer)
         self._strategy, self._trainer, self._kind = strategy, trainer, kind
         self._step = getattr(trainer, f"{kind}_step")
-        self._logs = _Logs(strategy, trainer)
+        self._logs = Logs(strategy, trainer)
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Schedules one step.
@@ -88,7 +88,7 @@ class ScheduledStep:
             return _late(program, result)
         if not program.num_results:
             return self._logs
-        return _Logs(strategy, self._trainer, result)
+        return Logs(strategy, self._trainer, result)
 
     def _check_order(self, variables: Sequence[Any]) -> None:
         """Raises for what workers cannot change each by itself."""
@@ -126,7 +126,7 @@ class ScheduledStep:
         return self._step(state, data)
 
 
-class _Logs(dict[str, Any]):
+class Logs(dict[str, Any]):
     """What the metrics are when somebody looks, or what the step has returned.
 
     Args:
@@ -145,7 +145,8 @@ class _Logs(dict[str, Any]):
         self._strategy, self._trainer, self._result = strategy, trainer, result
         self._time = -np.inf
 
-    def _now(self) -> _Logs:
+    def _now(self) -> Logs:
+        """These logs, up to date."""
         if self._result is not None:
             result, self._result = self._result, None
             self.update(result.get())

@@ -1,0 +1,251 @@
+"""Training in rounds (`local_steps=`): each group takes many steps by itself, and an
+outer optimizer on the servers is given the mean of what has become of the weights, as a
+gradient. So trains DiLoCo (https://arxiv.org/abs/2311.08105).
+
+There are as many groups as workers, but no worker is bound to one: all that a group
+knows travels with its function, and comes back. So a function of a worker that has died
+is run by another, to the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from keras_distribute import context
+from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat import trainer as compat
+from keras_distribute._compat.trainer import TrainState
+from keras_distribute.context import Frame, Mode
+from keras_distribute.errors import StructureTypeError
+from keras_distribute.run.arguments import Call
+from keras_distribute.scheduling import rounds, traces
+from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
+from keras_distribute.training.steps.local_steps import LocalSteps
+from keras_distribute.training.steps.scheduled import Logs, ScheduledStep
+
+
+class _Round(NamedTuple):
+    """A round that is under way: of each group how many steps, and their result."""
+
+    steps: list[int]
+    results: list[RemoteValue]
+
+
+class LocalRounds(ScheduledStep):
+    """Training steps of a model that are made in rounds.
+
+    Args:
+        strategy: Where they run, with `local_steps`.
+        trainer: The model.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, trainer: Any) -> None:
+        super().__init__(strategy, trainer, "train")
+        _check_optimizer(trainer.optimizer)
+        self._waiting: list[Any] = []
+        self._round: _Round | None = None
+        self._outer: Any = None
+        self._own_logs: dict[str, Any] = {}
+        self._logs = _LogsOfRounds(strategy, trainer, self._own_logs)
+
+    def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """Takes a batch; a round begins when each group has all of its own."""
+        self._strategy.unfinished[id(self)] = self.finish
+        self._waiting.append(jax.tree.map(np.asarray, data))
+        groups = len(self._strategy.cluster.workers)
+        if len(self._waiting) == groups * self._strategy.local_steps:
+            self._begin()
+        return self._logs, state
+
+    def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
+        """Takes batches."""
+        del size
+        for batch in data:
+            self(state, batch)
+        return self._logs, state
+
+    def finish(self) -> None:
+        """Trains on the batches that are left, and waits for the end of that round."""
+        self._strategy.unfinished.pop(id(self), None)
+        if self._waiting:
+            self._begin()
+        self._end()
+
+    def _begin(self) -> None:
+        """Schedules a function for each group that has batches."""
+        batches, self._waiting = self._waiting, []
+        self._end()
+        cluster, strategy = self._strategy.cluster, self._strategy
+        cluster.queue.check()
+        own = rounds.blocks(batches, strategy.local_steps)
+        results: list[RemoteValue] = []
+        for group, block in enumerate(own):
+            args = self._slots_of(group), _stacked(block)
+            call = Call(args, {}, strategy.replica_mesh)
+            program = cluster.program(strategy, self._steps, call)
+            if program.ordered:
+                self._check_order(program.ordered)
+            results.append(
+                cluster.schedule(
+                    strategy, program, self._steps, [call], counted=len(block)
+                )
+            )
+        self._round = _Round(list(map(len, own)), results)
+
+    def _end(self) -> None:
+        """Waits for the round that is under way, and lets the servers make its
+        update.
+        """
+        if self._round is None:
+            return
+        (steps, results), self._round = self._round, None
+        cluster, strategy = self._strategy.cluster, self._strategy
+        cluster.join()
+        found = [result.fetch() for result in results]
+        self._keep_slots([each["slots"] for each in found])
+        self._own_logs.update(found[-1]["logs"] or {})
+
+        def mean(name: str, key: Any) -> Any:
+            return rounds.mean([each[name][key] for each in found], steps)
+
+        first = found[0]
+        pushed = {
+            "weights": [mean("weights", i) for i in range(len(first["weights"]))],
+            "means": {i: mean("means", i) for i in first["means"]},
+            "sums": {
+                i: rounds.sum_of([each["sums"][i] for each in found])
+                for i in first["sums"]
+            },
+        }
+        if not jax.tree.leaves(pushed):
+            return
+        if self._outer is None:
+            self._outer = strategy.new_outer_optimizer(
+                self._trainer.trainable_variables
+            )
+        call = Call((pushed,), {}, strategy.replica_mesh)
+        program = cluster.program(strategy, self._outer_step, call)
+        cluster.schedule(strategy, program, self._outer_step, [call], counted=0)
+        cluster.join()
+
+    def _slots_of(self, group: int) -> list[Any]:
+        """The optimizer's variables of a group: slots are its own, all else (the count
+        of steps, the learning rate) is the model's.
+        """
+        slots = self._strategy.cluster.slots
+        return [
+            slots.value_of(variable, group) if is_own else np.asarray(variable.value)
+            for variable, is_own in self._optimizer_variables()
+        ]
+
+    def _keep_slots(self, found: Sequence[Sequence[Any]]) -> None:
+        """Takes the variables of each group; the first one has made the most steps."""
+        slots = self._strategy.cluster.slots
+        for i, (variable, is_own) in enumerate(self._optimizer_variables()):
+            if is_own:
+                for group, arrays in enumerate(found):
+                    slots.set(variable, group, arrays[i])
+            elif not np.array_equal(np.asarray(variable.value), found[0][i]):
+                variable.assign(found[0][i])
+
+    def _optimizer_variables(self) -> list[tuple[Any, bool]]:
+        """Each with whether groups have their own."""
+        optimizer = self._trainer.optimizer
+        weights = compat_optimizer.slot_weights(optimizer)
+        return [
+            (variable, weight is not None or bool(len(variable.shape)))
+            for variable, weight in zip(optimizer.variables, weights, strict=True)
+        ]
+
+    def _outer_step(self, pushed: Any) -> None:
+        """Gives the outer optimizer the mean of the differences, as a gradient."""
+        scope = traces.current_scope()
+        variables = _layers_and_metrics(self._trainer)
+        for i, change in {**pushed["means"], **pushed["sums"]}.items():
+            old = scope.get_current_value(variables[i])
+            scope.add_update((variables[i], old + change))
+        if pushed["weights"]:
+            self._outer.apply(pushed["weights"], self._trainer.trainable_variables)
+
+    def _steps(self, slots: Any, runs: Sequence[Any]) -> Any:
+        """The steps of a group in a round: from its slots, and its batches, those of
+        one form stacked, to the new slots, and the differences of weights and
+        statistics.
+        """
+        scope = traces.current_scope()
+        groups = compat.state_variables(self._trainer, "train")
+        assert isinstance(groups, TrainState)
+        state = groups._make([scope.get_current_value(v) for v in g] for g in groups)
+        state = state._replace(slots=list(slots))
+        on_servers = [
+            self._strategy.cluster.is_on_servers(variable)
+            for variable in (*groups.others, *groups.metrics)
+        ]
+        with context.entered(Frame(self._strategy, Mode.CROSS, updates=True)):
+            steps = LocalSteps(self._run, state, runs, on_servers)
+            metrics = set(self._trainer.get_metrics_result())
+            new, logs = steps.made(with_logs=metrics != steps.names_of_logs)
+        for i, value in steps.own_changes(new):
+            scope.add_update(([*groups.others, *groups.metrics][i], value))
+        means, sums = steps.differences(new)
+        weights = [a - b for a, b in zip(state.weights, new.weights, strict=True)]
+        return {
+            "slots": new.slots,
+            "weights": weights,
+            "means": means,
+            "sums": sums,
+            "logs": logs,
+        }
+
+
+class _LogsOfRounds(Logs):
+    """The metrics when somebody looks, and what a step of the user's own returned last.
+
+    Args:
+        strategy: Of the model.
+        trainer: The model.
+        own: The logs of the last round.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any, own: dict[str, Any]) -> None:
+        super().__init__(strategy, trainer)
+        self._own = own
+
+    def _now(self) -> Logs:
+        super()._now().update(self._own)
+        return self
+
+
+def _layers_and_metrics(trainer: Any) -> list[Any]:
+    groups = compat.state_variables(trainer, "train")
+    assert isinstance(groups, TrainState)
+    return [*groups.others, *groups.metrics]
+
+
+def _stacked(batches: Sequence[Any]) -> list[Any]:
+    """Batches in their order, those of one form that follow each other as one."""
+    runs: list[list[Any]] = []
+    last: Any = None
+    for batch in batches:
+        leaves, structure = jax.tree.flatten(batch)
+        form = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if form != last:
+            runs.append([])
+        runs[-1].append(batch)
+        last = form
+    return [jax.tree.map(lambda *each: np.stack(each), *run) for run in runs]
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if compat_optimizer.accumulation(optimizer) is not None:
+        raise StructureTypeError(
+            "Gradients are not accumulated over local steps: a round may end between "
+            "two updates.",
+            received=f"{optimizer!r} with gradient_accumulation_steps.",
+            fix="an optimizer without it, and larger batches.",
+        )

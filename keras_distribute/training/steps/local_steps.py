@@ -1,0 +1,146 @@
+"""The program of many steps by one worker, without the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_distribute._compat.trainer import TrainState
+from keras_distribute.scheduling.additions import Change, added_constant, changes_of
+
+
+class LocalSteps:
+    """Steps after each other, being traced.
+
+    Args:
+        step: Keras's, from the state and a batch to logs and the new state.
+        state: Before the first step.
+        runs: Batches of one form each, stacked.
+        on_servers: Whether servers keep each variable of layers and metrics.
+
+    Attributes:
+        names_of_logs: What a step returns.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any, Any], tuple[Any, Any]],
+        state: TrainState,
+        runs: Sequence[Any],
+        on_servers: Sequence[bool],
+    ) -> None:
+        self._step, self._state, self._runs = step, state, runs
+        self._on_servers = on_servers
+        self._old = [*state.others, *state.metrics]
+        self.names_of_logs: set[str] = set()
+        self._kinds: list[Change] = []
+        self._total_constants: list[Any] = []
+        self._look_at_all()
+
+    def _look(self, run: Any) -> tuple[list[Change], list[Any]]:
+        """What a step on a batch of this form does to the variables of layers and
+        metrics, and what it adds to them where that is always the same.
+        """
+        first = jax.tree.map(lambda array: array[0], run)
+        leaves, form = jax.tree.flatten((self._state, first))
+
+        def function(*arrays: Any) -> list[Any]:
+            logs, new = self._one(*jax.tree.unflatten(form, arrays))
+            self.names_of_logs = set(logs)
+            return jax.tree.leaves(new)
+
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in leaves]
+        program = jax.make_jaxpr(function)(*shapes)
+        sizes = list(map(len, self._state))
+        others, metrics = sizes[0], sum(sizes[:3])
+        own = [*range(others, others + sizes[1]), *range(metrics, metrics + sizes[3])]
+        kinds = changes_of(program, own, own)
+        constants = [
+            added_constant(program, i, i) if kind is Change.ADDED else None
+            for i, kind in zip(own, kinds, strict=True)
+        ]
+        return kinds, constants
+
+    def _look_at_all(self) -> None:
+        found = list(map(self._look, self._runs))
+        lengths = [jax.tree.leaves(run)[0].shape[0] for run in self._runs]
+        for i in range(len(self._old)):
+            kinds = {kinds[i] for kinds, _ in found}
+            self._kinds.append(kinds.pop() if len(kinds) == 1 else Change.OTHER)
+            constants = [constants[i] for _, constants in found]
+            total = None
+            if all(constant is not None for constant in constants):
+                total = sum(map(_times, constants, lengths))
+            self._total_constants.append(total)
+
+    def _one(self, state: TrainState, data: Any) -> tuple[Any, TrainState]:
+        """One step; what it makes has the old types."""
+        logs, new = self._step(state, data)
+        new = TrainState(*map(list, new))
+        return logs, jax.tree.map(
+            lambda old, value: jnp.asarray(value, old.dtype), state, new
+        )
+
+    def made(self, with_logs: bool) -> tuple[TrainState, Any]:
+        """The state after all steps, with the sums of those variables to which steps
+        add; and the last step's logs.
+        """
+        state, logs = self._start(), None
+
+        def step(state: TrainState, data: Any) -> tuple[TrainState, Any]:
+            found, state = self._one(state, data)
+            return state, jax.tree.map(jnp.asarray, found) if with_logs else None
+
+        for run in self._runs:
+            if jax.tree.leaves(run)[0].shape[0] == 1:
+                state, logs = step(state, jax.tree.map(lambda array: array[0], run))
+            else:
+                state, found = lax.scan(step, state, run)
+                logs = jax.tree.map(lambda array: array[-1], found)
+        return state, logs
+
+    def _start(self) -> TrainState:
+        """The state, with zeros in the place of what steps add to."""
+        values = [
+            jnp.zeros_like(old) if self._is_from_zero(i) else old
+            for i, old in enumerate(self._old)
+        ]
+        others = len(self._state.others)
+        return self._state._replace(others=values[:others], metrics=values[others:])
+
+    def _is_from_zero(self, i: int) -> bool:
+        added = self._kinds[i] is Change.ADDED and self._total_constants[i] is None
+        return not self._on_servers[i] and (added or self._kinds[i] is Change.SET)
+
+    def own_changes(self, new: TrainState) -> Iterator[tuple[int, Any]]:
+        """The new values of the coordinator's variables, by their places."""
+        for i, value in enumerate([*new.others, *new.metrics]):
+            kind, constant = self._kinds[i], self._total_constants[i]
+            if self._on_servers[i] or kind is Change.SAME:
+                continue
+            if constant is not None:
+                yield i, self._old[i] + constant
+            elif kind is Change.ADDED:
+                yield i, self._old[i] + value
+            else:
+                yield i, value
+
+    def differences(self, new: TrainState) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What has become of the servers' variables: those that groups agree on by
+        their mean, such as moving statistics, and those to which each step adds.
+        """
+        means: dict[int, Any] = {}
+        sums: dict[int, Any] = {}
+        for i, value in enumerate([*new.others, *new.metrics]):
+            if self._on_servers[i] and self._kinds[i] is not Change.SAME:
+                kept = sums if self._kinds[i] is Change.ADDED else means
+                kept[i] = value - self._old[i]
+        return means, sums
+
+
+def _times(constant: Any, steps: int) -> Any:
+    return (constant * steps).astype(constant.dtype)

@@ -1,0 +1,389 @@
+"""Rounds of local steps: with one worker and an outer optimizer that takes what it is
+given the numbers of one device, with several those of DiLoCo written out by hand.
+"""
+
+import signal
+import threading
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+from keras_distribute.coordinator import ClusterCoordinator
+from tests.exactness.harness import (
+    assert_close,
+    assert_same_outcome,
+    fit_evaluate_predict,
+    observe,
+    table,
+)
+
+X, Y = table(54)
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.02, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.5), epsilon=1e-2
+    ),
+}
+
+
+def network(optimizer: Any, **options: Any) -> keras.Model:
+    """Moving statistics, seeds, penalties."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_trains_as_one_device(make, name, steps_per_execution):
+    """With rounds of four, four, four and two steps, the last on two rows."""
+    strategy = make(1, local_steps=4, outer_optimizer=keras.optimizers.SGD(1.0))
+
+    def build() -> keras.Model:
+        return network(OPTIMIZERS[name](), steps_per_execution=steps_per_execution)
+
+    run = fit_evaluate_predict(
+        X, Y, batch_size=4, validation_data=(X[:9], Y[:9]), sample_weight=X[:, 0] ** 2
+    )
+    assert_same_outcome(observe(build, run, strategy), observe(build, run))
+    steps = strategy.steps_of_workers["worker:0"]
+    assert steps > 14
+
+
+def diloco(model: keras.Model, groups: int, steps: int, epochs: int) -> list[Any]:
+    """DiLoCo by one plain model, group after group; returns the metrics of epochs."""
+    optimizer, trained = model.optimizer, model.trainable_variables
+    optimizer.build(trained)
+    rest = [v for v in model.non_trainable_variables if "moving" in v.path]
+    own = [v for v in optimizer.variables if len(v.shape)]
+    slots = [values(own) for _ in range(groups)]
+    velocity = [np.zeros(v.shape) for v in trained]
+    history: list[Any] = []
+    for _ in range(epochs):
+        sums = {"loss": 0.0, "accuracy": 0.0}
+        batches = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, len(X), 4)]
+        while batches:
+            now, batches = batches[: groups * steps], batches[groups * steps :]
+            blocks = [now[i : i + steps] for i in range(0, len(now), steps)]
+            start = values(trained)
+            start_of_rest = values(rest)
+            count = int(optimizer.iterations.numpy())
+            gradients = [np.zeros(v.shape) for v in trained]
+            changes = [np.zeros(v.shape) for v in rest]
+            for group, block in enumerate(blocks):
+                put(trained, start)
+                put(rest, start_of_rest)
+                put(own, slots[group])
+                optimizer.iterations.assign(count)
+                for x, y in block:
+                    logs = model.train_on_batch(x, y, return_dict=True)
+                    sums = {key: sums[key] + len(x) * logs[key] for key in sums}
+                slots[group] = values(own)
+                share = len(block) / len(now)
+                for total, old, v in zip(gradients, start, trained, strict=True):
+                    total += share * (old - v.numpy())
+                for total, old, v in zip(changes, start_of_rest, rest, strict=True):
+                    total += share * (v.numpy() - old)
+            for i, gradient in enumerate(gradients):
+                velocity[i] = 0.9 * velocity[i] - 0.7 * gradient
+                start[i] = start[i] + 0.9 * velocity[i] - 0.7 * gradient
+            put(trained, start)
+            put(rest, map(np.add, start_of_rest, changes))
+            optimizer.iterations.assign(count + len(blocks[0]))
+        history.append({key: float(total) / len(X) for key, total in sums.items()})
+    put(own, np.mean(np.array(slots, dtype=object), axis=0))
+    return history
+
+
+def values(variables: Any) -> list[Any]:
+    """Copies: a plain model's next step takes the memory."""
+    return [np.array(variable.numpy()) for variable in variables]
+
+
+def put(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(np.asarray(value, "float32"))
+
+
+def assert_diloco(strategy: Any, name: str, steps: int, epochs: int = 3) -> None:
+    """Asserts that `fit` gives what DiLoCo does."""
+    groups = len(strategy.cluster.workers)
+    keras.utils.set_random_seed(5)
+    plain = network(OPTIMIZERS[name]())
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = network(OPTIMIZERS[name]())
+    history = model.fit(
+        X, Y, batch_size=4, epochs=epochs, shuffle=False, verbose=0
+    ).history
+    expected = diloco(plain, groups, steps, epochs)
+    for ours, theirs in zip(
+        [*model.weights, *model.optimizer.variables],
+        [*plain.weights, *plain.optimizer.variables],
+        strict=True,
+    ):
+        assert_close(ours.numpy(), theirs.numpy(), theirs.path, rtol=2e-5, floor=5e-6)
+    for key, found in history.items():
+        own = [each[key] for each in expected]
+        np.testing.assert_allclose(found, own, rtol=2e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_groups_train_as_in_diloco(make, name, steps):
+    """Rounds of two groups; in the last one of an epoch one has fewer steps."""
+    assert_diloco(make(local_steps=steps), name, steps)
+
+
+def test_a_second_fit_goes_on(make):
+    """What an epoch of another `fit` begins with is what the last one has left."""
+    whole = make(local_steps=3)
+    keras.utils.set_random_seed(5)
+    with whole.scope():
+        model = network(OPTIMIZERS["adam"]())
+    model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    weights = model.get_weights()
+    whole.close()
+    parts = make(local_steps=3)
+    keras.utils.set_random_seed(5)
+    with parts.scope():
+        model = network(OPTIMIZERS["adam"]())
+    for _ in range(2):
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    for ours, theirs in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_metrics_count_each_row_once(make):
+    strategy = make(local_steps=3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1, trainable=False)])
+        model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+        model.layers[0].set_weights([np.ones((1, 1)), np.zeros(1)])
+    x = np.arange(100.0, dtype="float32")[:, None]
+    history = model.fit(x, 0 * x, batch_size=7, epochs=3, verbose=0).history
+    np.testing.assert_allclose(history["mean_absolute_error"], [49.5] * 3, rtol=1e-6)
+    assert sum(strategy.steps_of_workers.values()) == 3 * 15
+
+
+def test_callbacks_set_the_learning_rate_and_assign_slots(make):
+    strategy = make(local_steps=2)
+    with strategy.scope():
+        model = network(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    def at_the_end(epoch: int, logs: Any) -> None:
+        model.optimizer.learning_rate = 0.0
+        for variable in model.optimizer.variables:
+            if len(variable.shape):
+                variable.assign(np.zeros(variable.shape))
+
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=at_the_end)
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[stop])
+    slots = [v for v in model.optimizer.variables if len(v.shape)]
+    assert not any(np.any(v.numpy()) for v in slots)
+    model.fit(X[:16], Y[:16], batch_size=4, verbose=0)
+    assert not any(np.any(v.numpy()) for v in slots)
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of the user's own, with logs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "rows": np.float32(1) * data[0].shape[0]}, state
+
+
+def test_logs_of_a_step_of_the_users_own(make):
+    strategy = make(local_steps=3)
+    with strategy.scope():
+        model = OwnStep()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+    assert history["rows"] == [6.0, 6.0]
+
+
+def test_embeddings_and_batches_one_by_one(make):
+    """A table travels whole; `train_on_batch` is a round of one step."""
+    strategy = make(local_steps=3)
+    with strategy.scope():
+        model = keras.Sequential([layers.Embedding(50, 4), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    ids = np.random.default_rng(0).integers(0, 50, (40, 3))
+    model.fit(ids, np.ones((40, 3, 1)), batch_size=4, verbose=0)
+    before = model.layers[0].embeddings.numpy()
+    model.train_on_batch(ids[:4], np.ones((4, 3, 1)))
+    assert np.any(model.layers[0].embeddings.numpy() != before)
+    assert sum(strategy.steps_of_workers.values()) == 11
+
+
+def test_divided_weights_and_replay(make):
+    """The updates of the outer optimizer are logged, and computed again to the bit."""
+
+    def partitioner(shape: Any, dtype: Any) -> list[int]:
+        return [min(2, shape[0]), *[1] * (len(shape) - 1)]
+
+    found: list[Any] = []
+    for options in {"variable_partitioner": partitioner}, {}:
+        strategy = make(local_steps=3, **options)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        with kd.testing.RecordedUpdates(strategy) as updates:
+            model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        again = updates.replayed()
+        for weight in model.trainable_variables:
+            np.testing.assert_array_equal(again[weight.path], weight.numpy())
+        found.append(model.get_weights())
+        assert "2 group(s) of 3 steps" in str(strategy.summary(model))
+        strategy.close()
+    for divided, whole in zip(*found, strict=True):
+        np.testing.assert_allclose(divided, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_are_scheduled_as_ever(make):
+    strategy = make(local_steps=4)
+    with strategy.scope():
+        v = keras.Variable(0.0)
+    coordinator = ClusterCoordinator(strategy)
+    for _ in range(10):
+        coordinator.schedule(lambda: v.assign_add(1.0))
+    coordinator.join()
+    assert float(v.numpy()) == 10.0
+
+
+@pytest.fixture
+def own_cluster(cluster):
+    """The cluster, whose tasks a test may end: they are started again."""
+    yield cluster
+    for name, task in cluster._tasks.items():
+        task.send(signal.SIGCONT)
+        if not task.running():
+            job, _, index = name.partition(":")
+            cluster.start(job, int(index))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
+    """What it had is run by the other one, with the slots of its group."""
+
+    def weights(strategy: Any, during: Any) -> list[Any]:
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["adam"]())
+        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        thread = threading.Thread(target=during)
+        thread.start()
+        model.fit(X, Y, batch_size=4, epochs=40, shuffle=False, verbose=0)
+        thread.join()
+        found = values([*model.weights, *model.optimizer.variables])
+        strategy.close()
+        return found
+
+    def kill() -> None:
+        time.sleep(0.1)
+        own_cluster.kill("worker", 0, getattr(signal, name))
+
+    expected = weights(make(local_steps=3), lambda: None)
+    strategy = make(local_steps=3)
+    for ours, theirs in zip(weights(strategy, kill), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    done = strategy.steps_of_workers
+    assert sum(done.values()) == 42 * 14
+    assert done["worker:0"] < done["worker:1"]
+
+
+def classifier(optimizer: Any) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def four_workers():
+    with kd.testing.ParameterServerCluster(num_workers=4, num_ps=2) as cluster:
+        yield cluster.cluster_resolver
+
+
+def test_four_groups_train_as_in_diloco(four_workers):
+    """In the last round of an epoch one group has no batch, and another fewer."""
+    strategy = kd.ParameterServerStrategy(four_workers, local_steps=4)
+    assert_diloco(strategy, "adam", 4)
+    strategy.close()
+
+
+def test_digits_with_a_fraction_of_the_bytes(four_workers):
+    """As good as synchronous steps on the same samples, four batches a step; and the
+    servers have a fifteenth to do of what single steps on the same batches take.
+    """
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(7).permutation(len(x))
+    x, y = (x[order] / 16).astype("float32"), y[order]
+    train, test = (x[:1280], y[:1280]), (x[1280:], y[1280:])
+    keras.utils.set_random_seed(5)
+    plain = classifier(keras.optimizers.Adam(1e-3))
+    plain.fit(*train, batch_size=64, epochs=12, verbose=0)
+    expected = plain.evaluate(*test, verbose=0)[1]
+    bytes_of_steps: list[float] = []
+    for options, epochs in ({}, 1), ({"local_steps": 20}, 12):
+        strategy = kd.ParameterServerStrategy(four_workers, **options)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = classifier(keras.optimizers.Adam(1e-3))
+        before = strategy.cluster.bytes_of_servers()
+        model.fit(*train, batch_size=16, epochs=epochs, verbose=0)
+        used = strategy.cluster.bytes_of_servers() - before
+        bytes_of_steps.append(used / (80 * epochs))
+        accuracy = model.evaluate(*test, verbose=0)[1]
+        strategy.close()
+    assert accuracy > 0.9
+    assert accuracy > expected - 0.01
+    single, local = bytes_of_steps
+    assert local < single / 15
+
+
+def test_a_fit_that_is_broken_off(make):
+    """The round that it was in ends with the batches that were there."""
+    strategy = make(local_steps=3)
+    with strategy.scope():
+        model = network(keras.optimizers.SGD(0.01))
+
+    def end(batch: int, logs: Any) -> None:
+        raise RuntimeError("broken off")
+
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    with pytest.raises(RuntimeError, match="broken off"):
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=[ends])
+    assert sum(strategy.steps_of_workers.values()) == 1
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert sum(strategy.steps_of_workers.values()) == 15
+    assert all(strategy.steps_of_workers.values())
