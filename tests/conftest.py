@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """What has been imported stays: whoever looks for garbage need not look there; and
-    it is looked for less often, which is a sixth of the time of compiling steps.
+    it is looked for less often, which is a twelfth of the time of training.
     """
     gc.collect()
     gc.freeze()
