@@ -24,6 +24,7 @@ def parts_of(n, shape=(3, 4)):
     return [RNG.randn(*shape).astype("float32") for _ in range(n)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1), (-1, 0)])
 def test_reduce(strategy, op, axis):

@@ -209,6 +209,7 @@ def expected_after_run(kind, aggregation, operation, start, numbers):
     return components, read(components)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "aggregation", "operation"),
     itertools.product(

@@ -1,5 +1,4 @@
-"""Runs one of Keras's own test suites in a child process and returns what every test
-did.
+"""Runs Keras's own test suites in a child process and returns what every test did.
 
 It owns the child's environment, its time limit, the reading of its report, and the
 baseline: what the same tests do without a strategy. `python tests/compat/suites.py`
@@ -19,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +86,26 @@ class Difference:
         return f"{self.test}: {self.found}, {self.expected} without a strategy\n{self.error}".rstrip()
 
 
-def run_suite(
-    name: str, scope: str, *, timeout: float = TIMEOUT, one_in: int = 1
-) -> dict[str, TestResult]:
-    """Runs a suite with every test under a scope, in a process of its own.
+def run_suites(
+    names: Iterable[str], scope: str, *, timeout: float = TIMEOUT, one_in: int = 1
+) -> dict[str, dict[str, TestResult]]:
+    """Runs suites with every test under a scope, in one process of their own.
 
     Args:
-        name: A key of `SUITES`.
+        names: Keys of `SUITES`.
         scope: One of `scope_plugin.SCOPES`.
         timeout: Seconds until the child and its children are killed.
         one_in: Of so many tests one runs, always the same.
 
     Returns:
-        The result of every test, by test id.
+        The result of every test, by suite and test id; a module that could not be read
+        is a result of all suites.
 
     Raises:
-        SuiteError: The child hung, crashed or collected nothing. The text names the
-            test under way and ends with the child's output.
+        SuiteError: The child hung, crashed or collected nothing of a suite. The text
+            names the test under way and ends with the child's output.
     """
+    modules = {name: SUITES[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder, "report.jsonl"), Path(folder, "output.txt")
         command = [
@@ -111,7 +113,7 @@ def run_suite(
             "-m",
             "pytest",
             "--pyargs",
-            SUITES[name],
+            *modules.values(),
             "--rootdir",
             folder,
             "-c",
@@ -150,13 +152,19 @@ def run_suite(
             for event in events
             if "outcome" in event
         }
-        if code not in (0, 1) or not results:
+        suites: dict[str, dict[str, TestResult]] = {name: {} for name in modules}
+        for test, result in results.items():
+            owners = [n for n, module in modules.items() if test.startswith(module)]
+            for name in owners or modules:
+                suites[name][test] = result
+        if code not in (0, 1) or not all(suites.values()):
             last = events[-1]["test"] if events and "test" in events[-1] else "none"
             tail = log.read_text(encoding="utf-8", errors="replace")[-8000:]
             raise SuiteError(
-                f"{SUITES[name]} ended with {code}; test under way: {last}\n{tail}"
+                f"{', '.join(modules.values())} ended with {code}; "
+                f"test under way: {last}\n{tail}"
             )
-        return results
+        return suites
 
 
 def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | str:
@@ -234,7 +242,7 @@ def baseline(name: str, one_in: int = 1) -> dict[str, str]:
 
 def measure(name: str, one_in: int = 1) -> dict[str, str]:
     """Runs a suite without a strategy."""
-    found = run_suite(name, "none", one_in=one_in)
+    found = run_suites([name], "none", one_in=one_in)[name]
     return {test: result.outcome for test, result in sorted(found.items())}
 
 

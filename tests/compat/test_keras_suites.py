@@ -1,9 +1,10 @@
 """Keras's own trainer, callback, epoch iterator and compile suites, with every test in
 the scope of two replicas.
 
-Without `EVERY_CASE` a sample of it. Each suite runs in a process of its own (`suites`, `scope_plugin`). What passes without
-a strategy has to pass with one, and the run has to prove that it was one: variables,
-the state of the steps and the halves of batches on two devices.
+Without `EVERY_CASE` a sample of them. They run in a process of their own (`suites`,
+`scope_plugin`). What passes without a strategy has to pass with one, and the run has to
+prove that it was one: variables, the state of the steps and the halves of batches on
+two devices.
 """
 
 from __future__ import annotations
@@ -58,19 +59,26 @@ to occur; of a sample, in a fifth as many.
 """
 
 
+@pytest.fixture(scope="module")
+def in_scope() -> dict[str, dict[str, suites.TestResult]]:
+    """What the tests of every suite did in the scope, all in one process."""
+    return suites.run_suites(suites.SUITES, "mirrored", one_in=ONE_IN)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * suites.TIMEOUT + 60)
 @pytest.mark.parametrize("name", suites.SUITES)
-def test_suite_passes_in_scope_what_it_passes_without(name: str) -> None:
-    found = suites.run_suite(name, "mirrored", one_in=ONE_IN)
-    check_outcomes(name, found)
-    check_proof(name, found)
+def test_suite_passes_in_scope_what_it_passes_without(
+    name: str, in_scope: dict[str, dict[str, suites.TestResult]]
+) -> None:
+    check_outcomes(name, in_scope[name])
+    check_proof(name, in_scope[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * suites.TIMEOUT + 60)
 def test_importing_the_package_changes_nothing_outside_a_scope() -> None:
-    found = suites.run_suite("trainer", "imported", one_in=ONE_IN)
+    found = suites.run_suites(["trainer"], "imported", one_in=ONE_IN)["trainer"]
     check_outcomes("trainer", found)
     trained = {
         test: result.counts
