@@ -393,6 +393,9 @@ parameter_servers = {
     "cluster_resolver": of(cr.ClusterResolver, none=True),
     "variable_partitioner": optional_function,
     "max_staleness": integer(0, none=True),
+    "lazy_rows": flag,
+    "local_steps": integer(1),
+    "outer_optimizer": lambda v: v is None,  # There are no local steps.
 }
 A_TASK = {"job_name": "ps", "task_index": 0, "start": False}
 
@@ -452,7 +455,10 @@ TARGETS: dict[str, Target] = {
     "CheckpointManager.save": method(
         manager,
         "save",
-        step=integer(0, none=True),
+        # Also of an array that holds a whole number.
+        step=lambda v: (
+            None if getattr(v, "shape", 0) == () else integer(0, none=True)(v)
+        ),
         metrics=lambda v: v is None or None if isinstance(v, dict | None) else False,
         force=flag,
     ),

@@ -13,6 +13,7 @@ import keras
 from keras_distribute import checks
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.values.per_replica import DistributedValues
 
 
 class _Recording(compat.StatelessScope):
@@ -93,7 +94,8 @@ def _checked(fn: Any, variables: Any, has_aux: Any) -> list[Any]:
     checks.function("fn", fn, "Gradients are those of a function.", fix)
     checks.flag("has_aux", has_aux)
     what = "Gradients are taken with respect to variables."
-    checks.instance("variables", variables, Iterable, what, fix)
+    is_one = isinstance(variables, DistributedValues)  # Which stands for an array.
+    checks.instance("variables", variables, () if is_one else Iterable, what, fix)
     targets: list[Any] = list(variables)
     if not targets:
         raise ValueStructureError(

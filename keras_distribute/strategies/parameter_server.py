@@ -9,7 +9,6 @@ import jax
 import keras
 
 from keras_distribute import checks, context
-from keras_distribute._compat import optimizer as compat
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
@@ -105,7 +104,9 @@ class ParameterServerStrategy(Strategy):
         checks.flag("lazy_rows", lazy_rows)
         self.local_steps = checks.count("local_steps", local_steps, 1)
         _check_rounds(self.local_steps, outer_optimizer, max_staleness)
-        self._outer_optimizer = outer_optimizer
+        self.outer_optimizer = outer_optimizer or keras.optimizers.SGD(
+            0.7, momentum=0.9, nesterov=True
+        )
         self.unfinished: dict[int, Callable[[], None]] = {}
         self._own: ParameterServerCluster | None = None
         if cluster_resolver is None:
@@ -165,17 +166,6 @@ class ParameterServerStrategy(Strategy):
         """The bytes of all arrays that went to the servers and came from them."""
         return self.cluster.bytes_of_servers()
 
-    def new_outer_optimizer(self, weights: list[Any]) -> Any:
-        """A copy of the outer optimizer, for some weights."""
-        given = self._outer_optimizer
-        with self.scope():
-            if given is None:
-                outer: Any = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-            else:
-                outer = type(given).from_config(given.get_config())
-            compat.build(outer, weights)
-        return outer
-
     def describe_steps(self) -> str:
         """Where the steps of `fit` are made."""
         if self.local_steps == 1:
@@ -220,6 +210,13 @@ def _check_rounds(
             "keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)",
         )
         traces.refuse_loss_scaling(outer_optimizer)
+        if outer_optimizer.use_ema:
+            raise ValueStructureError(
+                "An outer optimizer keeps no average of the weights: nobody would put "
+                "it in their place at the end.",
+                received=f"{outer_optimizer!r} with use_ema=True.",
+                fix="use_ema of the model's own optimizer, or of none.",
+            )
         if local_steps == 1:
             raise ValueStructureError(
                 "An outer optimizer updates the weights after a round of local steps, "

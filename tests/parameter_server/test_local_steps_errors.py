@@ -64,6 +64,11 @@ SGD = keras.optimizers.SGD
             "do not scale losses",
         ),
         (
+            {"local_steps": 2, "outer_optimizer": SGD(use_ema=True)},
+            ValueError,
+            "keeps no average(.|\\n)*use_ema=True(.|\\n)*Fix",
+        ),
+        (
             {"local_steps": 2, "max_staleness": 3},
             ValueError,
             "max_staleness=3, local_steps=2(.|\n)*Fix: one of the two",

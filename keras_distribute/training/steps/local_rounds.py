@@ -125,8 +125,8 @@ class LocalRounds(ScheduledStep):
         if not jax.tree.leaves(pushed):
             return
         if self._outer is None:
-            self._outer = strategy.new_outer_optimizer(
-                self._trainer.trainable_variables
+            self._outer = _copy_of(
+                strategy.outer_optimizer, strategy, self._trainer.trainable_variables
             )
         call = Call((pushed,), {}, strategy.replica_mesh)
         program = cluster.program(strategy, self._outer_step, call)
@@ -219,6 +219,14 @@ class _LogsOfRounds(Logs):
     def _now(self) -> Logs:
         super()._now().update(self._own)
         return self
+
+
+def _copy_of(optimizer: Any, strategy: Any, weights: list[Any]) -> Any:
+    """The outer optimizer of one model, with slots of its own."""
+    with strategy.scope():
+        copy = type(optimizer).from_config(optimizer.get_config())
+        compat_optimizer.build(copy, weights)
+    return copy
 
 
 def _layers_and_metrics(trainer: Any) -> list[Any]:
