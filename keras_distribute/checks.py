@@ -46,6 +46,14 @@ def instance(
         raise error(what, received=f"{name}={shown(value)}.", fix=fix)
 
 
+def items(value: Any) -> list[Any] | None:
+    """What a collection has; `None` for what is none, as a number."""
+    try:
+        return list(value)
+    except TypeError:
+        return None
+
+
 def function(
     name: str,
     value: Any,

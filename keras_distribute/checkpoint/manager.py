@@ -295,8 +295,10 @@ class CheckpointManager:
 
 def _checked_step(step: Any) -> int:
     """`step`, also from a variable or an array that holds a whole number."""
-    if getattr(step, "shape", None) == () and np.asarray(step) == int(step):
-        step = int(step)
+    if getattr(step, "shape", None) == ():
+        number = np.asarray(step)
+        is_number = number.dtype.kind in "iuf" and bool(np.isfinite(number))
+        step = int(number) if is_number and number == np.floor(number) else step
     what = "A step is a whole number from 0."
     fix = "manager.save(step), with the count of the steps; or manager.save()."
     return checks.count("step", step, what=what, fix=fix, error=CheckpointError)

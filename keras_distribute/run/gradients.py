@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import keras
 from keras_distribute import checks
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.values.per_replica import DistributedValues
 
 
 class _Recording(compat.StatelessScope):
@@ -94,9 +93,11 @@ def _checked(fn: Any, variables: Any, has_aux: Any) -> list[Any]:
     checks.function("fn", fn, "Gradients are those of a function.", fix)
     checks.flag("has_aux", has_aux)
     what = "Gradients are taken with respect to variables."
-    is_one = isinstance(variables, DistributedValues)  # Which stands for an array.
-    checks.instance("variables", variables, () if is_one else Iterable, what, fix)
-    targets: list[Any] = list(variables)
+    targets = checks.items(variables)
+    if targets is None:
+        raise StructureTypeError(
+            what, received=f"variables={checks.shown(variables)}.", fix=fix
+        )
     if not targets:
         raise ValueStructureError(
             "There is no variable to differentiate by.",

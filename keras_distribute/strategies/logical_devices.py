@@ -8,7 +8,7 @@ communication. A constraint changes where numbers are computed, never which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,14 +74,8 @@ def replicate(
 
 
 def _numbers(partition_dimensions: Any) -> list[int]:
-    given = (
-        list(partition_dimensions)
-        if isinstance(partition_dimensions, Iterable)
-        else [partition_dimensions]
-    )
-    if not isinstance(partition_dimensions, Iterable) or not all(
-        map(checks.is_integer, given)
-    ):
+    given = checks.items(partition_dimensions)
+    if given is None or not all(map(checks.is_integer, given)):
         raise StructureTypeError(
             "partition_dimensions is an integer for each dimension of the tensor.",
             received=f"partition_dimensions={checks.shown(partition_dimensions)}.",

@@ -77,6 +77,8 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def as_array(value: Any, what: str) -> jax.Array:
     """The value as JAX's array; a `StructureTypeError` for what is none."""
     try:
+        if any(isinstance(leaf, str | bytes) for leaf in jax.tree.leaves(value)):
+            raise TypeError("text")  # Which JAX may take for a dtype.
         return jnp.asarray(value)
     except StructureTypeError:
         raise
