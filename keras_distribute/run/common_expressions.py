@@ -42,7 +42,6 @@ _RECOMPUTED = {
     "remat2",
 }
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-# JAX wants to know where a program is from.
 
 
 @dataclasses.dataclass(eq=False)

@@ -104,9 +104,9 @@ class ParameterServerStrategy(Strategy):
         checks.flag("lazy_rows", lazy_rows)
         self.local_steps = checks.count("local_steps", local_steps, 1)
         _check_rounds(self.local_steps, outer_optimizer, max_staleness)
-        self.outer_optimizer = outer_optimizer or keras.optimizers.SGD(
-            0.7, momentum=0.9, nesterov=True
-        )
+        if self.local_steps > 1 and outer_optimizer is None:
+            outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        self.outer_optimizer = outer_optimizer
         self.unfinished: dict[int, Callable[[], None]] = {}
         self._own: ParameterServerCluster | None = None
         if cluster_resolver is None:

@@ -2,6 +2,7 @@
 strategy begins with empty servers.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,17 @@ def make(cluster) -> Iterator[Callable[..., kd.ParameterServerStrategy]]:
     yield strategy
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def own_cluster(cluster):
+    """The cluster, whose tasks a test may end: they are started again."""
+    yield cluster
+    for name, task in cluster._tasks.items():
+        task.send(signal.SIGCONT)
+        if not task.running():
+            job, _, index = name.partition(":")
+            cluster.start(job, int(index))
 
 
 def resolver_of(cluster, num_workers, num_ps=2):

@@ -16,17 +16,6 @@ from tests.exactness.harness import table
 MOMENTS = ["idle", "in a step", "at random"]
 
 
-@pytest.fixture
-def own_cluster(cluster):
-    """The cluster, whose tasks a test may end: they are started again."""
-    yield cluster
-    for name, task in cluster._tasks.items():
-        task.send(signal.SIGCONT)
-        if not task.running():
-            job, _, index = name.partition(":")
-            cluster.start(job, int(index))
-
-
 def counting(strategy):
     """A large variable, a count, and a function that adds to both."""
     with strategy.scope():

@@ -21,6 +21,7 @@ from tests.exactness.harness import (
     observe,
     table,
 )
+from tests.parameter_server.test_fit import OwnStep
 
 X, Y = table(54)
 OPTIMIZERS = {
@@ -199,21 +200,6 @@ def test_callbacks_set_the_learning_rate_and_assign_slots(make):
     assert not any(np.any(v.numpy()) for v in slots)
 
 
-class OwnStep(keras.Model):
-    """A `train_step` of the user's own, with logs of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(3)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def train_step(self, state: Any, data: Any) -> Any:
-        logs, state = super().train_step(state, data)
-        return {**logs, "rows": np.float32(1) * data[0].shape[0]}, state
-
-
 def test_logs_of_a_step_of_the_users_own(make):
     strategy = make(local_steps=3)
     with strategy.scope():
@@ -271,17 +257,6 @@ def test_functions_are_scheduled_as_ever(make):
         coordinator.schedule(lambda: v.assign_add(1.0))
     coordinator.join()
     assert float(v.numpy()) == 10.0
-
-
-@pytest.fixture
-def own_cluster(cluster):
-    """The cluster, whose tasks a test may end: they are started again."""
-    yield cluster
-    for name, task in cluster._tasks.items():
-        task.send(signal.SIGCONT)
-        if not task.running():
-            job, _, index = name.partition(":")
-            cluster.start(job, int(index))
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])

@@ -1,28 +1,13 @@
 """What rounds of local steps refuse."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import keras_distribute as kd
+from tests.parameter_server.test_fit import Largest
 from tests.parameter_server.test_local_steps import X, Y, network
-
-
-class Largest(keras.metrics.Metric):
-    """A metric that is no sum."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_variable((), "zeros", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
-
-    def result(self) -> Any:
-        return self.value.value
 
 
 @pytest.mark.parametrize("workers", [1, 2])

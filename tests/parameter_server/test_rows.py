@@ -16,7 +16,6 @@ from tests.exactness.harness import (
     fit_only,
     observe,
 )
-from tests.parameter_server.conftest import resolver_of
 
 RANDOM = np.random.default_rng(0)
 IDS = RANDOM.integers(0, 500, (60, 3)).astype("int32")
@@ -86,19 +85,13 @@ def test_a_tail_a_mask_and_two_layers_of_one_table(one_worker, steps):
     assert [size for _, size in tables_of(one_worker)]
 
 
-def divided_strategy(cluster, parts):
-    return kd.ParameterServerStrategy(
-        resolver_of(cluster, num_workers=1),
-        kd.experimental.partitioners.FixedShardsPartitioner(parts),
-    )
+PARTS = kd.experimental.partitioners.FixedShardsPartitioner
 
 
 @pytest.fixture
-def divided(cluster):
+def divided(make):
     """One worker, and tables divided over two servers."""
-    strategy = divided_strategy(cluster, 2)
-    yield strategy
-    strategy.close()
+    return make(1, variable_partitioner=PARTS(2))
 
 
 def test_divided_tables(divided):
@@ -156,11 +149,9 @@ def test_a_large_table_that_travels_says_why(one_worker, caplog, monkeypatch):
     assert "lazy_rows=True" in found[0]
 
 
-def test_lazy_rows_are_those_of_lazy_adam(cluster):
+def test_lazy_rows_are_those_of_lazy_adam(make):
     """As computed by hand: the slots of a row go on when it is looked up."""
-    strategy = kd.ParameterServerStrategy(
-        resolver_of(cluster, num_workers=1), lazy_rows=True
-    )
+    strategy = make(1, lazy_rows=True)
     with strategy.scope():
         table = keras.Variable(RANDOM.normal(size=(20, 2)), dtype="float32")
         optimizer = keras.optimizers.Adam(0.1, epsilon=1e-3)
@@ -189,7 +180,6 @@ def test_lazy_rows_are_those_of_lazy_adam(cluster):
         coordinator.join()
     assert tables_of(strategy) == [(table.path, 6)]
     np.testing.assert_allclose(table.numpy(), weights, rtol=1e-4, atol=1e-5)
-    strategy.close()
 
 
 def test_what_travels_is_in_proportion_to_distinct_ids(one_worker):
@@ -265,13 +255,13 @@ INITIALIZERS = {
 
 
 @pytest.mark.parametrize("name", INITIALIZERS)
-def test_large_tables_are_drawn_by_the_servers(cluster, monkeypatch, name):
+def test_large_tables_are_drawn_by_the_servers(make, monkeypatch, name):
     """The same values on one server, on two, and here."""
     monkeypatch.setattr("keras_distribute.variables.drawing.LARGE", 1000)
     monkeypatch.setattr("keras_distribute.variables.drawing._ELEMENTS", 4 * 7)
     found = []
     for parts in (1, 2):
-        strategy = divided_strategy(cluster, parts)
+        strategy = make(1, variable_partitioner=PARTS(parts))
         with strategy.scope():
             table = keras.Variable(INITIALIZERS[name](), shape=(250, 4))
             unused = keras.Variable(INITIALIZERS[name](), shape=(250, 4))
