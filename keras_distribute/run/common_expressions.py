@@ -23,24 +23,9 @@ import numpy as np
 from jax.extend import core
 
 from keras_distribute.run import replication_proof
-from keras_distribute.run.jaxprs import bound
+from keras_distribute.run.jaxprs import CALLS, RECOMPUTED, bound
 from keras_distribute.values import reductions
 
-_CALLS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
-# Opened where replicas communicate in them: kept whole, they save memory.
-_RECOMPUTED = {
-    "checkpoint",
-    "remat",
-    "remat2",
-}
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -197,7 +182,7 @@ class Numbering:
 
     def _equation_key(self, equation: Any) -> int:
         """What the equation does to its operands, as a number of its own."""
-        body = _body(equation) if equation.primitive.name in _CALLS else None
+        body = _body(equation) if equation.primitive.name in CALLS else None
         params = body if body is not None else equation.params
         return self._interned((equation.primitive, self._key(params)))
 
@@ -285,8 +270,9 @@ def _opened(equation: Any) -> Any:
     name = equation.primitive.name
     if _joins(equation):
         return None
-    if name in _CALLS or (
-        name in _RECOMPUTED and replication_proof.communicates(equation)
+    # What is recomputed is opened only where replicas communicate in it.
+    if name in CALLS or (
+        name in RECOMPUTED and replication_proof.communicates(equation)
     ):
         return _body(equation)
     return None

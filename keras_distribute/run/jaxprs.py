@@ -14,22 +14,24 @@ _ORIGIN = core.DebugInfo(
     "keras_distribute", "a part of a function", None, None
 )  # JAX wants to know where a program is from.
 
-_CALLS = (
+CALLS = {
     "jit",
     "pjit",
     "closed_call",
+    "core_call",
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
-    "checkpoint",
-    "remat2",
-)
+}
 """Operations that call a function once, with their own arguments."""
+
+RECOMPUTED = {"checkpoint", "remat", "remat2"}
+"""Those that do, and save memory where they are kept whole."""
 
 
 def called(eqn: Any) -> core.ClosedJaxpr | None:
     """The function that an operation calls; `None` for one that does not only that."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALLS | RECOMPUTED:
         return None
     for value in eqn.params.values():
         if isinstance(value, core.ClosedJaxpr):
