@@ -228,6 +228,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
             command,
             options.workers,
             options.ps,
+            cpu_devices=options.cpu_devices,
             max_restarts=options.max_restarts,
             grace=options.grace,
             on_line=output,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
 from keras_distribute.launch.job import Job, free_port
 
 Jobs = dict[str, list[str]]
@@ -45,6 +46,8 @@ class Roles:
         command: What the chief runs.
         num_workers: How many workers.
         num_ps: How many parameter servers.
+        cpu_devices: How many virtual CPU devices each worker has; `None` for the
+            devices of the host.
         max_restarts: How often all are started again after the chief or a server has
             failed. A worker that ends is started again by itself, each time.
         grace: Seconds from a signal until all are killed.
@@ -58,12 +61,15 @@ class Roles:
         num_workers: int,
         num_ps: int,
         *,
+        cpu_devices: int | None,
         max_restarts: int,
         grace: float,
         on_line: Callable[[str, str], None],
         tell: Callable[[str], None],
     ) -> None:
         self._command, self._sizes = list(command), (num_workers, num_ps)
+        self._cpu_devices = cpu_devices
+        self._gpus = [] if cpu_devices is not None else gpus()
         self._max_restarts, self._grace = max_restarts, grace
         self._on_line, self._tell = on_line, tell
         self._signals: list[int] = []
@@ -105,6 +111,7 @@ class Roles:
     def _start(self, job: str, index: int, more: Mapping[str, str]) -> None:
         name = f"{job}:{index}"
         told = environment_of(self._jobs, job, index, self._token)
+        told |= self._devices_of(job, index)
         command = self._command if job == "chief" else SERVER
         task = Job(
             command,
@@ -114,6 +121,15 @@ class Roles:
         )
         self._tasks[name] = task
         task.start()
+
+    def _devices_of(self, job: str, index: int) -> Mapping[str, str]:
+        """The workers have the devices; the others compute little."""
+        if job == "worker" and self._cpu_devices is None:
+            return share_of_gpus(self._gpus, index, self._sizes[0])
+        if self._cpu_devices is None and not self._gpus:
+            return {}
+        count = self._cpu_devices if job == "worker" else 1
+        return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
 
     def _watch(self, more: Mapping[str, str]) -> int:
         """Looks after the tasks until the chief has ended, a server has failed, or a

@@ -116,13 +116,21 @@ class Cluster:
         return bool(floating) and not is_sum
 
     def program(
-        self, strategy: Any, function: Callable[..., Any], call: Call
+        self,
+        strategy: Any,
+        function: Callable[..., Any],
+        call: Call,
+        axes: Sequence[int | None] | None = None,
     ) -> Traced:
-        """The program of a function for arguments of this form, made once."""
+        """The program of a function for arguments of this form, made once; `axes` is
+        as in `programs.traced`.
+        """
         programs = strategy.programs.programs_of(function)
         program = programs.get(call.signature)
         if program is None:
-            program = programs[call.signature] = self._made(strategy, function, call)
+            program = programs[call.signature] = self._made(
+                strategy, function, call, axes=axes
+            )
         return program
 
     def _made(
@@ -131,6 +139,7 @@ class Cluster:
         function: Callable[..., Any],
         call: Call,
         elements: Sequence[Any] = (),
+        axes: Sequence[int | None] | None = None,
     ) -> Traced:
         platforms = self._platforms()
         with launches.tracing, self._lock:
@@ -142,6 +151,7 @@ class Cluster:
                 platforms,
                 self.updates.refuses_rows,
                 elements,
+                axes,
             )
             self._warn_of_tables(program)
             for optimizer, weights in program.gradients:

@@ -24,7 +24,8 @@ def layout_of(
         up in, its index in `reads`, how many rows at most, and its parts; `pushes`: for
         each server that is told something, the numbers of optimizers' updates, keys
         that are added to or set, and for each array the output, its rows and the table;
-        `changes`: of the coordinator's variables; and how many of each argument.
+        `changes`: of the coordinator's variables; `divided`: the inputs with the rows
+        of a batch, each with its axis; and how many of each argument.
     """
     reads = [
         [[part.server, part.key] for part in _place(served, v).read]
@@ -36,6 +37,7 @@ def layout_of(
         for server, key in parts if i not in looked_up else []:
             wanted[server].append(key)
     kept = {id(variable): i for i, variable in enumerate(program.kept)}
+    first = len(reads) + len(program.kept) + len(program.advanced)
     return {
         "reads": reads,
         "wanted": wanted,
@@ -44,6 +46,9 @@ def layout_of(
         "changes": [
             ["set" if kind is Change.SET else "add", kept.get(id(variable))]
             for kind, variable in program.changes
+        ],
+        "divided": [
+            [first + i, axis] for i, axis in enumerate(program.axes) if axis is not None
         ],
         "num_kept": len(program.kept),
         "num_args": len(program.advanced) + program.num_args,

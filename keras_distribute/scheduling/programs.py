@@ -59,7 +59,8 @@ class Traced:
         kept: Those of the coordinator whose values it takes, after them.
         advanced: Those to which each step adds the same, such as seeds: their values
             come after them, with the arguments of each step.
-        num_args: How many arrays of arguments, then all of `elements`.
+        axes: For each array of arguments, and then of `elements`, along which axis it
+            has the rows of a batch, which the devices of a worker divide; or `None`.
         elements: The iterators that it takes a batch of, each with the forms of arrays.
         structure: Of the results.
         forms: Of the results that are arrays.
@@ -80,7 +81,7 @@ class Traced:
     reads: list[Any]
     kept: list[Any]
     advanced: list[Any]
-    num_args: int
+    axes: list[int | None]
     elements: list[tuple[Any, list[Form]]]
     structure: Any
     forms: list[Any]
@@ -90,6 +91,11 @@ class Traced:
     changes: list[tuple[Change, Any]]
     constants: list[tuple[Any, np.ndarray[Any, Any]]]
     ordered: list[Any]
+
+    @property
+    def num_args(self) -> int:
+        """How many arrays of arguments it takes."""
+        return len(self.axes) - sum(len(forms) for _, forms in self.elements)
 
     @property
     def num_results(self) -> int:
@@ -119,6 +125,7 @@ def traced(
     platforms: Sequence[str],
     refuses_rows: Callable[[Any, Any], str | None],
     elements: Sequence[tuple[Any, list[Form]]] = (),
+    axes: Sequence[int | None] | None = None,
 ) -> Traced:
     """The program of a call.
 
@@ -131,6 +138,8 @@ def traced(
         refuses_rows: From an optimizer and a weight to why it cannot be given the
             gradient of some rows; `None` where it can.
         elements: The forms of batches that differ from the first ones.
+        axes: Along which axis each array of the arguments has the rows of a batch; by
+            default the first, of those that have as many rows as a batch.
 
     Raises:
         ContextError: For weights that are read after their gradients were applied.
@@ -147,7 +156,8 @@ def traced(
             raise _creating_error(list(trace.scope.created.values()))
         created = created or bool(trace.scope.created)
         if not new and len(trace.elements) == len(batches):
-            return _Made(trace, program, on_servers, refuses_rows).traced(platforms)
+            made = _Made(trace, program, on_servers, refuses_rows)
+            return made.traced(platforms, axes)
         known, batches = [*known, *new], trace.elements
 
 
@@ -167,7 +177,9 @@ class _Made:
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
-    def traced(self, platforms: Sequence[str]) -> Traced:
+    def traced(
+        self, platforms: Sequence[str], axes: Sequence[int | None] | None
+    ) -> Traced:
         """The program, exported."""
         trace, written = self._trace, self._trace.written
         pushed, changed, constants, ordered = self._sorted_changes()
@@ -204,7 +216,7 @@ class _Made:
             reads=reads,
             kept=[v for v in kept if id(v) in taken],
             advanced=[v for v, _ in constants if id(v) in taken],
-            num_args=len(trace.call.shapes),
+            axes=_axes(trace, axes),
             elements=trace.elements,
             structure=trace.structure,
             forms=self._program.out_avals[: sum(x is None for x in trace.leaves)],
@@ -317,6 +329,20 @@ class _Made:
         others = [made[self._first + i] for kind, i in changes if kind != Change.ADDED]
         _, needed = part_of(self._program, [*made[: self._first], *others])
         return not set(sums).isdisjoint(needed)
+
+
+def _axes(trace: Trace, given: Sequence[int | None] | None) -> list[int | None]:
+    """Along which axis arguments and batches have rows."""
+    args = [shape.shape for shape in trace.call.shapes]
+    batches = [shape for _, forms in trace.elements for _, shape in forms]
+    counts = [shape[0] for shape in batches or args if shape]
+    most = max(counts, default=None)
+
+    def first(shape: tuple[int, ...]) -> int | None:
+        return 0 if shape and shape[0] == most else None
+
+    of_args = map(first, args) if given is None else given
+    return [*of_args, *map(first, batches)]
 
 
 def _looked_up(

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from keras_distribute import checks
-from keras_distribute.errors import ContextError
+from keras_distribute.errors import ContextError, DeviceError
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
+from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure
 from keras_distribute.servers import rows
 from keras_distribute.servers.runner import Function, changed, function_of
@@ -40,6 +42,7 @@ class RecordedUpdates:
     Raises:
         StructureTypeError: For another strategy.
         ContextError: For functions with batches that workers read themselves.
+        DeviceError: From `replayed`, where a worker had more devices than this process.
 
     Example:
         >>> import keras, numpy as np, keras_distribute as kd
@@ -126,7 +129,8 @@ class _Replay:
         self._told = [list(each) for each in told]
         self._states: list[dict[_State, dict[int, Array]]] = []
         self._now: list[_State] = []
-        self._functions: dict[int, Function] = {}
+        self._functions: dict[tuple[int, int], Function] = {}
+        self._layouts: dict[int, Header] = {}
         self._kept: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[Any, tuple[Sequence[Any], list[rows.Found]]] = {}
 
@@ -152,7 +156,7 @@ class _Replay:
         if entry[0] == "set":
             return True
         _, number, _, _, pulled = entry
-        layout = self._function(self._closures[number]).layout
+        layout = self._layout(self._closures[number].program)
         read = {server for server, keys in enumerate(layout["wanted"]) if keys}
         for table in layout["tables"]:
             read |= {server for server, *_ in table["parts"]}
@@ -168,7 +172,7 @@ class _Replay:
         else:
             _, number, step, worker, pulled = entry
             outputs, looked_up = self._computed(number, step, worker, pulled)
-            layout = self._function(self._closures[number]).layout
+            layout = self._layout(self._closures[number].program)
             push = next(p for p in layout["pushes"] if p["server"] == server)
             self._apply(server, push, rows.pushed(outputs, push["outputs"], looked_up))
             self._now[server] = version + 1, writes
@@ -187,7 +191,7 @@ class _Replay:
                 received="a function that takes next(iterator).",
                 fix="pass the batch as an argument, or use fit.",
             )
-        function = self._function(closure)
+        function = self._function(closure, worker)
         layout = function.layout
         key = number, step, tuple(map(tuple, pulled))
         if key not in self._outputs:
@@ -209,12 +213,27 @@ class _Replay:
                 self._kept[number, step + 1] = new
         return self._outputs[key]
 
-    def _function(self, closure: Closure) -> Function:
+    def _function(self, closure: Closure, worker: int) -> Function:
         program = closure.program
-        if program.number not in self._functions:
-            layout = self._cluster.layout_of(program)
-            self._functions[program.number] = function_of(layout, program.blobs)
-        return self._functions[program.number]
+        num_devices = self._cluster.workers[worker].num_devices
+        key = program.number, num_devices
+        if key not in self._functions:
+            if num_devices > jax.local_device_count():
+                raise DeviceError(
+                    "To the bit, updates are computed again on as many devices as a "
+                    "worker had.",
+                    received=f"{num_devices} devices of worker:{worker}, "
+                    f"{jax.local_device_count()} here.",
+                    fix=f"kd.config.set_cpu_devices({num_devices}) in this program.",
+                )
+            layout = self._layout(program)
+            self._functions[key] = function_of(layout, program.blobs, num_devices)
+        return self._functions[key]
+
+    def _layout(self, program: Traced) -> Header:
+        if program.number not in self._layouts:
+            self._layouts[program.number] = self._cluster.layout_of(program)
+        return self._layouts[program.number]
 
     def _apply(self, server: int, push: Header, arrays: list[Array]) -> None:
         """By the server's own code."""

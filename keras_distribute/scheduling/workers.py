@@ -64,13 +64,14 @@ class Worker(threading.Thread):
     Attributes:
         is_ready: Whether the worker is there.
         platform: Of its devices; empty before it was there.
+        num_devices: How many it has.
         steps: How many it has finished.
     """
 
     def __init__(self, index: int, address: str, owner: Owner) -> None:
         super().__init__(name=f"worker:{index}", daemon=True)
         self.index, self.address, self.is_ready, self.steps = index, address, False, 0
-        self.platform = ""
+        self.platform, self.num_devices = "", 1
         self.last_error: DistributeError | None = None
         self._owner = owner
         self._is_closed = threading.Event()
@@ -133,7 +134,8 @@ class Worker(threading.Thread):
             channel.close()
             raise
         self._sent.clear()
-        self.is_ready, self.platform = True, told["platform"]
+        self.platform, self.num_devices = told["platform"], told["devices"]
+        self.is_ready = True
         owner.queue.notify()
         return channel
 

@@ -33,7 +33,7 @@ class LocalResolver(SimpleClusterResolver):
 
 
 class ParameterServerCluster:
-    """Workers and parameter servers on this host, each a process of one CPU device.
+    """Workers and parameter servers on this host, each a process with CPU devices.
 
     They end with this process, or with `close`; one that is killed can be started
     again. Also a context manager.
@@ -42,6 +42,8 @@ class ParameterServerCluster:
         num_workers: How many workers.
         num_ps: How many parameter servers.
         encrypted: Whether all that they say is encrypted.
+        devices_per_worker: How many virtual devices each worker has, which divide the
+            rows of its batches.
 
     Attributes:
         cluster_resolver: What `kd.ParameterServerStrategy` takes.
@@ -55,11 +57,18 @@ class ParameterServerCluster:
     """
 
     def __init__(
-        self, num_workers: int = 2, num_ps: int = 1, *, encrypted: bool = False
+        self,
+        num_workers: int = 2,
+        num_ps: int = 1,
+        *,
+        encrypted: bool = False,
+        devices_per_worker: int = 1,
     ) -> None:
         checks.count("num_workers", num_workers, 1)
         checks.count("num_ps", num_ps, 1)
         checks.flag("encrypted", encrypted)
+        checks.count("devices_per_worker", devices_per_worker, 1)
+        self._devices = {"worker": devices_per_worker, "ps": 1}
         self._jobs = roles.addresses(num_workers, num_ps)
         self._token = signing.new_token()
         self._encrypted = encrypted
@@ -87,7 +96,7 @@ class ParameterServerCluster:
             "KERAS_BACKEND": "jax",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": _flags_but_for_devices(),
-            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_NUM_CPU_DEVICES": str(self._devices[job]),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         task = Job(roles.SERVER, 1, environment=lambda _: environment)

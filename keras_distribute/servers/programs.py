@@ -13,6 +13,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Program = Callable[..., Any]
 
@@ -54,7 +55,26 @@ def exported(
     return np.frombuffer(made.serialize(), np.uint8), used
 
 
-def loaded(blob: Any) -> Program:
-    """The function; compiled at its first call."""
+def loaded(
+    blob: Any, divided: Sequence[tuple[int, int]] = (), num_devices: int = 1
+) -> Program:
+    """The function; compiled at its first call.
+
+    Args:
+        blob: What `exported` made.
+        divided: The arguments whose rows the devices divide, each with the axis of
+            rows; what does not divide evenly, each device has whole. Results are the
+            same as on one device, and on all of them.
+        num_devices: How many devices of this process.
+    """
     made = jax.export.deserialize(bytearray(np.asarray(blob).tobytes()))
-    return jax.jit(made.call)
+    if num_devices == 1 or not divided:
+        return jax.jit(made.call)
+    mesh = Mesh(np.array(jax.local_devices()[:num_devices]), ("rows",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = [whole for _ in made.in_avals]
+    for index, axis in divided:
+        if made.in_avals[index].shape[axis] % num_devices == 0:
+            spec = PartitionSpec(*[None] * axis, "rows")
+            shardings[index] = NamedSharding(mesh, spec)
+    return jax.jit(made.call, in_shardings=tuple(shardings), out_shardings=whole)

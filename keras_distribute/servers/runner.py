@@ -46,9 +46,12 @@ class Function:
         return list(map(rows.found, self.ids(*given), self.layout["tables"]))
 
 
-def function_of(layout: Mapping[str, Any], blobs: Sequence[Array]) -> Function:
-    """A function, from what the coordinator sends."""
-    return Function(loaded(blobs[0]), layout, loaded(blobs[1]) if blobs[1:] else None)
+def function_of(
+    layout: Mapping[str, Any], blobs: Sequence[Array], num_devices: int
+) -> Function:
+    """A function, from what the coordinator sends, for some devices of this process."""
+    program = loaded(blobs[0], layout["divided"], num_devices)
+    return Function(program, layout, loaded(blobs[1]) if blobs[1:] else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +130,14 @@ class Runner:
             Pulled(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
             for i, address in enumerate(header["servers"])
         ]
-        return {"platform": jax.default_backend(), "jax": jax.__version__}, []
+        devices = jax.local_devices()
+        found = {"platform": devices[0].platform, "devices": len(devices)}
+        return {**found, "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
-        self._functions[header["id"]] = function_of(header["layout"], arrays)
+        self._functions[header["id"]] = function_of(
+            header["layout"], arrays, jax.local_device_count()
+        )
         return None
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:

@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+from keras_distribute.launch.roles import Roles
+
 BEGIN = """
     import os, signal, sys
     import keras, numpy as np
@@ -81,14 +83,18 @@ def test_a_worker_is_started_again_alone(tmp_path):
             coordinator.schedule(add)
         coordinator.join()
         print("counted", v.numpy())
+        print({worker.num_devices for worker in strategy.cluster.workers}, "devices")
         """,
+        "--cpu-devices",
+        "2",
         "--log-dir",
         str(tmp_path),
     )
     assert code == 0, output
     assert "(exit code 137), and is started again" in output
     assert "[ chief:0] counted 201.0" in output
-    assert (tmp_path / "process-chief-0.log").read_text().endswith("counted 201.0\n")
+    log = (tmp_path / "process-chief-0.log").read_text()
+    assert log.endswith("counted 201.0\n{2} devices\n")
 
 
 def test_all_tasks_are_started_again_when_a_server_ends(tmp_path):
@@ -107,6 +113,31 @@ def test_all_tasks_are_started_again_when_a_server_ends(tmp_path):
     assert code == 0, output
     assert "starts all tasks again (1)" in output
     assert "counted 2.0" in output
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shares"),
+    [("0,1,2,3", ["0,1", "2,3"]), ("3", ["3", "3"]), ("", [None, None])],
+)
+def test_workers_have_the_gpus_of_the_host(monkeypatch, gpus, shares):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    roles = Roles(
+        ["true"],
+        num_workers=2,
+        num_ps=1,
+        cpu_devices=None,
+        max_restarts=0,
+        grace=1.0,
+        on_line=lambda name, line: None,
+        tell=lambda text: None,
+    )
+    for index, share in enumerate(shares):
+        told = roles._devices_of("worker", index)
+        assert told.get("CUDA_VISIBLE_DEVICES", gpus or None) == share
+        assert "JAX_PLATFORMS" not in told
+    for job in ("ps", "chief"):
+        told = roles._devices_of(job, 0)
+        assert told.get("JAX_PLATFORMS") == ("cpu" if gpus else None)
 
 
 def test_the_exit_code_is_the_chiefs(tmp_path):

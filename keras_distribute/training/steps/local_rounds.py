@@ -87,7 +87,10 @@ class LocalRounds(ScheduledStep):
         for group, block in enumerate(own):
             args = self._slots_of(group), _stacked(block)
             call = Call(args, {}, strategy.replica_mesh)
-            program = cluster.program(strategy, self._steps, call)
+            # Of the stacked batches the second axis is that of rows.
+            stacked = [1 if np.ndim(array) > 1 else None for array in call.arrays]
+            axes = [*(None for _ in args[0]), *stacked[len(args[0]) :]]
+            program = cluster.program(strategy, self._steps, call, axes)
             if program.ordered:
                 self._check_order(program.ordered)
             results.append(
