@@ -21,9 +21,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     the epoch and the step, the history so far, the state of the other callbacks, and
     the random streams of NumPy, Python and Keras. On as many replicas as before, the
     weights and the whole history are those of a run without interruption, bit for bit;
-    on another number of replicas, and in plain Keras, up to rounding. Under parameter
-    servers with `local_steps`, the outer optimizer's momentum begins anew. Saves are
-    written in the background; a save that is cut off leaves the one before it.
+    on another number of replicas, and in plain Keras, up to rounding. Saves are written
+    in the background; a save that is cut off leaves the one before it.
 
     Other callbacks keep their attributes that are numbers, strings, arrays, or lists,
     tuples and dictionaries of them; or what their `get_state()` returns, if they have

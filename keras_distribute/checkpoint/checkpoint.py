@@ -251,6 +251,7 @@ class Checkpoint:
         manifest, records = storage.read_manifest(path)
         tracking.synchronize(self._objects)
         tracked = self._track_for(manifest)
+        values.settle(tracked.variables)
         match = matching.match(path, manifest, records, tracked, partial=partial)
         chosen = {name: tracked.variables[name] for name in match.variables}
         values.check_assignable(chosen, manifest.variables)

@@ -32,7 +32,8 @@ class RestoreStatus:
         unexpected: Names that the checkpoint has and the objects lack.
         unbuilt: Names of metrics given to `compile` that have no variables before the
             first batch. They are left out, since `fit`, `evaluate` and `train_on_batch`
-            reset them before they use them.
+            reset them before they use them. And names of the outer optimizer of local
+            steps, where there are none.
         damaged: With `fallback=True`, the folders that were passed over, and why.
 
     Source: `tf.train.Checkpoint.restore`.
@@ -101,9 +102,17 @@ def match(
     saved = manifest.variables.keys() | manifest.objects.keys()
     present = tracked.variables.keys() | tracked.stateful.keys()
     extra, absent = sorted(saved - present), sorted(present - saved)
-    unbuilt = [name for name in extra if name.startswith(tuple(tracked.unbuilt))]
+    unbuilt = [
+        name
+        for name in extra
+        if name.startswith(tuple(tracked.unbuilt)) or _is_outer(name)
+    ]
     unexpected = [name for name in extra if name not in set(unbuilt)]
-    missing = [n for n in absent if not n.startswith(tuple(manifest.unbuilt))]
+    missing = [
+        name
+        for name in absent
+        if not name.startswith(tuple(manifest.unbuilt)) and not _is_outer(name)
+    ]
     variables = [name for name in tracked.variables if name in manifest.variables]
     here = {name: _form(variable) for name, variable in tracked.variables.items()}
     there = {name: _saved_form(manifest, arrays, name) for name in manifest.variables}
@@ -127,6 +136,11 @@ def match(
         )
     objects = [name for name in tracked.stateful if name in manifest.objects]
     return Match(variables, objects, missing, unexpected, unbuilt)
+
+
+def _is_outer(name: str) -> bool:
+    """Whether a variable is one of an outer optimizer, which only local steps have."""
+    return name.split("/")[1:2] == ["outer_optimizer"]
 
 
 def mismatch(

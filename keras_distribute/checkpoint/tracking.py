@@ -123,7 +123,18 @@ def track(objects: dict[str, Any]) -> Tracked:
                 and optimizer not in tracked.optimizers.values()
             ):
                 add_optimizer(f"{name}/optimizer", optimizer)
+            if isinstance(value, keras.Model):
+                for more, own in _of_strategy(value).items():
+                    add_optimizer(f"{name}/{more}", own)
     return tracked
+
+
+def _of_strategy(model: Any) -> dict[str, Any]:
+    """The optimizers that the model's strategy has for it."""
+    variables = model.trainable_variables
+    if not variables or not isinstance(variables[0], DistributedVariable):
+        return {}
+    return variables[0].distribute_strategy.optimizers_of(model)
 
 
 def synchronize(objects: dict[str, Any]) -> None:

@@ -34,14 +34,21 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
     Raises:
         CheckpointError: If a variable has no value now.
     """
-    _check_there(variables)
-    for variable in variables.values():
-        compat.stored_array(variable).copy_to_host_async()
+    settle(variables)
+    stored = _stored(variables)
+    for array in stored.values():
+        array.copy_to_host_async()
     arrays: Arrays = {}
     records: dict[str, VariableRecord] = {}
     for name, variable in variables.items():
-        array = compat.stored_array(variable)
-        if isinstance(variable, SyncOnReadVariable):
+        array = stored.pop(name)
+        groups = _values_of_groups(variable)
+        if groups is not None:
+            arrays[name] = np.stack(groups)
+            exact = jnp.issubdtype(arrays[name].dtype, jnp.inexact)
+            aggregation = "mean" if exact else "only_first_replica"
+            records[name] = VariableRecord(variable.path, len(groups), aggregation)
+        elif isinstance(variable, SyncOnReadVariable):
             arrays[name] = _components(array)
             records[name] = VariableRecord(
                 variable.path, len(arrays[name]), variable.aggregation
@@ -55,11 +62,20 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
 def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -> None:
     """Gives a variable, ours or Keras's own, the value that `fetch` returned."""
     if not _same_replicas(variable, record):
-        variable.assign(_value(array, record))
+        if not _assigned_to_groups(variable, array, record):
+            variable.assign(_value(array, record))
         return
     mesh = variable.replica_mesh
     own = array[mesh.local_replicas.start : mesh.local_replicas.stop]
     variable.assign(PerReplica(stacked=mesh.put_split(own)))
+
+
+def settle(variables: dict[str, Any]) -> None:
+    """Waits for what is under way on other machines, and would change variables."""
+    ours = (v for v in variables.values() if isinstance(v, DistributedVariable))
+    found = {id(v.distribute_strategy): v.distribute_strategy for v in ours}
+    for strategy in found.values():
+        strategy.wait_for_steps()
 
 
 def check_assignable(
@@ -108,6 +124,19 @@ def _same_replicas(variable: Any, record: VariableRecord) -> bool:
     )
 
 
+def _values_of_groups(variable: Any) -> list[Any] | None:
+    if not isinstance(variable, DistributedVariable):
+        return None
+    return variable.distribute_strategy.values_of_groups(variable)
+
+
+def _assigned_to_groups(variable: Any, array: Any, record: VariableRecord) -> bool:
+    """Gives the groups of local steps their slots, if there are as many of them."""
+    if record.replicas is None or not isinstance(variable, DistributedVariable):
+        return False
+    return variable.distribute_strategy.assign_groups(variable, list(array))
+
+
 def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:
     """What the variable read as when it was saved."""
     if record.replicas is None:
@@ -139,16 +168,19 @@ def _copied(array: jax.Array) -> np.ndarray[Any, Any]:
     return np.array(on_host(array)) if shared else on_host(array)
 
 
-def _has_value(variable: Any) -> bool:
-    try:
-        array = compat.stored_array(variable)
-    except ContextError:  # Its memory was given to a step that failed.
-        return False
-    return array is not None and not array.is_deleted()
+def _stored(variables: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of all variables, each read once: some are on other machines.
 
-
-def _check_there(variables: dict[str, Any]) -> None:
-    gone = [name for name, variable in variables.items() if not _has_value(variable)]
+    Raises:
+        CheckpointError: If a variable has no value now.
+    """
+    stored: dict[str, Any] = {}
+    for name, variable in variables.items():
+        try:
+            stored[name] = compat.stored_array(variable)
+        except ContextError:  # Its memory was given to a step that failed.
+            stored[name] = None
+    gone = [name for name, a in stored.items() if a is None or a.is_deleted()]
     if gone:
         raise CheckpointError(
             f"{len(gone)} variable(s) have no value: {', '.join(gone)}.",
@@ -157,3 +189,4 @@ def _check_there(variables: dict[str, Any]) -> None:
             fix="save outside of traced functions, and restore an earlier checkpoint "
             "after a failed step.",
         )
+    return stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,9 @@ class Channel:
         credentials: Of the job.
         timeout: Seconds to wait for the task, which may start later.
 
+    Attributes:
+        is_over: Whether the task was gone once.
+
     Raises:
         UnavailableError: If it does not answer, or cannot prove that it has the token.
     """
@@ -38,7 +42,8 @@ class Channel:
     def __init__(
         self, address: str, name: str, credentials: Credentials, timeout: float
     ) -> None:
-        self.address, self.name = address, name
+        self.address, self.name, self.is_over = address, name, False
+        self._credentials = credentials
         self._numbers = 0
         self._early: dict[int, tuple[Header, list[Array]]] = {}
         self._context = zmq.Context.instance()
@@ -165,7 +170,22 @@ class Channel:
         elif self._connected:
             raise self._error("its connection has ended")
 
+    def again(self, timeout: float) -> Channel:
+        """A new conversation with the same task, in the place of one that is over.
+
+        Raises:
+            UnavailableError: If nobody listens there, or as for a new channel.
+        """
+        self.close()
+        host, port = self.address.rsplit(":", 1)
+        try:  # ZeroMQ would not say that nobody is there.
+            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+        except OSError:
+            raise self._error("nobody listens there any more") from None
+        return Channel(self.address, self.name, self._credentials, timeout)
+
     def _error(self, why: str) -> UnavailableError:
+        self.is_over = True
         return UnavailableError(
             f"The task {self.name} cannot be had.",
             received=f"{self.address}: {why}.",
@@ -174,6 +194,8 @@ class Channel:
 
     def close(self) -> None:
         """Ends the conversation."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

@@ -19,7 +19,6 @@ import numpy as np
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError
-from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
@@ -70,40 +69,70 @@ class Cluster:
         max_staleness: int | None,
         lazy_rows: bool,
     ) -> None:
-        self.credentials, self.coordinator = credentials, uuid.uuid4().hex
+        self.credentials, self.coordinator = credentials, ""
         self.server_addresses = list(cluster.job_tasks("ps"))
         self._max_staleness = max_staleness
         self._condition = threading.Condition()
         self.queue = Queue(self._condition)
         self.servers = [
-            Server(
-                i,
-                Channel(address, f"ps:{i}", credentials, _SECONDS_TO_START),
-                self.coordinator,
-                self.queue.lost,
-            )
+            Server(i, address, credentials, self.queue.lost)
             for i, address in enumerate(self.server_addresses)
         ]
         self.served, self.kept = Served(self.servers, partitioner), Kept()
         self.slots = GroupSlots(len(list(cluster.job_tasks("worker"))))
         self.updates = Updates(self.servers, self.served, lazy_rows)
-        self._versions = [0] * len(self.servers)
-        self._floor = [[0, 0] for _ in self.servers]
+        self._versions: list[int] = []
+        self._floor: list[list[int]] = []
         self._lives: dict[int, int] = {}
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self.dropped: list[int] = []
         self.recorded: dict[int, Closure] | None = None
-        self.workers = [
-            Worker(i, address, self)
-            for i, address in enumerate(cluster.job_tasks("worker"))
-        ]
-        for worker in self.workers:
-            worker.start()
+        self.workers: list[Worker] = []
+        self._begin([(each, 0) for each in cluster.job_tasks("worker")])
         # A program that ends lets its tasks end, too.
         self._end = weakref.finalize(
             self, _close, self.queue, self.workers, self.servers, True
         )
+
+    def _begin(
+        self, workers: Sequence[tuple[str, int]], timeout: float = _SECONDS_TO_START
+    ) -> None:
+        """Takes the servers, which are empty, and the workers.
+
+        Args:
+            workers: Their addresses, with how many steps each has done.
+            timeout: Seconds to wait for each server.
+        """
+        coordinator = uuid.uuid4().hex
+        for server in self.servers:
+            server.begin(coordinator, timeout)
+        self.coordinator = coordinator
+        self._versions = [0] * len(self.servers)
+        self._floor = [[0, 0] for _ in self.servers]
+        self.workers[:] = [
+            Worker(i, address, self, steps)
+            for i, (address, steps) in enumerate(workers)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def begin_again(self, timeout: float) -> None:
+        """Takes the servers anew, where one was lost: all are empty, and what they had
+        has to be assigned.
+
+        Raises:
+            UnavailableError: Where one does not answer.
+        """
+        for worker in self.workers:
+            worker.close(end_task=False)
+        for worker in self.workers:
+            worker.join(5.0)
+        with self._lock:
+            self.queue.begin_again()
+            self.served.lose()
+            self.updates.forget()
+            self._begin([(w.address, w.steps) for w in self.workers], timeout)
 
     def is_on_servers(self, variable: Any) -> bool:
         """Whether a variable is one of those that servers keep: weights, and what
@@ -220,6 +249,7 @@ class Cluster:
 
         with self._lock:
             self.send_changed()
+            self.served.check(program.of_servers)
             with self.kept.lock:
                 kept = [self.kept.value_of(variable) for variable in program.kept]
                 seeds = [self._advanced(program) for _ in calls]

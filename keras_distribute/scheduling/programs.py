@@ -102,6 +102,14 @@ class Traced:
         """How many results are arrays."""
         return sum(leaf is None for leaf in self.leaves)
 
+    def of_servers(self) -> list[Any]:
+        """The variables of servers that it takes or changes."""
+        found = [*self.reads, *(lookup.variable for lookup in self.lookups)]
+        found += [variable for _, variable in self.pushed]
+        for optimizer, weights in self.gradients:
+            found += [*weights, *optimizer.variables]
+        return found
+
     def size_of(self, weight: Any) -> int | None:
         """How many rows the gradient of a weight has; `None` for all."""
         sizes = {id(lookup.variable): lookup.size for lookup in self.lookups}

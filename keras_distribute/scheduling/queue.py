@@ -163,12 +163,28 @@ class Queue:
             self._lost = self._lost or error
             self.failed(error)
 
+    def begin_again(self) -> None:
+        """Forgets errors and whom to wake, with servers that are new; all that waited
+        or ran is cancelled.
+        """
+        with self._condition:
+            left = [*self._waiting, *self._running]
+            self._waiting.clear()
+            self._running.clear()
+            for closure in left:
+                self._cancel(closure)
+            self._error = self._lost = None
+            self._wake.clear()
+            self._condition.notify_all()
+
     def _cancel(self, closure: Closure) -> None:
         self._unfinished.pop(closure.number, None)
         closure.result.set_error(
             CancelledError(
                 "The function was given up, since another one has raised an error.",
-                received=f"{self._error}" if self._error else "a strategy that closes.",
+                received=f"{self._error}"
+                if self._error
+                else "a strategy that closes or begins again.",
                 fix="mend that one, and schedule this one again.",
             )
         )

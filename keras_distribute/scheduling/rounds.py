@@ -52,6 +52,12 @@ class GroupSlots(Holder):
         self._take(variable)
         return self._values[id(variable)][1][group]
 
+    def values_of(self, variable: Any) -> list[Array] | None:
+        """What each group has; `None` for a variable that is none of theirs."""
+        link = variable._link
+        own = link is not None and link[0] is self
+        return list(self._values[id(variable)][1]) if own else None
+
     def set(self, variable: Any, group: int, value: Array) -> None:
         """Notes what a group has ended a round with."""
         self._take(variable)

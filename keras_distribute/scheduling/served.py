@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.channel import Channel
+from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling import partitioners
 from keras_distribute.servers.programs import exported
@@ -23,6 +24,7 @@ from keras_distribute.servers.rows import joined
 from keras_distribute.variables import DrawnVariable, Holder
 
 Partitioner = Callable[..., Sequence[int]]
+_SECONDS_TO_COME_BACK = 2.0
 
 
 class Server:
@@ -30,8 +32,8 @@ class Server:
 
     Args:
         index: Of the server.
-        channel: To ask it.
-        coordinator: Who asks.
+        address: Of the server.
+        credentials: Of the job.
         lost: Called once when the server is gone, with the error.
 
     Attributes:
@@ -44,21 +46,42 @@ class Server:
     def __init__(
         self,
         index: int,
-        channel: Channel,
-        coordinator: str,
+        address: str,
+        credentials: Credentials,
         lost: Callable[[UnavailableError], None],
     ) -> None:
         self.index, self.writes, self.version = index, 0, 0
-        self._channel, self._coordinator = channel, coordinator
-        self._lock, self._lost = threading.Lock(), lost
+        self.platform = ""
         self.told: list[tuple[list[int], list[Array]]] | None = None
+        self._address, self._credentials = address, credentials
+        self._channel: Channel | None = None
+        self._coordinator = ""
+        self._lock, self._lost = threading.Lock(), lost
         self._gone: UnavailableError | None = None
+
+    def begin(self, coordinator: str, timeout: float) -> None:
+        """Takes the server, which has no values from now on.
+
+        Args:
+            coordinator: Who asks from now on.
+            timeout: Seconds to wait for it, which may start later.
+
+        Raises:
+            UnavailableError: Where it does not come.
+        """
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            name = f"ps:{self.index}"
+            self._channel = Channel(self._address, name, self._credentials, timeout)
+            self._coordinator, self._gone = coordinator, None
+            self.writes = self.version = 0
         self.platform = str(self.call({"op": "begin"})[0]["platform"])
 
     @property
     def name(self) -> str:
         """As in errors."""
-        return f"{self._channel.name} ({self._channel.address})"
+        return f"ps:{self.index} ({self._address})"
 
     def call(
         self, header: Header, arrays: Sequence[Any] = ()
@@ -73,14 +96,15 @@ class Server:
                 raise UnavailableError(*self._gone.args)
             try:
                 told = {**header, "coordinator": self._coordinator}
-                answer, found = self._channel.call(told, arrays)
+                answer, found = self._asked(told, arrays)
             except UnavailableError as error:
                 self._gone = UnavailableError(
                     f"The parameter server {self.name} has ended or is cut off, and "
                     "the values that it had are lost.",
                     received=f"{error}",
-                    fix="start it again, then this program, which restores its last "
-                    "checkpoint: kd.CheckpointManager, or BackupAndRestore in fit.",
+                    fix="start it again, then call strategy.reconnect() or start this "
+                    "program again, and restore the last checkpoint: "
+                    "kd.CheckpointManager, or BackupAndRestore in fit.",
                 )
                 self._lost(self._gone)
                 raise self._gone from error
@@ -90,10 +114,26 @@ class Server:
         self.version = max(self.version, answer.get("version", 0))
         return answer, found
 
+    def _asked(
+        self, header: Header, arrays: Sequence[Any]
+    ) -> tuple[Header, list[Array]]:
+        """Asks; again where it or this process was frozen or cut off for a while. What
+        is asked twice does the same as once.
+        """
+        assert self._channel is not None
+        try:
+            return self._channel.call(header, arrays)
+        except UnavailableError:
+            if not self._channel.is_over:
+                raise
+            self._channel = self._channel.again(_SECONDS_TO_COME_BACK)
+            return self._channel.call(header, arrays)
+
     def close(self) -> None:
         """Says no more."""
         with self._lock:
-            self._channel.close()
+            if self._channel is not None:
+                self._channel.close()
             self._gone = self._gone or UnavailableError(
                 f"The strategy of the parameter server {self.name} was closed.",
                 received="a read or an assignment after that.",
@@ -158,6 +198,7 @@ class Served(Holder):
         self._places: dict[int, tuple[Any, Place]] = {}
         self._bytes = [0] * len(servers)
         self._keys = 0
+        self._lost: set[int] = set()
 
     def place_of(self, variable: Any) -> Place | None:
         """Where a variable is; `None` for one that no function has used."""
@@ -167,6 +208,24 @@ class Served(Holder):
     def places(self) -> list[tuple[Any, Place]]:
         """All variables, with their places."""
         return list(self._places.values())
+
+    def lose(self) -> None:
+        """Notes that the servers have no values any more."""
+        self._lost = self._places.keys() - self.changed.keys()
+
+    def check(self, variables: Callable[[], Sequence[Any]]) -> None:
+        """Raises `UnavailableError` where the value of one of these was lost, and not
+        assigned since.
+        """
+        lost = [v for v in variables() if id(v) in self._lost] if self._lost else []
+        if lost:
+            raise UnavailableError(
+                "A parameter server had a value that was lost with it: "
+                f"{', '.join(v.path for v in lost[:10])}.",
+                received=f"{len(lost)} variable(s) that nobody has assigned since.",
+                fix="restore the last checkpoint, by kd.CheckpointManager or "
+                "BackupAndRestore in fit; or assign it.",
+            )
 
     def add(self, variables: Sequence[Any], whole: bool = False) -> None:
         """Chooses places for variables that have none.
@@ -220,8 +279,7 @@ class Served(Holder):
             # What is recorded is what was told.
             if drawing is not None and all(s.told is None for s in self._servers):
                 self._draw(drawing, self._places[key][1])
-                variable._link_to(self, key)
-                del self.changed[key]
+                self._take(key, variable)
                 continue
             value = np.asarray(variable.value)
             by_server: dict[int, list[Part]] = {}
@@ -230,8 +288,13 @@ class Served(Holder):
             for server, parts in by_server.items():
                 told = {"op": "set", "keys": [part.key for part in parts]}
                 self._servers[server].call(told, [part.of(value) for part in parts])
-            variable._link_to(self, key)
-            del self.changed[key]
+            self._take(key, variable)
+
+    def _take(self, key: int, variable: Any) -> None:
+        """Notes that the servers have the value."""
+        variable._link_to(self, key)
+        del self.changed[key]
+        self._lost.discard(key)
 
     def _draw(self, drawing: Any, place: Place) -> None:
         """Lets the servers draw the rows that they have."""
@@ -289,6 +352,7 @@ class Served(Holder):
 
     def read(self, variable: Any) -> Array:
         """The value that the servers have now."""
+        self.check(lambda: [variable])
         place = self._places[id(variable)][1]
         found: list[Array] = []
         for part in place.read:

@@ -38,6 +38,11 @@ class Updates:
         self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, Any]] = {}
 
+    def forget(self) -> None:
+        """Notes that the servers have no programs any more."""
+        self._numbers.clear()
+        self.sent.clear()
+
     def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
         """Why an optimizer has to be given the gradient of a whole table; `None` where
         it can do with some rows, and leaves all others as they are.

@@ -22,6 +22,8 @@ from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure, Queue
 
 _AHEAD = 2  # Functions that a worker has: one runs, one is on its way.
+_MOST_CUTS = 3  # After which a worker that cannot reach a server is an error.
+_SECONDS_TO_REACH_SERVERS = 5.0  # They have just answered the coordinator.
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +62,7 @@ class Worker(threading.Thread):
         index: Of the worker.
         address: Of the worker.
         owner: The cluster.
+        steps: How many the worker has finished before.
 
     Attributes:
         is_ready: Whether the worker is there.
@@ -68,9 +71,10 @@ class Worker(threading.Thread):
         steps: How many it has finished.
     """
 
-    def __init__(self, index: int, address: str, owner: Owner) -> None:
+    def __init__(self, index: int, address: str, owner: Owner, steps: int) -> None:
         super().__init__(name=f"worker:{index}", daemon=True)
-        self.index, self.address, self.is_ready, self.steps = index, address, False, 0
+        self.index, self.address, self.steps = index, address, steps
+        self.is_ready = False
         self.platform, self.num_devices = "", 1
         self.last_error: DistributeError | None = None
         self._owner = owner
@@ -81,7 +85,7 @@ class Worker(threading.Thread):
         self._running: dict[int, Closure] = {}
         self._sent: set[int] = set()
         self._ends_task = False
-        self._num_dropped = 0
+        self._num_dropped = self._cuts = 0
         owner.queue.on_work(self.wake)
 
     def wake(self) -> None:
@@ -125,7 +129,7 @@ class Worker(threading.Thread):
                     "worker": self.index,
                     "incarnation": owner.fence(self.index),
                     "servers": owner.server_addresses,
-                    "timeout": 30.0,
+                    "timeout": _SECONDS_TO_REACH_SERVERS,
                 },
                 timeout=60.0,
             )
@@ -219,12 +223,14 @@ class Worker(threading.Thread):
         try:
             raise_remote(header, name)
         except Exception as error:
-            if isinstance(error, UnavailableError) and "given up" in str(error):
-                if closure is not None:
-                    self._owner.queue.put_back(closure)
-                raise  # It lives on, but was taken for dead: begin again.
             if isinstance(error, UnavailableError):
-                error = self._owner.lost_server() or error
+                lost = self._owner.lost_server()
+                self._cuts += "given up" not in str(error)
+                if lost is None and self._cuts <= _MOST_CUTS:
+                    if closure is not None:
+                        self._owner.queue.put_back(closure)
+                    raise  # It was taken for dead, or cut off for a while: begin again.
+                error = lost or error
             self._owner.queue.failed(error, closure)
             return
         if closure is None:
@@ -242,6 +248,7 @@ class Worker(threading.Thread):
             self._send(channel, closure, program)
             closure.program = program
             return
+        self._cuts = 0
         self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program

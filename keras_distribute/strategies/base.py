@@ -480,6 +480,25 @@ class Strategy(DeprecatedMethods):
         variables.
         """
 
+    def optimizers_of(self, model: Any) -> dict[str, Any]:
+        """The optimizers that the strategy has for a model, beside the model's own."""
+        del model
+        return {}
+
+    def values_of_groups(self, variable: Any) -> list[Any] | None:
+        """What each group of local steps has of a variable; `None` for a variable of
+        which there is one value.
+        """
+        del variable
+        return None
+
+    def assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
+        """Gives each group of local steps its own value again; returns whether there
+        are as many groups.
+        """
+        del variable, values
+        return False
+
     def make_replica_context(self) -> ReplicaContext:
         """The context that a function sees inside `run`."""
         return ReplicaContext(self)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import keras
 
 from keras_distribute import checks, context
+from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
@@ -21,6 +23,16 @@ from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
+
+
+class Unfinished(Protocol):
+    """Steps of a model that wait for more."""
+
+    def finish(self) -> None:
+        """Makes them, and waits for their end."""
+
+    def drop(self) -> None:
+        """Forgets them."""
 
 
 class ParameterServerStrategy(Strategy):
@@ -107,7 +119,10 @@ class ParameterServerStrategy(Strategy):
         if self.local_steps > 1 and outer_optimizer is None:
             outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         self.outer_optimizer = outer_optimizer
-        self.unfinished: dict[int, Callable[[], None]] = {}
+        self.unfinished: dict[int, Unfinished] = {}
+        self._outer_optimizers: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
         self._own: ParameterServerCluster | None = None
         if cluster_resolver is None:
             self._own = ParameterServerCluster()
@@ -177,9 +192,64 @@ class ParameterServerStrategy(Strategy):
         )
 
     def wait_for_steps(self) -> None:
-        for finish in list(self.unfinished.values()):
-            finish()
+        for steps in list(self.unfinished.values()):
+            steps.finish()
         self.cluster.join()
+
+    def optimizers_of(self, model: Any) -> dict[str, Any]:
+        """With local steps, the model's copy of the outer optimizer: one for each
+        optimizer that it was compiled with.
+        """
+        known, own = self._outer_optimizers, model.optimizer
+        if self.local_steps == 1 or own is None:
+            return {}
+        if own not in known:
+            outer = self.outer_optimizer
+            with self.scope():
+                known[own] = type(outer).from_config(outer.get_config())
+                compat_optimizer.build(known[own], model.trainable_variables)
+        return {"outer_optimizer": known[own]}
+
+    def values_of_groups(self, variable: Any) -> list[Any] | None:
+        return self.cluster.slots.values_of(variable)
+
+    def assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
+        if self.local_steps == 1 or len(values) != len(self.cluster.workers):
+            return False
+        for group, value in enumerate(values):
+            self.cluster.slots.set(variable, group, value)
+        return True
+
+    def reconnect(self, timeout_seconds: float = 600.0) -> None:
+        """Takes the parameter servers anew, after one of them was lost and has been
+        started again.
+
+        All begin empty. What they had is to be restored before it is used: by
+        `kd.CheckpointManager`, or by `fit` with `kd.callbacks.BackupAndRestore`, which
+        goes on with the very next batch after its last save. What was scheduled is
+        cancelled. Models, optimizers and programs stay as they are.
+
+        Source: none; with TensorFlow the program has to be started again.
+
+        Args:
+            timeout_seconds: How long to wait for each server.
+
+        Raises:
+            UnavailableError: Where a server does not answer until then.
+
+        Example:
+            >>> while True:  # doctest: +SKIP
+            ...     backup = kd.callbacks.BackupAndRestore("backup", save_freq=100)
+            ...     try:
+            ...         model.fit(dataset, epochs=10, callbacks=[backup])
+            ...         break
+            ...     except kd.errors.UnavailableError:
+            ...         strategy.reconnect()
+        """
+        checks.number("timeout_seconds", timeout_seconds)
+        for steps in list(self.unfinished.values()):
+            steps.drop()
+        self.cluster.begin_again(timeout_seconds)
 
     def close(self, end_tasks: bool = False) -> None:
         """Lets go of the workers and servers, which take the next strategy; those that

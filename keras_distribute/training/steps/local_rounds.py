@@ -55,7 +55,7 @@ class LocalRounds(ScheduledStep):
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
-        self._strategy.unfinished[id(self)] = self.finish
+        self._strategy.unfinished[id(self)] = self
         self._waiting.append(jax.tree.map(np.asarray, data))
         groups = len(self._strategy.cluster.workers)
         if len(self._waiting) == groups * self._strategy.local_steps:
@@ -75,6 +75,11 @@ class LocalRounds(ScheduledStep):
         if self._waiting:
             self._begin()
         self._end()
+
+    def drop(self) -> None:
+        """Forgets the batches that are left, and the round that is under way."""
+        self._strategy.unfinished.pop(id(self), None)
+        self._waiting, self._round = [], None
 
     def _begin(self) -> None:
         """Schedules a function for each group that has batches."""
@@ -127,10 +132,7 @@ class LocalRounds(ScheduledStep):
         }
         if not jax.tree.leaves(pushed):
             return
-        if self._outer is None:
-            self._outer = _copy_of(
-                strategy.outer_optimizer, strategy, self._trainer.trainable_variables
-            )
+        self._outer = strategy.optimizers_of(self._trainer)["outer_optimizer"]
         call = Call((pushed,), {}, strategy.replica_mesh)
         program = cluster.program(strategy, self._outer_step, call)
         cluster.schedule(strategy, program, self._outer_step, [call], counted=0)
@@ -222,14 +224,6 @@ class _LogsOfRounds(Logs):
     def _now(self) -> Logs:
         super()._now().update(self._own)
         return self
-
-
-def _copy_of(optimizer: Any, strategy: Any, weights: list[Any]) -> Any:
-    """The outer optimizer of one model, with slots of its own."""
-    with strategy.scope():
-        copy = type(optimizer).from_config(optimizer.get_config())
-        compat_optimizer.build(copy, weights)
-    return copy
 
 
 def _layers_and_metrics(trainer: Any) -> list[Any]:
