@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from keras_distribute.cluster import signing
 
@@ -80,6 +82,18 @@ class Job:
     def start(self) -> None:
         """Starts all."""
         for index in self._indices:
+            started: Future[Worker] = Future()
+            follow = functools.partial(self._follow, index, started)
+            thread = threading.Thread(target=follow, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            self.workers.append(started.result())
+
+    def _follow(self, index: int, started: Future[Worker]) -> None:
+        """Starts a process, and lives as long as it: its parent is the thread that
+        started it, with which it would end.
+        """
+        try:
             process = subprocess.Popen(
                 self._command,
                 env=self._environment_of(index),
@@ -91,11 +105,13 @@ class Job:
                 start_new_session=True,  # Their children are ended with them.
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
-            worker = Worker(index, process, deque(maxlen=_KEPT_LINES))
-            self.workers.append(worker)
-            thread = threading.Thread(target=self._read, args=(worker,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        worker = Worker(index, process, deque(maxlen=_KEPT_LINES))
+        started.set_result(worker)
+        self._read(worker)
+        process.wait()
 
     def _environment_of(self, index: int) -> dict[str, str]:
         local_index = index - self._indices.start
@@ -189,5 +205,7 @@ def free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """Makes a new process end with the one that started it, even if that is killed."""
+    """Makes a new process end with the one that started it, even if that is killed: to
+    be exact, with the thread (`man 2 prctl`).
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -4,18 +4,19 @@ programs that they run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from keras_distribute import dropped
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError
@@ -90,10 +91,8 @@ class Cluster:
         self.recorded: dict[int, Closure] | None = None
         self.workers: list[Worker] = []
         self._begin([(each, 0) for each in cluster.job_tasks("worker")])
-        # A program that ends lets its tasks end, too.
-        self._end = weakref.finalize(
-            self, _close, self.queue, self.workers, self.servers, True
-        )
+        self._tasks = _Tasks(self.queue, self.workers, self.servers)
+        dropped.when_dropped(self, self._tasks.close)
 
     def _begin(
         self, workers: Sequence[tuple[str, int]], timeout: float = _SECONDS_TO_START
@@ -372,8 +371,7 @@ class Cluster:
 
     def close(self, end_tasks: bool) -> None:
         """Lets go of the tasks of the cluster, or lets them end."""
-        if self._end.detach() is not None:
-            _close(self.queue, self.workers, self.servers, end_tasks)
+        self._tasks.close(end_tasks)
 
 
 def _arrays(call: Call, worker: int) -> list[Any]:
@@ -386,16 +384,34 @@ def _arrays(call: Call, worker: int) -> list[Any]:
     ]
 
 
-def _close(
-    queue: Queue, workers: Sequence[Worker], servers: Sequence[Server], end_tasks: bool
-) -> None:
-    queue.close()
-    for worker in workers:
-        worker.close(end_tasks)
-    for worker in workers:
-        worker.join(5.0)
-    for server in servers:
-        if end_tasks:
-            with contextlib.suppress(DistributeError):
-                server.call({"op": "end"})
-        server.close()
+class _Tasks:
+    """What talks to the tasks of a cluster, and has to end. A program that ends lets
+    them end, too.
+    """
+
+    def __init__(
+        self, queue: Queue, workers: Sequence[Worker], servers: Sequence[Server]
+    ) -> None:
+        self._queue, self._workers, self._servers = queue, workers, servers
+        self._is_closed = False
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self.close(end_tasks=True)
+
+    def close(self, end_tasks: bool = False) -> None:
+        """Lets go of them, or lets them end; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        self._queue.close()
+        for worker in self._workers:
+            worker.close(end_tasks)
+        for worker in self._workers:
+            worker.join(5.0)
+        for server in self._servers:
+            if end_tasks:
+                with contextlib.suppress(DistributeError):
+                    server.call({"op": "end"})
+            server.close()

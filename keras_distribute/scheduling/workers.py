@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -77,7 +78,8 @@ class Worker(threading.Thread):
         self.is_ready = False
         self.platform, self.num_devices = "", 1
         self.last_error: DistributeError | None = None
-        self._owner = owner
+        # A thread lives as long as it runs: so a strategy that is dropped is collected.
+        self._weak_owner = weakref.ref(owner)
         self._is_closed = threading.Event()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
@@ -87,6 +89,13 @@ class Worker(threading.Thread):
         self._ends_task = False
         self._num_dropped = self._cuts = 0
         owner.queue.on_work(self.wake)
+
+    @property
+    def _owner(self) -> Owner:
+        owner = self._weak_owner()
+        if owner is None:
+            raise UnavailableError("The strategy is gone.")
+        return owner
 
     def wake(self) -> None:
         """Makes the thread look at the queue."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import keras
 
-from keras_distribute import checks, context
+from keras_distribute import checks, context, dropped
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
@@ -127,6 +127,7 @@ class ParameterServerStrategy(Strategy):
         if cluster_resolver is None:
             self._own = ParameterServerCluster()
             cluster_resolver = self._own.cluster_resolver
+            dropped.when_dropped(self, self._own.close)
         self._resolver = cluster_resolver
         spec = _checked(cluster_resolver)
         own = isinstance(cluster_resolver, LocalResolver)

@@ -4,6 +4,7 @@
 
 import gc
 import time
+import weakref
 
 import jax
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute import dropped
 from keras_distribute.coordinator import (
     ClusterCoordinator,
     PerWorkerValues,
@@ -415,6 +417,23 @@ def test_closed_strategies_leave_nothing(cluster):
         strategy.close()
         assert not any(thread.is_alive() for thread in threads)
         gc.collect()
+
+
+def test_dropped_strategies_leave_nothing(cluster):
+    strategy = kd.ParameterServerStrategy(cluster.cluster_resolver)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
+    iterator = iter(coordinator.create_per_worker_dataset(numbers()))
+    coordinator.schedule(lambda iterator: next(iterator), (iterator,)).fetch()
+    threads, known = list(strategy.cluster.workers), weakref.ref(strategy.cluster)
+    del strategy, coordinator, model, iterator
+    gc.collect()
+    dropped.settle()
+    assert known() is None
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("bound", [0, 2])

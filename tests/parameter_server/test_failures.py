@@ -2,122 +2,27 @@
 never a hang.
 """
 
-import signal
-import time
-
 import keras
-import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.coordinator import ClusterCoordinator
 from tests.exactness.harness import table
-
-MOMENTS = ["idle", "in a step", "at random"]
-
-
-def counting(strategy):
-    """A large variable, a count, and a function that adds to both."""
-    with strategy.scope():
-        v = keras.Variable(np.zeros(1000, "float32"))
-        n = keras.Variable(0.0)
-
-    def add(x):
-        v.assign_add(x)
-        n.assign_add(1.0)
-        return x[0]
-
-    return v, n, add
-
-
-def assert_counts(v, n, count):
-    """Each step counts once on each server."""
-    np.testing.assert_array_equal(v.numpy(), np.full(1000, count))
-    assert n.numpy() == count
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGTERM"])
-def test_a_worker_that_goes_and_comes_back(own_cluster, name, moment):
-    number = getattr(signal, name)
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    coordinator = ClusterCoordinator(strategy)
-    v, n, add = counting(strategy)
-    x = np.ones(1000, "float32")
-    for _ in range(20):
-        coordinator.schedule(add, (x,))
-    coordinator.join()
-    if moment == "idle":
-        own_cluster.kill("worker", 0, number)
-    values = [coordinator.schedule(add, (x,)) for _ in range(400)]
-    if moment != "idle":
-        time.sleep(0.02 if moment == "in a step" else 0.11)
-        own_cluster.kill("worker", 0, number)
-    start = time.monotonic()
-    coordinator.join()
-    assert time.monotonic() - start < (10 if number == signal.SIGSTOP else 5)
-    assert coordinator.fetch(values) == [1.0] * 400
-    assert_counts(v, n, 420)
-    if number == signal.SIGSTOP:
-        own_cluster.kill("worker", 0, signal.SIGCONT)
-        time.sleep(1.0)
-        assert_counts(v, n, 420)  # What it pushes late is refused.
-    else:
-        own_cluster.start("worker", 0)
-    worker = strategy.cluster.workers[0]
-    end = time.monotonic() + 60
-    while not worker.is_ready and time.monotonic() < end:
-        time.sleep(0.05)
-    before = worker.steps
-    for _ in range(200):
-        coordinator.schedule(add, (x,))
-    coordinator.join()
-    assert_counts(v, n, 620)
-    assert worker.steps > before
-    strategy.close()
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_a_server_that_is_gone_is_an_error(own_cluster, name):
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    coordinator = ClusterCoordinator(strategy)
-    v, n, add = counting(strategy)
-    x = np.ones(1000, "float32")
-    coordinator.schedule(add, (x,)).fetch()
-    coordinator.join()
-    own_cluster.kill("ps", 0, getattr(signal, name))
-    start = time.monotonic()
-    for method in (
-        lambda: [coordinator.schedule(add, (x,)), coordinator.join()],
-        coordinator.join,
-        coordinator.done,
-        lambda: [v.numpy(), n.numpy()],
-    ):
-        with pytest.raises(
-            kd.errors.UnavailableError, match=r"parameter server ps:0 \(127(.|\n)*again"
-        ):
-            method()
-    assert time.monotonic() - start < 10
-    strategy.close()
+from tests.parameter_server.test_kill_matrix import Counting
 
 
 def test_nobody_works_until_a_worker_comes(own_cluster, caplog):
     strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    coordinator = ClusterCoordinator(strategy)
-    v, n, add = counting(strategy)
-    x = np.ones(1000, "float32")
-    coordinator.schedule(add, (x,)).fetch()
+    counting = Counting(strategy)
+    counting.scheduled(1)[0].fetch()
     for index in range(2):
         own_cluster.kill("worker", index)
-    for _ in range(10):
-        coordinator.schedule(add, (x,))
+    counting.scheduled(10)
     assert not strategy.cluster.join(timeout=1.0)
     strategy.cluster.remind()
     assert "none of 2 is there" in caplog.text
     own_cluster.start("worker", 1)
-    coordinator.join()
-    assert_counts(v, n, 11)
+    counting.coordinator.join()
+    counting.assert_counts(11)
     strategy.close()
 
 
@@ -163,19 +68,14 @@ class _Rows(keras.metrics.Metric):
 def test_the_next_coordinator_begins_anew(own_cluster):
     """Of a coordinator that is gone without a word."""
     first = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    v, _, add = counting(first)
-    x = np.ones(1000, "float32")
-    coordinator = ClusterCoordinator(first)
-    for _ in range(50):
-        coordinator.schedule(add, (x,))
+    of_first = Counting(first)
+    of_first.scheduled(50)
     second = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    w, m, add_second = counting(second)
-    other = ClusterCoordinator(second)
-    for _ in range(50):
-        other.schedule(add_second, (x,))
-    other.join()
-    assert_counts(w, m, 50)
+    of_second = Counting(second)
+    of_second.scheduled(50)
+    of_second.coordinator.join()
+    of_second.assert_counts(50)
     with pytest.raises(kd.errors.DistributeError, match="another coordinator"):
-        v.numpy()
+        of_first.v.numpy()
     first.close()
     second.close()

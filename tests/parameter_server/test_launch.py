@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 
+from keras_distribute.launch.job import Job
 from keras_distribute.launch.roles import Roles
 
 BEGIN = """
@@ -156,3 +159,16 @@ def test_wrong_options(options, capsys):
         command.main([*options, "train.py"])
     assert "--workers" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_tasks_outlive_the_thread_that_started_them():
+    job = Job([sys.executable, "-c", "import time; time.sleep(100)"], 1)
+    thread = threading.Thread(target=job.start)
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    assert job.running()
+    job.stop(grace=0)
+    assert not job.running()
+    with pytest.raises(FileNotFoundError):
+        Job(["/no/such/program"], 1).start()

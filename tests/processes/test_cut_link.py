@@ -4,14 +4,10 @@ middle of a training.
 Needs root, `ip` and a kernel with namespaces; skipped where one is missing.
 """
 
-import contextlib
 import json
-import os
 import pathlib
 import re
 import runpy
-import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -20,71 +16,11 @@ import time
 import numpy as np
 import pytest
 
+from tests.namespaces import hosts, ip
+
+__all__ = ["hosts"]
 TRAINING = pathlib.Path(__file__).with_name("training.py")
 SECONDS = 130
-
-
-def ip(*arguments):
-    return subprocess.run(
-        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=20
-    )
-
-
-@contextlib.contextmanager
-def two_hosts():
-    """The names of two namespaces with a link between them, whose ends are `link0` and
-    `link1`.
-    """
-    names = [f"kd{os.getpid()}-{i}" for i in (0, 1)]
-    hosts = [pathlib.Path("/etc/netns") / name for name in names]
-    try:
-        for name, folder in zip(names, hosts, strict=True):
-            ip("netns", "add", name)
-            folder.mkdir(
-                parents=True
-            )  # `ip netns exec` puts it in place of /etc/hosts.
-            address = f"10.213.0.{1 + int(name[-1])}"
-            (folder / "hosts").write_text(
-                f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
-            )
-        ip(
-            "link",
-            "add",
-            "link0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "link1",
-            "netns",
-            names[1],
-        )
-        for i, name in enumerate(names):
-            ip("-n", name, "address", "add", f"10.213.0.{1 + i}/24", "dev", f"link{i}")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", f"link{i}", "up")
-        yield names
-    finally:
-        for name, folder in zip(names, hosts, strict=True):
-            with contextlib.suppress(subprocess.SubprocessError, OSError):
-                ip("netns", "del", name)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def hosts():
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root, and the command ip")
-    with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(two_hosts())
-        except (subprocess.SubprocessError, OSError) as error:
-            pytest.skip(
-                f"this kernel has no network namespaces: {getattr(error, 'stderr', error)}"
-            )
-        yield names
 
 
 class Host:
