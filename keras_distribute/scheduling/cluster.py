@@ -48,6 +48,7 @@ class Cluster:
 
     Args:
         cluster: Their addresses.
+        ask: Says them anew: a worker that was gone may come back elsewhere.
         credentials: Of the job.
         partitioner: How large variables are divided over the servers.
         max_staleness: How many pushes may have been applied since a step pulled.
@@ -65,11 +66,13 @@ class Cluster:
     def __init__(
         self,
         cluster: ClusterSpec,
+        ask: Callable[[], ClusterSpec],
         credentials: Credentials,
         partitioner: Partitioner | None,
         max_staleness: int | None,
         lazy_rows: bool,
     ) -> None:
+        self._ask = ask
         self.credentials, self.coordinator = credentials, uuid.uuid4().hex
         self.server_addresses = list(cluster.job_tasks("ps"))
         self._max_staleness = max_staleness
@@ -281,6 +284,13 @@ class Cluster:
         """Notes how far the servers are."""
         with self._condition:
             self._versions = list(map(max, self._versions, versions))
+
+    def address_of(self, worker: int) -> str | None:
+        """Where a worker is now; `None` where that cannot be said."""
+        try:
+            return self._ask().task_address("worker", worker)
+        except Exception:  # Of a service, maybe, which is asked again.
+            return None
 
     def fence(self, worker: int) -> int:
         """Makes the servers refuse what a worker's earlier lives push; returns the

@@ -126,8 +126,9 @@ def check_cluster(
     known = task_type in cluster.jobs
     if task_type is None or not cluster or (task_type == "evaluator" and not known):
         return
-    known = known and checks.is_integer(task_id)
-    if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
+    if not (known and checks.is_integer(task_id)) or (
+        task_id not in cluster.task_indices(task_type)
+    ):
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",
             received=f"{cluster!r}.",
