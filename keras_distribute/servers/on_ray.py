@@ -257,7 +257,8 @@ class RayClusterResolver(ClusterResolver):
                 fix="pip install 'keras-distribute[ray]' on each node.",
             )
         wanted = {job: self._resources[job] for job, _ in missing}
-        free = ray.available_resources() if ray.is_initialized() else {}
+        left = ray.available_resources() if ray.is_initialized() else {}
+        free = {name: n for name, n in left.items() if not name.startswith("node:")}
         return ClusterError(
             f"The task(s) {names} did not start on Ray within {self._timeout:g} s.",
             received=f"{wanted} for each task, while {free} is free.",

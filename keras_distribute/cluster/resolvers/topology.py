@@ -126,9 +126,10 @@ def check_cluster(
     known = task_type in cluster.jobs
     if task_type is None or not cluster or (task_type == "evaluator" and not known):
         return
-    if not (known and checks.is_integer(task_id)) or (
-        task_id not in cluster.task_indices(task_type)
-    ):
+    known = known and checks.is_integer(task_id)
+    # Of a job that names its tasks by number not all need to be known.
+    last = max(cluster.task_indices(task_type), default=-1) if known else -1
+    if task_id is None or not 0 <= task_id <= last:
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",
             received=f"{cluster!r}.",
