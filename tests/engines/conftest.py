@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-ROOT = str(pathlib.Path(__file__).parents[2])
+TESTS = str(pathlib.Path(__file__).parents[1])  # Of which actors import modules.
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,7 @@ def local_ray(light_processes) -> Iterator[None]:
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ROOT, prepend=os.pathsep)  # Actors import tests.
-        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
         patch.setenv("TESTS_WITHOUT", "sklearn matplotlib tensorflow")
         ray.init(address="local", num_cpus=8, resources={"tables": 4})
         yield

@@ -38,8 +38,7 @@ def automatic_resolver() -> ClusterResolver:
     1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user):
        `KerasClusterResolver`.
     2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
-    3. A function that Ray Train runs: `RayTrainClusterResolver`, unless Ray has started
-       JAX's runtime itself; then `JaxClusterResolver`.
+    3. A function that Ray Train runs: `RayTrainClusterResolver`.
     4. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
     5. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
        `SlurmClusterResolver`.
@@ -58,8 +57,7 @@ def automatic_resolver() -> ClusterResolver:
     if variables.get("TF_CONFIG", "").strip() not in ("", "{}"):
         return TFConfigClusterResolver()
     if trains_in_ray():
-        started = jax.distributed.is_initialized()
-        return JaxClusterResolver() if started else RayTrainClusterResolver()
+        return RayTrainClusterResolver()
     if "OMPI_COMM_WORLD_SIZE" in variables:
         return OpenMPIClusterResolver()
     tasks = "SLURM_STEP_NUM_TASKS"

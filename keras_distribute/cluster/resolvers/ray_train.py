@@ -8,6 +8,7 @@ import socket
 import sys
 from typing import Any
 
+from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.resolvers.launched import NumberedResolver
 from keras_distribute.errors import BackendError, ClusterError
@@ -87,7 +88,11 @@ def _context(train: Any) -> Any:
 
 
 def _own_address() -> str:
-    """A free port of this node, by the name that Ray has for it."""
+    """Where the others find this worker: what Ray has told JAX, if it has started JAX's
+    runtime itself, as on GPUs and TPUs; or a free port of this node.
+    """
+    if (started := jax_internals.coordinator_address()) is not None:
+        return started
     host = importlib.import_module("ray").util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
