@@ -11,6 +11,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.coordinator import ClusterCoordinator
+from keras_distribute.servers.local import LocalResolver
 from tests.exactness.harness import table
 
 MOMENTS = ["idle", "in a step", "at random"]
@@ -99,6 +100,43 @@ def test_a_server_that_is_gone_is_an_error(own_cluster, name):
         ):
             method()
     assert time.monotonic() - start < 10
+    strategy.close()
+
+
+class Moving(LocalResolver):
+    """Says where the worker is now, if the service that knows it answers."""
+
+    def __init__(self, cluster_spec, credentials):
+        super().__init__(cluster_spec, credentials)
+        self.now, self.num_failures = cluster_spec, 0
+
+    def cluster_spec(self):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("no answer")
+        return self.now
+
+
+def test_a_worker_comes_back_at_another_address(own_cluster):
+    here = own_cluster.cluster_resolver
+    tasks = here.cluster_spec().as_dict()
+    first, other = tasks["worker"]
+    spec = kd.cluster_resolver.ClusterSpec(tasks | {"worker": [first]})
+    resolver = Moving(spec, here.credentials)
+    strategy = kd.ParameterServerStrategy(resolver)
+    coordinator = ClusterCoordinator(strategy)
+    v, n, add = counting(strategy)
+    x = np.ones(1000, "float32")
+    coordinator.schedule(add, (x,))
+    coordinator.join()
+    resolver.now = kd.cluster_resolver.ClusterSpec(tasks | {"worker": [other]})
+    resolver.num_failures = 1
+    own_cluster.kill("worker", 0)
+    for _ in range(100):
+        coordinator.schedule(add, (x,))
+    assert strategy.cluster.join(timeout=30)
+    assert_counts(v, n, 101)
+    assert strategy.cluster.workers[0].address == other
     strategy.close()
 
 
