@@ -150,8 +150,8 @@ class RayClusterResolver(ClusterResolver):
 
         Raises:
             BackendError: Without Ray.
-            ClusterError: Where one does not start within `timeout_seconds`, and after
-                `close`.
+            ClusterError: Where one does not start within `timeout_seconds`, where a
+                parameter server has ended, and after `close`.
         """
         ray = found()
         with self._lock:
@@ -161,8 +161,7 @@ class RayClusterResolver(ClusterResolver):
                     received="a RayClusterResolver that was closed.",
                     fix="another RayClusterResolver.",
                 )
-            is_new = not self._actors
-            if is_new:
+            if not self._actors:
                 self._start(ray)
         complete = len(self._addresses) == sum(self._numbers.values())
         errors = self._ask(ray, _SECONDS_TO_ASK if complete else self._timeout)
@@ -170,6 +169,13 @@ class RayClusterResolver(ClusterResolver):
         if missing:
             self.close()
             raise self._did_not_start(ray, missing, errors)
+        if ended := {index: e for (job, index), e in errors.items() if job == "ps"}:
+            names = ", ".join(f"ps:{index}" for index in ended)
+            raise ClusterError(
+                f"The parameter server(s) {names} have ended; what they had is lost.",
+                received=f"{next(iter(ended.values()))}.",
+                fix="another RayClusterResolver, and a checkpoint.",
+            )
         return ClusterSpec(
             {
                 job: [self._addresses[job, i] for i in range(number)]
@@ -212,7 +218,7 @@ class RayClusterResolver(ClusterResolver):
         for job, number in self._numbers.items():
             resources = self._resources[job]
             variables = {"KERAS_BACKEND": "jax"}
-            if job == "ps" or not any(name in resources for name in _ACCELERATORS):
+            if job == "ps" or not any(map(resources.get, _ACCELERATORS)):
                 variables["JAX_PLATFORMS"] = "cpu"
             options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
             for name, amount in resources.items():

@@ -137,11 +137,21 @@ def test_a_task_is_where_it_was_started_last(ray):
     resolver = CR.RayClusterResolver(2, 1)
     resolver.cluster_spec()
     first, second, server = resolver._actors.values()
-    first.said, second.said, server.said = "c:9", None, RayError("it has died")
+    first.said, second.said = "c:9", RayError("it has died for good")
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["c:9", "a:2"],
         "ps": ["b:1"],
     }
+    second.said = None
+    assert resolver.cluster_spec().as_dict() == {
+        "worker": ["c:9", "a:2"],
+        "ps": ["b:1"],
+    }
+    server.said = RayError("it has died")
+    with pytest.raises(
+        ERRORS.ClusterError, match=r"(?s)server\(s\) ps:0 have ended.*it has died"
+    ):
+        resolver.cluster_spec()
     fake.runs, first.said = False, "d:1"  # Asked now, Ray would start anew.
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["c:9", "a:2"],

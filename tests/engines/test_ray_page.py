@@ -9,7 +9,9 @@ import sys
 import pytest
 
 pytest.importorskip(
-    "ray.train", reason="needs Ray Train: pip install 'keras-distribute[ray]'"
+    "ray.train",
+    reason="needs Ray Train: pip install 'keras-distribute[ray]'",
+    exc_type=ImportError,
 )
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = re.findall(

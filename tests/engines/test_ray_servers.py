@@ -205,6 +205,10 @@ def test_a_server_that_is_killed_is_named_and_its_actor_stays_dead(monkeypatch):
         strategy.close()
         with pytest.raises(ray.exceptions.RayActorError):
             process_of(resolver, "ps", 0)
+        with pytest.raises(
+            kd.errors.ClusterError, match="ps:0 have ended; what they had is lost"
+        ):
+            kd.ParameterServerStrategy(resolver)
     with pytest.raises(kd.errors.ClusterError, match="The tasks have ended"):
         resolver.cluster_spec()
 

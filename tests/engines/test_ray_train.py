@@ -16,7 +16,9 @@ ray = pytest.importorskip(
     "ray", reason="needs Ray: pip install 'keras-distribute[ray]'"
 )
 train = pytest.importorskip(
-    "ray.train", reason="needs Ray Train: pip install 'keras-distribute[ray]'"
+    "ray.train",
+    reason="needs Ray Train: pip install 'keras-distribute[ray]'",
+    exc_type=ImportError,
 )
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
