@@ -19,6 +19,7 @@ from keras_distribute.cluster.resolvers.launched import (
     KerasClusterResolver,
     OpenMPIClusterResolver,
 )
+from keras_distribute.cluster.resolvers.ray_train import RayTrainClusterResolver
 from keras_distribute.cluster.resolvers.running import JaxClusterResolver
 from keras_distribute.cluster.resolvers.slurm import SlurmClusterResolver
 from keras_distribute.cluster.resolvers.tf_config import (
@@ -26,6 +27,7 @@ from keras_distribute.cluster.resolvers.tf_config import (
     TFConfigClusterResolver,
 )
 from keras_distribute.cluster.resolvers.topology import Topology
+from keras_distribute.servers.on_ray import RayClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -36,6 +38,8 @@ __all__ = [
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
     "OpenMPIClusterResolver",
+    "RayClusterResolver",
+    "RayTrainClusterResolver",
     "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -37,6 +37,8 @@ LIGHT = str(pathlib.Path(__file__).with_name("light"))
 # Files of few tests that take long: begun last, they would be the tail of a run.
 LONGEST = [
     "programs/test_programs.py",
+    "engines/test_ray_train.py",
+    "engines/test_ray_servers.py",
     "checkpoint/test_killed.py",
     "checkpoint/test_preemption.py",
     "processes/test_launch.py",

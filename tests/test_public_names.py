@@ -92,6 +92,8 @@ def test_the_public_names_are_these():
         "KubernetesClusterResolver",
         "KubernetesExecutableLocation",
         "OpenMPIClusterResolver",
+        "RayClusterResolver",
+        "RayTrainClusterResolver",
         "SageMakerClusterResolver",
         "SimpleClusterResolver",
         "SlurmClusterResolver",

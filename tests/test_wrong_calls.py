@@ -214,6 +214,11 @@ def numbers(value: Any) -> bool | None:
     return None
 
 
+def resources(value: Any) -> bool | None:
+    """`None`, or amounts by name."""
+    return value is None or (None if isinstance(value, dict) else False)
+
+
 reduction = either(of(kd.ReduceOp), only("SUM", "MEAN", "sum", "mean"))
 
 
@@ -849,6 +854,15 @@ TARGETS: dict[str, Target] = {
     ),
     "cluster_resolver.OpenMPIClusterResolver": made(
         cr.OpenMPIClusterResolver, coordinator=text(none=True)
+    ),
+    "cluster_resolver.RayClusterResolver": made(
+        cr.RayClusterResolver,
+        num_workers=integer(1),
+        num_ps=integer(1),
+        resources_per_worker=resources,
+        resources_per_ps=resources,
+        max_restarts=integer(-1),
+        timeout_seconds=number(1e-300),
     ),
     "cluster_resolver.SageMakerClusterResolver": made(
         cr.SageMakerClusterResolver,

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from keras_distribute import dropped
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
-from keras_distribute.errors import DistributeError
+from keras_distribute.errors import DistributeError, UnavailableError
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
@@ -39,6 +40,7 @@ from keras_distribute.scheduling.values import (
 from keras_distribute.scheduling.workers import Worker
 
 _SECONDS_TO_START = 120.0
+_SECONDS_TO_ASK_AGAIN = 5.0  # A server that comes back may do so elsewhere.
 _LARGE_TABLE = 32 * 10**6  # Bytes.
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Cluster:
 
     Args:
         cluster: Their addresses.
+        ask: Says them anew: a worker that was gone may come back elsewhere.
         credentials: Of the job.
         partitioner: How large variables are divided over the servers.
         max_staleness: How many pushes may have been applied since a step pulled.
@@ -65,11 +68,13 @@ class Cluster:
     def __init__(
         self,
         cluster: ClusterSpec,
+        ask: Callable[[], ClusterSpec],
         credentials: Credentials,
         partitioner: Partitioner | None,
         max_staleness: int | None,
         lazy_rows: bool,
     ) -> None:
+        self._ask = ask
         self.credentials, self.coordinator = credentials, ""
         self.server_addresses = list(cluster.job_tasks("ps"))
         self._max_staleness = max_staleness
@@ -117,8 +122,8 @@ class Cluster:
             worker.start()
 
     def begin_again(self, timeout: float) -> None:
-        """Takes the servers anew, where one was lost: all are empty, and what they had
-        has to be assigned.
+        """Takes the servers anew, where one was lost, wherever they are now: all are
+        empty, and what they had has to be assigned.
 
         Raises:
             UnavailableError: Where one does not answer.
@@ -131,7 +136,21 @@ class Cluster:
             self.queue.begin_again()
             self.served.lose()
             self.updates.forget()
-            self._begin([(w.address, w.steps) for w in self.workers], timeout)
+            workers = [(worker.address, worker.steps) for worker in self.workers]
+            end = time.monotonic() + timeout
+            while True:
+                self.server_addresses = list(self._ask().job_tasks("ps"))
+                for server, address in zip(
+                    self.servers, self.server_addresses, strict=True
+                ):
+                    server.address = address
+                left = end - time.monotonic()
+                try:
+                    self._begin(workers, min(left, _SECONDS_TO_ASK_AGAIN))
+                    return
+                except UnavailableError:
+                    if left < _SECONDS_TO_ASK_AGAIN:
+                        raise
 
     def is_on_servers(self, variable: Any) -> bool:
         """Whether a variable is one of those that servers keep: weights, and what
@@ -320,6 +339,13 @@ class Cluster:
         """Notes how far the servers are."""
         with self._condition:
             self._versions = list(map(max, self._versions, versions))
+
+    def address_of(self, worker: int) -> str | None:
+        """Where a worker is now; `None` where that cannot be said."""
+        try:
+            return self._ask().task_address("worker", worker)
+        except Exception:  # Of a service, maybe, which is asked again.
+            return None
 
     def fence(self, worker: int) -> int:
         """Makes the servers refuse what a worker's earlier lives push; returns the

@@ -37,6 +37,7 @@ class Server:
         lost: Called once when the server is gone, with the error.
 
     Attributes:
+        address: Where it is.
         writes: How often it was told values.
         platform: Of its devices.
         told: Those, with their keys, while updates are recorded.
@@ -53,7 +54,7 @@ class Server:
         self.index, self.writes, self.version = index, 0, 0
         self.platform = ""
         self.told: list[tuple[list[int], list[Array]]] | None = None
-        self._address, self._credentials = address, credentials
+        self.address, self._credentials = address, credentials
         self._channel: Channel | None = None
         self._coordinator = ""
         self._lock, self._lost = threading.Lock(), lost
@@ -73,7 +74,7 @@ class Server:
             if self._channel is not None:
                 self._channel.close()
             name = f"ps:{self.index}"
-            self._channel = Channel(self._address, name, self._credentials, timeout)
+            self._channel = Channel(self.address, name, self._credentials, timeout)
             self._coordinator, self._gone = coordinator, None
             self.writes = self.version = 0
         self.platform = str(self.call({"op": "begin"})[0]["platform"])
@@ -81,7 +82,7 @@ class Server:
     @property
     def name(self) -> str:
         """As in errors."""
-        return f"ps:{self.index} ({self._address})"
+        return f"ps:{self.index} ({self.address})"
 
     def call(
         self, header: Header, arrays: Sequence[Any] = ()

@@ -41,6 +41,10 @@ class Owner(Protocol):
         """What the worker has to know of a program."""
         ...
 
+    def address_of(self, worker: int) -> str | None:
+        """Where a worker is now; `None` where that cannot be said."""
+        ...
+
     def fence(self, worker: int) -> int:
         """Makes the servers refuse what a worker's earlier lives push; returns the
         number of its next one.
@@ -61,7 +65,7 @@ class Worker(threading.Thread):
 
     Args:
         index: Of the worker.
-        address: Of the worker.
+        address: Of the worker, at first.
         owner: The cluster.
         steps: How many the worker has finished before.
 
@@ -129,6 +133,8 @@ class Worker(threading.Thread):
 
     def _connected(self) -> Channel:
         owner = self._owner
+        if self.last_error is not None:
+            self.address = owner.address_of(self.index) or self.address
         channel = Channel(self.address, self.name, owner.credentials, timeout=2.0)
         try:
             told, _ = channel.call(

@@ -21,6 +21,7 @@ from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
+from keras_distribute.servers.on_ray import RayClusterResolver
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.types import RunOptions
 
@@ -130,13 +131,14 @@ class ParameterServerStrategy(Strategy):
             dropped.when_dropped(self, self._own.close)
         self._resolver = cluster_resolver
         spec = _checked(cluster_resolver)
-        own = isinstance(cluster_resolver, LocalResolver)
+        own = isinstance(cluster_resolver, LocalResolver | RayClusterResolver)
         known = cluster_resolver.credentials if own else credentials.of_job()
         mesh = ReplicaMesh.of(jax.local_devices()[:1])
         super().__init__(mesh)
         self._placement = Placement(mesh, is_on_servers=True)
         self.cluster = clusters.Cluster(
             spec,
+            cluster_resolver.cluster_spec,
             known,
             variable_partitioner,
             max_staleness,

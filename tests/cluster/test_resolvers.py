@@ -233,7 +233,7 @@ def test_slurm_divides_the_gpus_that_are_visible(
         ),
         (
             {"worker": {1: "b:1", 2: "c:1"}},
-            ("worker", 1),
+            ("worker", 2),
             "addresses of all workers must be known",
         ),
         (

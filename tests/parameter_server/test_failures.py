@@ -6,8 +6,43 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.servers.local import LocalResolver
 from tests.exactness.harness import table
 from tests.parameter_server.test_kill_matrix import Counting
+
+
+class Moving(LocalResolver):
+    """Says where the worker is now, if the service that knows it answers."""
+
+    def __init__(self, cluster_spec, credentials):
+        super().__init__(cluster_spec, credentials)
+        self.now, self.num_failures = cluster_spec, 0
+
+    def cluster_spec(self):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("no answer")
+        return self.now
+
+
+def test_a_worker_comes_back_at_another_address(own_cluster):
+    here = own_cluster.cluster_resolver
+    tasks = here.cluster_spec().as_dict()
+    first, other = tasks["worker"]
+    spec = kd.cluster_resolver.ClusterSpec(tasks | {"worker": [first]})
+    resolver = Moving(spec, here.credentials)
+    strategy = kd.ParameterServerStrategy(resolver)
+    counting = Counting(strategy)
+    counting.scheduled(1)
+    counting.coordinator.join()
+    resolver.now = kd.cluster_resolver.ClusterSpec(tasks | {"worker": [other]})
+    resolver.num_failures = 1
+    own_cluster.kill("worker", 0)
+    counting.scheduled(100)
+    assert strategy.cluster.join(timeout=30)
+    counting.assert_counts(101)
+    assert strategy.cluster.workers[0].address == other
+    strategy.close()
 
 
 def test_nobody_works_until_a_worker_comes(own_cluster, caplog):

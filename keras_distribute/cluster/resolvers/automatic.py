@@ -20,6 +20,10 @@ from keras_distribute.cluster.resolvers.launched import (
     KerasClusterResolver,
     OpenMPIClusterResolver,
 )
+from keras_distribute.cluster.resolvers.ray_train import (
+    RayTrainClusterResolver,
+    trains_in_ray,
+)
 from keras_distribute.cluster.resolvers.running import JaxClusterResolver
 from keras_distribute.cluster.resolvers.slurm import SlurmClusterResolver
 from keras_distribute.cluster.resolvers.tf_config import (
@@ -34,14 +38,15 @@ def automatic_resolver() -> ClusterResolver:
     1. `KERAS_DISTRIBUTION_JOB_ADDRESSES` (our launcher, or the user):
        `KerasClusterResolver`.
     2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
-    3. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
-    4. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
+    3. A function that Ray Train runs: `RayTrainClusterResolver`.
+    4. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
+    5. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
        `SlurmClusterResolver`.
-    5. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
-    6. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
-    7. JAX's runtime of several processes, where the program has started it:
+    6. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
+    7. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
+    8. JAX's runtime of several processes, where the program has started it:
        `JaxClusterResolver`.
-    8. Otherwise this process is on its own.
+    9. Otherwise this process is on its own.
 
     Returns:
         A resolver; its `topology()` may still say that there is one process.
@@ -51,6 +56,8 @@ def automatic_resolver() -> ClusterResolver:
         return KerasClusterResolver()
     if variables.get("TF_CONFIG", "").strip() not in ("", "{}"):
         return TFConfigClusterResolver()
+    if trains_in_ray():
+        return RayTrainClusterResolver()
     if "OMPI_COMM_WORLD_SIZE" in variables:
         return OpenMPIClusterResolver()
     tasks = "SLURM_STEP_NUM_TASKS"

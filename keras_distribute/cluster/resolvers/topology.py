@@ -127,7 +127,9 @@ def check_cluster(
     if task_type is None or not cluster or (task_type == "evaluator" and not known):
         return
     known = known and checks.is_integer(task_id)
-    if not known or task_id is None or not 0 <= task_id < cluster.num_tasks(task_type):
+    # Of a job that names its tasks by number not all need to be known.
+    last = max(cluster.task_indices(task_type), default=-1) if known else -1
+    if task_id is None or not 0 <= task_id <= last:
         raise ClusterError(
             f"The task {task_type}:{task_id} is not in the cluster.",
             received=f"{cluster!r}.",
