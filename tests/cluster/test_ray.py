@@ -19,6 +19,10 @@ class RayError(Exception):
     """What Ray raises."""
 
 
+class ActorDiedError(RayError):
+    """What it raises of an actor that it does not start again."""
+
+
 class Actor:
     """An actor that answers at once, or never, or has failed."""
 
@@ -34,7 +38,9 @@ class Ray(types.ModuleType):
         super().__init__("ray")
         self.addresses, self.started, self.killed = list(addresses), [], []
         self.runs, self.waited = True, []
-        self.exceptions = types.SimpleNamespace(RayError=RayError)
+        self.exceptions = types.SimpleNamespace(
+            RayError=RayError, ActorDiedError=ActorDiedError
+        )
 
     def is_initialized(self):
         return self.runs
@@ -116,7 +122,7 @@ def test_the_tasks_start_when_they_are_asked_for(ray):
         "num_cpus": 0,
         "memory": 10**9,
         "resources": {"tables": 0.5},
-        "max_restarts": 0,
+        "max_restarts": 3,
         "runtime_env": {"env_vars": {**variables, "JAX_PLATFORMS": "cpu"}},
     }
     assert fake.started == [
@@ -137,7 +143,7 @@ def test_a_task_is_where_it_was_started_last(ray):
     resolver = CR.RayClusterResolver(2, 1)
     resolver.cluster_spec()
     first, second, server = resolver._actors.values()
-    first.said, second.said = "c:9", RayError("it has died for good")
+    first.said, second.said = "c:9", ActorDiedError("it has died for good")
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["c:9", "a:2"],
         "ps": ["b:1"],
@@ -147,7 +153,7 @@ def test_a_task_is_where_it_was_started_last(ray):
         "worker": ["c:9", "a:2"],
         "ps": ["b:1"],
     }
-    server.said = RayError("it has died")
+    server.said = ActorDiedError("it has died")
     with pytest.raises(
         ERRORS.ClusterError, match=r"(?s)server\(s\) ps:0 have ended.*it has died"
     ):
@@ -183,7 +189,7 @@ def test_tasks_that_do_not_start_in_time(ray):
 
 
 def test_tasks_that_fail_when_they_start(ray):
-    ray("a:1", RayError("No module named 'zmq'"))
+    ray("a:1", ActorDiedError("No module named 'zmq'"))
     with pytest.raises(
         ERRORS.ClusterError,
         match=r"(?s)ps:0 did not start on Ray.*No module named 'zmq' from ps:0.*"
