@@ -6,6 +6,7 @@ A header is msgpack, which holds data alone: nothing that arrives is ever called
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -36,9 +37,9 @@ def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
     frames: list[Any] = []
     for array in arrays:
         own = np.asarray(array)
-        # `ascontiguousarray` alone would give a scalar a dimension.
-        own = np.ascontiguousarray(own).reshape(own.shape)
-        forms.append([own.dtype.name, list(own.shape)])
+        if not own.flags.c_contiguous:
+            own = np.ascontiguousarray(own)
+        forms.append([_name(own.dtype), list(own.shape)])
         raw: Any = own.reshape(-1).view(np.uint8)
         if own.nbytes <= _SMALL:
             small += [memoryview(raw), b"\0" * (-own.nbytes % _ALIGNED)]
@@ -68,7 +69,7 @@ def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
             else:
                 count = -(-size // LARGEST_FRAME)
                 parts, left = left[:count], left[count:]
-            arrays.append(_joined(parts, size).view(dtype).reshape(shape))
+            arrays.append(_joined(parts, size, dtype).reshape(shape))
         if left or start != len(small):
             raise ValueError("more than its header says")
     except Exception as error:  # Whatever a stranger can send.
@@ -80,6 +81,12 @@ def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
     return cast(Header, header), arrays
 
 
+@functools.lru_cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@functools.lru_cache
 def _dtype(name: str) -> np.dtype[Any]:
     special = getattr(ml_dtypes, name, None)
     dtype = np.dtype(name if special is None else special)
@@ -88,13 +95,13 @@ def _dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _joined(parts: Sequence[Any], size: int) -> Array:
+def _joined(parts: Sequence[Any], size: int, dtype: np.dtype[Any]) -> Array:
     if not parts or sum(map(len, parts)) != size:
         raise ValueError(f"{sum(map(len, parts))} bytes for {size}")
     if len(parts) == 1:
-        return np.frombuffer(parts[0], np.uint8)
+        return np.frombuffer(parts[0], dtype)
     whole, start = np.empty(size, np.uint8), 0
     for part in parts:
         whole[start : start + len(part)] = np.frombuffer(part, np.uint8)
         start += len(part)
-    return whole
+    return whole.view(dtype)

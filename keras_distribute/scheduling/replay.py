@@ -240,8 +240,8 @@ class _Replay:
         values = self._values[server]
         for number in push["updates"]:
             if number not in values.updates:
-                told, blob = self._cluster.updates.sent[server, number]
-                values.updates[number] = update_of(told, blob)
+                told, blobs = self._cluster.updates.sent[server, number]
+                values.updates[number] = update_of(told, blobs)
         values.apply(push, arrays)
 
     def values(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -4,6 +4,7 @@ program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from keras_distribute.errors import ValueStructureError
 from keras_distribute.remote.frames import Header
 from keras_distribute.scheduling.served import Part, Place, Served, Server
 from keras_distribute.servers.programs import exported
+
+# A part of a table has a part of the rows that a step looks up: a program for all of
+# them would compute what nobody has asked for.
+_FRACTIONS = 0.25, 0.375, 0.5, 0.625, 0.75, 1.0
 
 
 class Updates:
@@ -36,7 +41,7 @@ class Updates:
         self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
         self._numbers: dict[Any, int] = {}
         self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
-        self.sent: dict[tuple[int, int], tuple[Header, Any]] = {}
+        self.sent: dict[tuple[int, int], tuple[Header, list[Any]]] = {}
 
     def forget(self) -> None:
         """Notes that the servers have no programs any more."""
@@ -158,29 +163,36 @@ class Updates:
         parts: Sequence[tuple[int, Part]],
         number: int,
     ) -> None:
-        """Makes the program of one server, and sends it."""
-        own = [sizes[i] for i, _ in parts]
-        shapes: list[tuple[tuple[int, ...], Any]] = []
-        for (i, part), size in zip(parts, own, strict=True):
-            shape = part.shape_in(weights[i].shape)
-            shape = shape if size is None else (size, *shape[1:])
-            shapes.append((shape, weights[i]))
-        with context.entered(context.default_strategy().top_frame):
-            platforms = [self._servers[server].platform]
-            copy = compat.copy_for(optimizer, shapes)
-            state, values, function = _update(copy, shapes)
-            blob, _ = exported(function, [*state, *values, *values], platforms)
-        of_gradient = [*compat.slot_weights(copy), *range(len(own))]
+        """Makes the programs of one server, for fewer and more rows, and sends them."""
+        most = [sizes[i] for i, _ in parts]
+        several: list[list[int | None]] = []
+        for fraction in _FRACTIONS:
+            own = [size and math.ceil(size * fraction) for size in most]
+            if own not in several:
+                several.append(own)
+        platforms, blobs, copy = [self._servers[server].platform], list[Any](), None
+        for own in several:
+            shapes: list[tuple[tuple[int, ...], Any]] = []
+            for (i, part), size in zip(parts, own, strict=True):
+                shape = part.shape_in(weights[i].shape)
+                shape = shape if size is None else (size, *shape[1:])
+                shapes.append((shape, weights[i]))
+            with context.entered(context.default_strategy().top_frame):
+                copy = compat.copy_for(optimizer, shapes)
+                state, values, function = _update(copy, shapes)
+                blob, _ = exported(function, [*state, *values, *values], platforms)
+            blobs.append(blob)
+        of_gradient = [*compat.slot_weights(copy), *range(len(most))]
         keys = self._state_keys(optimizer, copy, weights, parts)
         told = {
             "op": "program",
             "id": number,
             "keys": [*keys, *(part.key for _, part in parts)],
-            "rows": [i if i is not None and own[i] else None for i in of_gradient],
-            "sizes": own,
+            "rows": [i if i is not None and most[i] else None for i in of_gradient],
+            "sizes": several,
         }
-        self._servers[server].call(told, [blob])
-        self.sent[server, number] = told, blob
+        self._servers[server].call(told, blobs)
+        self.sent[server, number] = told, blobs
 
     def _state_keys(
         self,

@@ -9,6 +9,7 @@ pushes it again.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,22 +28,29 @@ class Update:
     gradients to the new state and weights.
 
     Args:
-        program: Of arrays.
+        programs: Of arrays; each with how many rows every gradient has at most, `None`
+            for one that is whole. The ones for fewer rows come first.
         keys: Of the state and the weights.
         rows: For each of those, which gradient's rows are taken of it; `None` for all.
-        sizes: For each gradient how many rows it has at most; `None` for one that is
-            whole.
     """
 
-    program: Callable[..., Any]
+    programs: list[tuple[list[int | None], Callable[..., Any]]]
     keys: list[int]
     rows: list[int | None]
-    sizes: list[int | None]
+
+    def fitting(self, counts: Sequence[int]) -> tuple[list[int | None], Any]:
+        """The program for as few rows as possible."""
+        for sizes, program in self.programs:
+            most = (size for size in sizes if size is not None)
+            if all(map(operator.le, counts, most)):
+                return sizes, program
+        raise AssertionError("more rows than a call looks up at most")
 
 
-def update_of(header: Header, blob: Any) -> Update:
+def update_of(header: Header, blobs: Sequence[Any]) -> Update:
     """The update that a message of the coordinator holds."""
-    return Update(loaded(blob), header["keys"], header["rows"], header["sizes"])
+    programs = list(zip(header["sizes"], map(loaded, blobs), strict=True))
+    return Update(programs, header["keys"], header["rows"])
 
 
 class Values(dict[int, Any]):
@@ -70,20 +78,22 @@ class Values(dict[int, Any]):
 
     def _optimize(self, update: Update, left: list[Array]) -> None:
         """Applies the first of the arrays that are left, which are the gradients."""
-        gradients: list[Array] = []
+        given: list[Array] = []
         ids: dict[int, Array] = {}
-        for i, size in enumerate(update.sizes):
+        for i, size in enumerate(update.programs[0][0]):
             if size is not None:
                 ids[i] = left.pop(0)
-            gradients.append(_padded(left.pop(0), size))
+            given.append(left.pop(0))
+        sizes, program = update.fitting([len(own) for own in ids.values()])
+        gradients = list(map(_padded, given, sizes))
         values: list[Any] = []
         for key, gradient in zip(update.keys, update.rows, strict=True):
             if gradient is None:
                 values.append(self[key])
             else:
-                own = np.asarray(self[key])[ids[gradient]]
-                values.append(_padded(own, update.sizes[gradient]))
-        new = update.program(*values, *gradients)
+                own, size = ids[gradient], sizes[gradient]
+                values.append(_rows(np.asarray(self[key]), own, size))
+        new = program(*values, *gradients)
         for key, gradient, value in zip(update.keys, update.rows, new, strict=True):
             if gradient is None:
                 self[key] = value
@@ -104,6 +114,16 @@ def _padded(rows: Array, size: int | None) -> Array:
         return rows
     whole = np.zeros((size, *rows.shape[1:]), rows.dtype)
     whole[: len(rows)] = rows
+    return whole
+
+
+def _rows(table: Array, ids: Array, size: int | None) -> Array:
+    """Rows of a table, and zeros after them."""
+    assert size is not None
+    whole = np.empty((size, *table.shape[1:]), table.dtype)
+    # They are rows of it; to say what to do otherwise spares a copy.
+    np.take(table, ids, 0, whole[: len(ids)], "clip")
+    whole[len(ids) :] = 0
     return whole
 
 
@@ -189,12 +209,12 @@ class Store:
         """What a worker asks for: whole values, and rows of tables."""
         values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
         return [
-            *(values[key] for key in header["keys"]),
+            *(np.asarray(values[key]) for key in header["keys"]),
             *(np.asarray(values[key])[own] for key, own in asked),
         ]
 
     def _program(self, header: Header, arrays: list[Array]) -> Answer:
-        self._values.updates[header["id"]] = update_of(header, arrays[0])
+        self._values.updates[header["id"]] = update_of(header, arrays)
         return {}, []
 
     def _fence(self, header: Header, arrays: list[Array]) -> Answer:
