@@ -400,6 +400,7 @@ parameter_servers = {
     "max_staleness": integer(0, none=True),
     "lazy_rows": flag,
     "local_steps": integer(1),
+    "communication_dtype": lambda v: v is None,
     "outer_optimizer": lambda v: v is None,  # There are no local steps.
 }
 A_TASK = {"job_name": "ps", "task_index": 0, "start": False}
@@ -570,6 +571,7 @@ TARGETS: dict[str, Target] = {
         num_workers=integer(1),
         num_ps=integer(1),
         encrypted=flag,
+        devices_per_worker=integer(1),
     ),
     "testing.RecordedUpdates": made(
         kd.testing.RecordedUpdates, strategy=lambda v: False
@@ -1201,8 +1203,14 @@ OF_A_JOB = {
 # Of a cluster that runs; `tests/parameter_server` has them.
 OF_A_CLUSTER = {
     *(f"testing.ParameterServerCluster.{n}" for n in ("kill", "output_of", "start")),
-    *(f"ParameterServerStrategy.{n}" for n in ("close", "run")),
-    *(f"experimental.ParameterServerStrategy.{n}" for n in ("close", "run")),
+    *(
+        f"{strategy}.{name}"
+        for strategy in (
+            "ParameterServerStrategy",
+            "experimental.ParameterServerStrategy",
+        )
+        for name in ("close", "reconnect", "run")
+    ),
 }
 # Called in a program, where JAX says what its arrays cannot be; see the test below.
 IN_A_PROGRAM = {

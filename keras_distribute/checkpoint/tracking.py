@@ -134,7 +134,7 @@ def _of_strategy(model: Any) -> dict[str, Any]:
     variables = model.trainable_variables
     if not variables or not isinstance(variables[0], DistributedVariable):
         return {}
-    return variables[0].distribute_strategy.optimizers_of(model)
+    return variables[0].distribute_strategy._optimizers_of(model)
 
 
 def synchronize(objects: dict[str, Any]) -> None:

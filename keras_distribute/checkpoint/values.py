@@ -127,14 +127,14 @@ def _same_replicas(variable: Any, record: VariableRecord) -> bool:
 def _values_of_groups(variable: Any) -> list[Any] | None:
     if not isinstance(variable, DistributedVariable):
         return None
-    return variable.distribute_strategy.values_of_groups(variable)
+    return variable.distribute_strategy._values_of_groups(variable)
 
 
 def _assigned_to_groups(variable: Any, array: Any, record: VariableRecord) -> bool:
     """Gives the groups of local steps their slots, if there are as many of them."""
     if record.replicas is None or not isinstance(variable, DistributedVariable):
         return False
-    return variable.distribute_strategy.assign_groups(variable, list(array))
+    return variable.distribute_strategy._assign_groups(variable, list(array))
 
 
 def _value(array: np.ndarray[Any, Any], record: VariableRecord) -> Any:

@@ -4,8 +4,6 @@ programs that they run.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import math
 import threading
@@ -30,6 +28,7 @@ from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
 from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
+from keras_distribute.scheduling.tasks import Tasks
 from keras_distribute.scheduling.updates import Updates
 from keras_distribute.scheduling.values import (
     PerWorkerDataset,
@@ -56,6 +55,7 @@ class Cluster:
         max_staleness: How many pushes may have been applied since a step pulled.
         lazy_rows: Whether an optimizer changes those rows of a table alone that were
             looked up.
+        communication_dtype: In which gradients travel; `None`: in that of the weight.
 
     Attributes:
         dropped: The numbers of iterators that are gone.
@@ -73,6 +73,7 @@ class Cluster:
         partitioner: Partitioner | None,
         max_staleness: int | None,
         lazy_rows: bool,
+        communication_dtype: str | None,
     ) -> None:
         self._ask = ask
         self.credentials, self.coordinator = credentials, ""
@@ -86,7 +87,9 @@ class Cluster:
         ]
         self.served, self.kept = Served(self.servers, partitioner), Kept()
         self.slots = GroupSlots(len(list(cluster.job_tasks("worker"))))
-        self.updates = Updates(self.servers, self.served, lazy_rows)
+        self.updates = Updates(
+            self.servers, self.served, lazy_rows, communication_dtype
+        )
         self._versions: list[int] = []
         self._floor: list[list[int]] = []
         self._lives: dict[int, int] = {}
@@ -96,7 +99,7 @@ class Cluster:
         self.recorded: dict[int, Closure] | None = None
         self.workers: list[Worker] = []
         self._begin([(each, 0) for each in cluster.job_tasks("worker")])
-        self._tasks = _Tasks(self.queue, self.workers, self.servers)
+        self._tasks = Tasks(self.queue, self.workers, self.servers)
         dropped.when_dropped(self, self._tasks.close)
 
     def _begin(
@@ -196,7 +199,7 @@ class Cluster:
                 call,
                 self.is_on_servers,
                 platforms,
-                self.updates.refuses_rows,
+                self.updates,
                 elements,
                 axes,
             )
@@ -408,36 +411,3 @@ def _arrays(call: Call, worker: int) -> list[Any]:
         else np.asarray(array)
         for array in call.arrays
     ]
-
-
-class _Tasks:
-    """What talks to the tasks of a cluster, and has to end. A program that ends lets
-    them end, too.
-    """
-
-    def __init__(
-        self, queue: Queue, workers: Sequence[Worker], servers: Sequence[Server]
-    ) -> None:
-        self._queue, self._workers, self._servers = queue, workers, servers
-        self._is_closed = False
-        atexit.register(self._at_exit)
-
-    def _at_exit(self) -> None:
-        self.close(end_tasks=True)
-
-    def close(self, end_tasks: bool = False) -> None:
-        """Lets go of them, or lets them end; once."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        atexit.unregister(self._at_exit)
-        self._queue.close()
-        for worker in self._workers:
-            worker.close(end_tasks)
-        for worker in self._workers:
-            worker.join(5.0)
-        for server in self._servers:
-            if end_tasks:
-                with contextlib.suppress(DistributeError):
-                    server.call({"op": "end"})
-            server.close()

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,18 @@ class Lookup:
     variable: Any
     size: int
     read: int | None
+
+
+class Gradients(Protocol):
+    """What is known of the gradients that optimizers are given."""
+
+    def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
+        """Why it cannot be given the gradient of some rows; `None` where it can."""
+        ...
+
+    def gradient_dtype(self, weight: Any) -> str:
+        """In which dtype the gradient of a weight travels."""
+        ...
 
 
 @dataclasses.dataclass
@@ -131,7 +143,7 @@ def traced(
     call: Call,
     on_servers: Callable[[Any], bool],
     platforms: Sequence[str],
-    refuses_rows: Callable[[Any, Any], str | None],
+    gradients: Gradients,
     elements: Sequence[tuple[Any, list[Form]]] = (),
     axes: Sequence[int | None] | None = None,
 ) -> Traced:
@@ -143,8 +155,7 @@ def traced(
         call: The arguments.
         on_servers: Whether a variable is one of those that servers keep.
         platforms: Of the workers.
-        refuses_rows: From an optimizer and a weight to why it cannot be given the
-            gradient of some rows; `None` where it can.
+        gradients: What is known of gradients that are pushed.
         elements: The forms of batches that differ from the first ones.
         axes: Along which axis each array of the arguments has the rows of a batch; by
             default the first, of those that have as many rows as a batch.
@@ -164,7 +175,7 @@ def traced(
             raise _creating_error(list(trace.scope.created.values()))
         created = created or bool(trace.scope.created)
         if not new and len(trace.elements) == len(batches):
-            made = _Made(trace, program, on_servers, refuses_rows)
+            made = _Made(trace, program, on_servers, gradients)
             return made.traced(platforms, axes)
         known, batches = [*known, *new], trace.elements
 
@@ -177,10 +188,11 @@ class _Made:
         trace: Trace,
         program: Any,
         on_servers: Callable[[Any], bool],
-        refuses_rows: Callable[[Any, Any], str | None],
+        gradients: Gradients,
     ) -> None:
         self._trace, self._on_servers = trace, on_servers
-        self._looked = _looked_up(trace, program, on_servers, refuses_rows)
+        self._gradients = gradients
+        self._looked = _looked_up(trace, program, on_servers, gradients.refuses_rows)
         self._program = self._looked.program
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
@@ -224,7 +236,7 @@ class _Made:
             reads=reads,
             kept=[v for v in kept if id(v) in taken],
             advanced=[v for v, _ in constants if id(v) in taken],
-            axes=_axes(trace, axes),
+            axes=trace.axes(axes),
             elements=trace.elements,
             structure=trace.structure,
             forms=self._program.out_avals[: sum(x is None for x in trace.leaves)],
@@ -329,7 +341,13 @@ class _Made:
                 new.append(outputs[self._first + i] - old)
             else:
                 new.append(outputs[self._first + i])
-        return [*outputs[: self._first], *new]
+        weights = [weight for _, each in trace.gradients for weight in each]
+        start = self._first - len(weights)
+        gradients = [
+            gradient.astype(self._gradients.gradient_dtype(weight))
+            for gradient, weight in zip(outputs[start:], weights, strict=False)
+        ]
+        return [*outputs[:start], *gradients, *new]
 
     def _others_need(self, sums: list[int], changes: list[tuple[Change, int]]) -> bool:
         """Whether what is no sum depends on the old values of those that are."""
@@ -337,20 +355,6 @@ class _Made:
         others = [made[self._first + i] for kind, i in changes if kind != Change.ADDED]
         _, needed = part_of(self._program, [*made[: self._first], *others])
         return not set(sums).isdisjoint(needed)
-
-
-def _axes(trace: Trace, given: Sequence[int | None] | None) -> list[int | None]:
-    """Along which axis arguments and batches have rows."""
-    args = [shape.shape for shape in trace.call.shapes]
-    batches = [shape for _, forms in trace.elements for _, shape in forms]
-    counts = [shape[0] for shape in batches or args if shape]
-    most = max(counts, default=None)
-
-    def first(shape: tuple[int, ...]) -> int | None:
-        return 0 if shape and shape[0] == most else None
-
-    of_args = map(first, args) if given is None else given
-    return [*of_args, *map(first, batches)]
 
 
 def _looked_up(

@@ -5,7 +5,7 @@ what an optimizer is given is an output, and the optimizer does nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -132,6 +132,24 @@ class Trace:
             for dtype, shape in forms
         ]
         return [*variables, *self.call.shapes, *batches]
+
+    def axes(self, given: Sequence[int | None] | None) -> list[int | None]:
+        """Along which axis each argument and each batch has the rows of a batch.
+
+        Args:
+            given: Of the arguments, where that is known; by default the first axis of
+                those that have as many rows as a batch.
+        """
+        args = [shape.shape for shape in self.call.shapes]
+        batches = [shape for _, forms in self.elements for _, shape in forms]
+        counts = [shape[0] for shape in batches or args if shape]
+        most = max(counts, default=None)
+
+        def first(shape: tuple[int, ...]) -> int | None:
+            return 0 if shape and shape[0] == most else None
+
+        of_args = map(first, args) if given is None else given
+        return [*of_args, *map(first, batches)]
 
     def run(self) -> Any:
         """The traced program: from the inputs to results, gradients and new values."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
@@ -30,15 +31,21 @@ class Updates:
         served: The variables that they have.
         lazy_rows: Whether rows that no lookup has read stay as they are under any
             optimizer.
+        communication_dtype: In which gradients travel; `None`: in that of the weight.
 
     Attributes:
         sent: What was sent to which server by which number.
     """
 
     def __init__(
-        self, servers: Sequence[Server], served: Served, lazy_rows: bool
+        self,
+        servers: Sequence[Server],
+        served: Served,
+        lazy_rows: bool,
+        communication_dtype: str | None,
     ) -> None:
         self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
+        self._communication_dtype = communication_dtype
         self._numbers: dict[Any, int] = {}
         self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, list[Any]]] = {}
@@ -65,6 +72,12 @@ class Updates:
             f"{type(optimizer).__name__} changes rows whose gradient is zero, too; "
             "lazy_rows=True leaves them alone"
         )
+
+    def gradient_dtype(self, weight: Any) -> str:
+        """In which dtype the gradient of a weight travels."""
+        own, narrow = str(weight._dtype), self._communication_dtype
+        is_wider = narrow and jnp.dtype(own).itemsize > jnp.dtype(narrow).itemsize
+        return narrow if narrow and is_wider else own
 
     def place(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Places weights, and the optimizer's variables beside them.
@@ -179,8 +192,14 @@ class Updates:
                 shapes.append((shape, weights[i]))
             with context.entered(context.default_strategy().top_frame):
                 copy = compat.copy_for(optimizer, shapes)
+                dtypes = [self.gradient_dtype(weight) for _, weight in shapes]
                 state, values, function = _update(copy, shapes)
-                blob, _ = exported(function, [*state, *values, *values], platforms)
+                gradients = [
+                    jax.ShapeDtypeStruct(value.shape, dtype)
+                    for value, dtype in zip(values, dtypes, strict=True)
+                ]
+                taken = [*state, *values, *gradients]
+                blob, _ = exported(function, taken, platforms)
             blobs.append(blob)
         of_gradient = [*compat.slot_weights(copy), *range(len(most))]
         keys = self._state_keys(optimizer, copy, weights, parts)
@@ -237,9 +256,12 @@ def _update(copy: Any, shapes: Sequence[Any]) -> tuple[list[Any], list[Any], Any
     first, second = len(state), len(state) + len(values)
 
     def update(*arrays: Any) -> list[Any]:
-        new, new_state = copy.stateless_apply(
-            list(arrays[:first]), list(arrays[second:]), list(arrays[first:second])
-        )
+        weights = list(arrays[first:second])
+        gradients = [
+            gradient.astype(weight.dtype)
+            for gradient, weight in zip(arrays[second:], weights, strict=True)
+        ]
+        new, new_state = copy.stateless_apply(list(arrays[:first]), gradients, weights)
         return [*new_state, *new]
 
     return state, values, update

@@ -480,19 +480,19 @@ class Strategy(DeprecatedMethods):
         variables.
         """
 
-    def optimizers_of(self, model: Any) -> dict[str, Any]:
+    def _optimizers_of(self, model: Any) -> dict[str, Any]:
         """The optimizers that the strategy has for a model, beside the model's own."""
         del model
         return {}
 
-    def values_of_groups(self, variable: Any) -> list[Any] | None:
+    def _values_of_groups(self, variable: Any) -> list[Any] | None:
         """What each group of local steps has of a variable; `None` for a variable of
         which there is one value.
         """
         del variable
         return None
 
-    def assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
+    def _assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
         """Gives each group of local steps its own value again; returns whether there
         are as many groups.
         """

@@ -22,7 +22,7 @@ from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
 from keras_distribute.servers.on_ray import RayClusterResolver
-from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import RunOptions
 
 
@@ -64,6 +64,8 @@ class ParameterServerStrategy(Strategy):
             SGD without momentum and Adagrad do. With `True` also under the others,
             such as Adam, whose slots then go on for those rows alone, as in
             TensorFlow Addons' `LazyAdam`: the numbers are not those of one device.
+        communication_dtype: `"bfloat16"` or `"float16"`: gradients are rounded to it by
+            the workers, and travel so. Weights travel as they are.
         local_steps: With more than 1, `fit` trains in rounds: each group of batches is
             that many steps of the model's own optimizer on a copy of the weights; then
             `outer_optimizer` is given the mean of the differences, as a gradient
@@ -94,6 +96,7 @@ class ParameterServerStrategy(Strategy):
         *,
         max_staleness: int | None = None,
         lazy_rows: bool = False,
+        communication_dtype: str | None = None,
         local_steps: int = 1,
         outer_optimizer: Any = None,
     ) -> None:
@@ -115,6 +118,7 @@ class ParameterServerStrategy(Strategy):
         if max_staleness is not None:
             checks.count("max_staleness", max_staleness)
         checks.flag("lazy_rows", lazy_rows)
+        check_communication_dtype(communication_dtype)
         self.local_steps = checks.count("local_steps", local_steps, 1)
         _check_rounds(self.local_steps, outer_optimizer, max_staleness)
         if self.local_steps > 1 and outer_optimizer is None:
@@ -143,6 +147,7 @@ class ParameterServerStrategy(Strategy):
             variable_partitioner,
             max_staleness,
             lazy_rows,
+            communication_dtype,
         )
         self.coordinator: Any = None
 
@@ -199,7 +204,7 @@ class ParameterServerStrategy(Strategy):
             steps.finish()
         self.cluster.join()
 
-    def optimizers_of(self, model: Any) -> dict[str, Any]:
+    def _optimizers_of(self, model: Any) -> dict[str, Any]:
         """With local steps, the model's copy of the outer optimizer: one for each
         optimizer that it was compiled with.
         """
@@ -213,10 +218,10 @@ class ParameterServerStrategy(Strategy):
                 compat_optimizer.build(known[own], model.trainable_variables)
         return {"outer_optimizer": known[own]}
 
-    def values_of_groups(self, variable: Any) -> list[Any] | None:
+    def _values_of_groups(self, variable: Any) -> list[Any] | None:
         return self.cluster.slots.values_of(variable)
 
-    def assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
+    def _assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
         if self.local_steps == 1 or len(values) != len(self.cluster.workers):
             return False
         for group, value in enumerate(values):

@@ -296,3 +296,46 @@ def test_the_summary_says_where_steps_run(strategy):
         model = network()
     model.fit(X, Y, batch_size=6, verbose=0)
     assert "scheduled on a worker" in str(strategy.summary(model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_travel_in_16_bits(make, dtype):
+    """Rounded once, on the worker; the update is made in the weight's own dtype."""
+    gradients = [
+        np.random.default_rng(0).normal(size=shape).astype("float32")
+        for shape in ((300, 7), (5,))
+    ]
+    traffic = {}
+    for communication_dtype in (None, dtype):
+        strategy = make(1, communication_dtype=communication_dtype)
+        coordinator = kd.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            weights = [keras.Variable(np.ones(g.shape, "float32")) for g in gradients]
+            table = keras.Variable(np.ones((50, 4), "float32"))
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build([*weights, table])
+
+        def step(gradients: Any) -> None:
+            ids = keras.ops.arange(3)
+            loss = kd.value_and_grad(
+                lambda: keras.ops.sum(keras.ops.take(table, ids, 0) * 1.001), [table]
+            )
+            optimizer.apply([*gradients, *loss()[1]], [*weights, table])
+
+        coordinator.schedule(step, (gradients,)).fetch()
+        before = strategy.bytes_of_servers
+        for _ in range(4):
+            coordinator.schedule(step, (gradients,)).fetch()
+        traffic[communication_dtype] = strategy.bytes_of_servers - before
+        narrow = np.dtype(communication_dtype or "float32")
+        for weight, gradient in zip(weights, gradients, strict=True):
+            expected = np.ones_like(gradient)
+            for _ in range(5):
+                expected -= np.float32(0.1) * gradient.astype(narrow).astype("float32")
+            np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)
+        rounded = np.float32(1.001).astype(narrow).astype("float32")
+        changed = np.full((3, 4), 1 - 0.5 * rounded)
+        np.testing.assert_allclose(table.numpy()[:3], changed, rtol=1e-5)
+        strategy.close()
+    saved = 4 * 2 * (300 * 7 + 5 + 3 * 4)
+    assert traffic[None] - traffic[dtype] == saved

@@ -111,6 +111,11 @@ def test_a_loop_goes_on_from_its_checkpoint(own_cluster, tmp_path):
 
 def test_a_server_that_does_not_come_back(own_cluster):
     strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
+    for wrong, error in ((0, "ValueStructure"), ("10", "StructureType")):
+        with pytest.raises(
+            getattr(kd.errors, f"{error}Error"), match="timeout_seconds is a finite"
+        ):
+            strategy.reconnect(wrong)
     own_cluster.kill("ps", 0)
     with pytest.raises(
         kd.errors.UnavailableError, match=r"ps:0 cannot be had\.(.|\n)*for 0\.5 s"

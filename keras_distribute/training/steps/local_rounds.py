@@ -132,7 +132,7 @@ class LocalRounds(ScheduledStep):
         }
         if not jax.tree.leaves(pushed):
             return
-        self._outer = strategy.optimizers_of(self._trainer)["outer_optimizer"]
+        self._outer = strategy._optimizers_of(self._trainer)["outer_optimizer"]
         call = Call((pushed,), {}, strategy.replica_mesh)
         program = cluster.program(strategy, self._outer_step, call)
         cluster.schedule(strategy, program, self._outer_step, [call], counted=0)
