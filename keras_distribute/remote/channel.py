@@ -92,7 +92,7 @@ class Channel:
         while not self._connected:
             left = end - time.monotonic()
             if left <= 0:
-                raise self._error(f"it has not answered for {timeout:g} s")
+                raise self._error(f"it has not answered for {timeout:.3g} s")
             if self._monitor.poll(int(left * 1000)):
                 self._note(monitor.recv_monitor_message(self._monitor)["event"])
 
@@ -144,7 +144,7 @@ class Channel:
         while number not in self._early:
             reply = self.receive(timeout)
             if reply is None:
-                raise self._error(f"it has not answered for {timeout:g} s")
+                raise self._error(f"it has not answered for {timeout:.3g} s")
             if reply[0] == number:
                 self._early = others
                 return self._checked(reply[1], reply[2])

@@ -68,6 +68,7 @@ COORDINATOR = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("far", ["worker", "ps"])
 def test_the_link_is_cut(hosts, tmp_path, far):
