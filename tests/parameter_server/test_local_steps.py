@@ -48,6 +48,7 @@ def network(optimizer: Any, **options: Any) -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_trains_as_one_device(make, name, steps_per_execution):
@@ -143,6 +144,7 @@ def assert_diloco(strategy: Any, name: str, steps: int, epochs: int = 3) -> None
         np.testing.assert_allclose(found, own, rtol=2e-5, err_msg=key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_groups_train_as_in_diloco(make, name, steps):
