@@ -1,8 +1,8 @@
 """Any model, loss, weight, optimizer, batch size and input, on any number of replicas,
 equals one device.
 
-Hypothesis draws the cases: a few of every other kind of model by default, always the
-same ones. For hundreds of cases of each kind, other ones each time, and shrinking of
+Hypothesis draws the cases: a few of some kinds of model by default, always the same
+ones. For hundreds of cases of each kind, other ones each time, and shrinking of
 what fails:
 
     export EVERY_CASE=1 HYPOTHESIS_PROFILE=thorough
@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", zoo.BUILDERS)
 def test_equals_one_device(kind: str) -> None:

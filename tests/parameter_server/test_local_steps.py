@@ -261,6 +261,10 @@ def test_functions_are_scheduled_as_ever(make):
     assert float(v.numpy()) == 10.0
 
 
+UNDISTURBED: list[Any] = []
+"""What two workers of which none goes end with, when it has been computed."""
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
     """What it had is run by the other one, with the slots of its group."""
@@ -282,9 +286,10 @@ def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
         time.sleep(0.1)
         own_cluster.kill("worker", 0, getattr(signal, name))
 
-    expected = weights(make(local_steps=3), lambda: None)
+    if not UNDISTURBED:
+        UNDISTURBED.extend(weights(make(local_steps=3), lambda: None))
     strategy = make(local_steps=3)
-    for ours, theirs in zip(weights(strategy, kill), expected, strict=True):
+    for ours, theirs in zip(weights(strategy, kill), UNDISTURBED, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     done = strategy.steps_of_workers
     assert sum(done.values()) == 42 * 14
