@@ -20,7 +20,11 @@ if not os.environ.get("EVERY_CASE"):
     # programs are the same, before XLA. With EVERY_CASE it compiles as for users.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if Version(metadata.version("jaxlib")) < Version("0.11"):  # Later ones lack it.
-        XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false"
+        # Nor are programs divided to be compiled by several threads: a tenth more.
+        XLA_FLAGS = (
+            "--xla_cpu_use_fusion_emitters=false"
+            " --xla_cpu_parallel_codegen_split_count=1"
+        )
         own = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{own} {XLA_FLAGS}".strip()
 
@@ -139,7 +143,7 @@ def light_processes():
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESTS_WITHOUT", "sklearn matplotlib")
+        patch.setenv("TESTS_WITHOUT", "sklearn matplotlib IPython")
         patch.setenv("TESTS_XLA_FLAGS", XLA_FLAGS)
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv("PYTHONPATH", LIGHT, prepend=os.pathsep)

@@ -21,7 +21,7 @@ def without_what_is_not_named(text: str) -> dict[str, str]:
     """The environment in which a program of this text starts without the libraries that
     Keras would import, and that it does not name; with `EVERY_CASE` as for users.
     """
-    libraries = ("sklearn", "matplotlib", "tensorflow")
+    libraries = ("sklearn", "matplotlib", "tensorflow", "IPython")
     missing = [name for name in libraries if name not in text]
     return {} if os.environ.get("EVERY_CASE") else {"TESTS_WITHOUT": " ".join(missing)}
 

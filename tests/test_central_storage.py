@@ -113,6 +113,7 @@ def test_variables_rest_between_steps(strategy):
     assert_at_rest(strategy, [model.layers[0].kernel.stored])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("replicas", [1, 4, 8])
 def test_numbers_are_those_of_one_device(place, replicas):

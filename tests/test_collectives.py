@@ -24,7 +24,7 @@ def parts_of(n, shape=(3, 4)):
     return [RNG.randn(*shape).astype("float32") for _ in range(n)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1), (-1, 0)])
 def test_reduce(strategy, op, axis):
@@ -228,7 +228,7 @@ OPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_cross_device_ops_give_the_same_numbers(name, n):

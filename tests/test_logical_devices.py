@@ -32,7 +32,7 @@ from tests.logical import (
 )
 from tests.support import mirrored
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(3)]
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
 
 

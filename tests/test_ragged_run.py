@@ -18,7 +18,7 @@ from keras_distribute import errors
 from keras_distribute._compat.rows import set_keras_mask
 from tests import support
 
-pytestmark = pytest.mark.sampled(8)
+pytestmark = pytest.mark.sampled(16)
 
 RNG = np.random.RandomState(0)
 SPLITS = [

@@ -26,7 +26,7 @@ from .interrupting import (
 )
 from .support import data
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(9)]
 C = keras.callbacks
 
 

@@ -23,7 +23,7 @@ from .interrupting import Cut, PowerCut
 from .plain_keras import BEST, FILES
 from .support import SEED, assert_close, assert_same_bits, bits, scope
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(5)]
 PLACES = (1, 2, 4, 8)
 
 

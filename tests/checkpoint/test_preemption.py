@@ -17,7 +17,7 @@ import pytest
 
 from .processes import KINDS, Script, assert_as_uninterrupted, uninterrupted
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "2"))
 SEED = os.environ.get("KILL_SEED", "0")
@@ -49,7 +49,7 @@ def test_at_random_moments(kind: str, tmp_path: pathlib.Path) -> None:
     """
     generator = random.Random(SEED + kind)
     steps: list[str] = []
-    expected = uninterrupted()[1][kind]
+    expected = uninterrupted(kind)[1][kind]
     longest = len(expected) // (PREEMPTIONS + 1) - 3
     for _ in range(PREEMPTIONS):
         with Script(tmp_path, "--gated", kind) as script:
@@ -64,7 +64,7 @@ def test_at_random_moments(kind: str, tmp_path: pathlib.Path) -> None:
         steps += steps_in(script.rest())
         assert script.process.returncode == 0, script.errors
     assert steps == expected
-    assert_as_uninterrupted(tmp_path, kind)
+    assert_as_uninterrupted(tmp_path, kind, kind)
 
 
 @pytest.mark.timeout(180)
@@ -73,7 +73,7 @@ def test_a_grace_period_is_used_for_training(kind: str, tmp_path: pathlib.Path) 
     """A checkpoint at once, another one shortly before the end, and the steps between
     them are not lost.
     """
-    grace, expected = 6.0, uninterrupted()[1][kind]
+    grace, expected = 6.0, uninterrupted(kind)[1][kind]
     with Script(tmp_path, "--grace", str(grace), "--pause", "0.3", kind) as script:
         begun = [script.line() for _ in range(3)]
         script.process.send_signal(signal.SIGTERM)
@@ -90,4 +90,4 @@ def test_a_grace_period_is_used_for_training(kind: str, tmp_path: pathlib.Path) 
         steps += steps_in(script.rest())
         assert script.process.returncode == 0, script.errors
     assert steps == expected
-    assert_as_uninterrupted(tmp_path, kind)
+    assert_as_uninterrupted(tmp_path, kind, kind)

@@ -29,7 +29,7 @@ from .support import (
     strategy_of,
 )
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 @pytest.mark.parametrize(

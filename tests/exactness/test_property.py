@@ -1,11 +1,12 @@
 """Any model, loss, weight, optimizer, batch size and input, on any number of replicas,
 equals one device.
 
-Hypothesis draws the cases: a few of each kind of model by default, always the same
-ones. For hundreds of cases of each kind, other ones each time, and shrinking of what
-fails:
+Hypothesis draws the cases: a few of some kinds of model by default, always the same
+ones. For hundreds of cases of each kind, other ones each time, and shrinking of
+what fails:
 
-    HYPOTHESIS_PROFILE=thorough python -m pytest tests/exactness/test_property.py
+    export EVERY_CASE=1 HYPOTHESIS_PROFILE=thorough
+    python -m pytest tests/exactness/test_property.py
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", zoo.BUILDERS)
 def test_equals_one_device(kind: str) -> None:

@@ -22,7 +22,7 @@ from . import kinds
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 PROFILE = settings(
-    max_examples=400 if THOROUGH else 25,
+    max_examples=400 if THOROUGH else 12,
     derandomize=not THOROUGH,
     deadline=None,
     database=None,

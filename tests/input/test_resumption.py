@@ -40,6 +40,7 @@ def distributed(kind: str, ahead: int = 2) -> Any:
     return strategy().experimental_distribute_dataset(kinds.KINDS[kind](*MAKE), options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 2, 4])
 @pytest.mark.parametrize("kind", kinds.RESUMABLE)
 def test_goes_on_with_the_next_batch(kind: str, ahead: int) -> None:

@@ -104,7 +104,7 @@ def test_a_tail_and_validation(one_worker, steps):
     equals_one_device(one_worker, build, run)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("inputs", zoo.INPUTS)
 @pytest.mark.parametrize("kind", sorted(zoo.BUILDERS))
 def test_models_of_every_kind_on_every_input(one_worker, kind, inputs):

@@ -48,6 +48,7 @@ def network(optimizer: Any, **options: Any) -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_trains_as_one_device(make, name, steps_per_execution):
@@ -143,6 +144,7 @@ def assert_diloco(strategy: Any, name: str, steps: int, epochs: int = 3) -> None
         np.testing.assert_allclose(found, own, rtol=2e-5, err_msg=key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_groups_train_as_in_diloco(make, name, steps):
@@ -259,6 +261,10 @@ def test_functions_are_scheduled_as_ever(make):
     assert float(v.numpy()) == 10.0
 
 
+UNDISTURBED: list[Any] = []
+"""What two workers of which none goes end with, when it has been computed."""
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
     """What it had is run by the other one, with the slots of its group."""
@@ -280,9 +286,10 @@ def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
         time.sleep(0.1)
         own_cluster.kill("worker", 0, getattr(signal, name))
 
-    expected = weights(make(local_steps=3), lambda: None)
+    if not UNDISTURBED:
+        UNDISTURBED.extend(weights(make(local_steps=3), lambda: None))
     strategy = make(local_steps=3)
-    for ours, theirs in zip(weights(strategy, kill), expected, strict=True):
+    for ours, theirs in zip(weights(strategy, kill), UNDISTURBED, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     done = strategy.steps_of_workers
     assert sum(done.values()) == 42 * 14

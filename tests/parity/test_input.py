@@ -98,7 +98,7 @@ def expected_of(entry: Entry) -> list[JSON]:
     return ours
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @entries("distribute_dataset", "structures", "policies")
 def test_tf_data(entry):
     strategy = mirrored(entry["replicas"])
@@ -136,7 +136,7 @@ def test_tf_data(entry):
             len(dataset)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @with_kinds(
     "distribute_dataset",
     "structures",

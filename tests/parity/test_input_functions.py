@@ -118,7 +118,7 @@ def distributed(entry, make, **options):
     ), contexts
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @entries("from_function")
 def test_tf_data(entry):
     strategy = mirrored(entry["replicas"])
@@ -181,7 +181,7 @@ def kinds():
                 yield pytest.param(entry, kind, made, id=f"{kind}-{name}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("entry", "kind", "made"), kinds())
 def test_other_kinds(entry, kind, made):
     given = of_replicas(entry, kind)

@@ -115,7 +115,7 @@ def goes_by_files(entry: Entry) -> bool:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @entries("workers_dataset", "workers_files")
 @pytest.mark.parametrize("worker", WORKERS)
 def test_tf_data(entry, worker, tmp_path):

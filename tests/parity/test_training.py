@@ -43,7 +43,7 @@ def test_optimizer_sums_raw_gradients(entry):
     assert int(optimizer.iterations.value) == entry["iterations"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @entries("metrics", "metric", "weighted")
 def test_metric(entry):
     strategy = mirrored(entry["replicas"])

@@ -109,6 +109,7 @@ def as_ours(entry, operation):
     return {**expected, "prepared": prepared}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("entry", "operation"), COMBINATIONS)
 def test_variable(entry, operation):
     strategy = mirrored(entry["replicas"])

@@ -67,7 +67,9 @@ def contracts(folder):
             strategy, plain, folder
         ),
         "custom loop": lambda: (
-            contract.test_a_custom_loop_gives_the_numbers_of_one_device(strategy)
+            contract.test_a_custom_loop_gives_the_numbers_of_one_device(
+                strategy, contract.loop_of_plain_keras()
+            )
         ),
         "contexts": lambda: contract.test_scope_and_contexts(strategy),
     }.items():

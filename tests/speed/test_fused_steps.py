@@ -14,7 +14,7 @@ from keras import layers
 from keras_distribute.training.steps import compiled_step
 from tests.support import mirrored_or_default
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(9)
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(70, 4, 4, 1).astype("float32"), RNG.randint(0, 3, 70)
