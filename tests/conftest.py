@@ -43,6 +43,7 @@ LONGEST = [
     "programs/test_programs.py",
     "engines/test_ray_train.py",
     "engines/test_ray_servers.py",
+    "parameter_server/test_kill_matrix.py",
     "checkpoint/test_killed.py",
     "checkpoint/test_preemption.py",
     "processes/test_launch.py",
