@@ -27,7 +27,8 @@ from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
-from keras_distribute.scheduling.served import Kept, Partitioner, Served, Server
+from keras_distribute.scheduling.served import Kept, Partitioner, Served
+from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.tasks import Tasks
 from keras_distribute.scheduling.updates import Updates
 from keras_distribute.scheduling.values import (

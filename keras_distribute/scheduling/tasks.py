@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from keras_distribute.errors import DistributeError
 from keras_distribute.scheduling.queue import Queue
-from keras_distribute.scheduling.served import Server
+from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.workers import Worker
 
 

@@ -15,7 +15,8 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.remote.frames import Header
-from keras_distribute.scheduling.served import Part, Place, Served, Server
+from keras_distribute.scheduling.served import Part, Place, Served
+from keras_distribute.scheduling.servers import Server
 from keras_distribute.servers.programs import exported
 
 # A part of a table has a part of the rows that a step looks up: a program for all of
