@@ -1194,6 +1194,7 @@ def compiled(**given: Any) -> None:
 
 # What a user does not make, or what has no parameter of its own.
 MADE_BY_THE_PACKAGE = {
+    "ConsistencyReport",
     "DistributedDataset",
     "DistributedIterator",
     "DryRunReport",

@@ -319,8 +319,8 @@ def _differing(report: ConsistencyReport) -> ReplicaConsistencyError:
         )
     else:
         fix = (
-            "restore the last checkpoint. Of two copies nobody knows which is right; of "
-            "three, what two say."
+            "restore the last checkpoint. Of two copies nobody knows which is right; "
+            "of three, what two say."
         )
     return ReplicaConsistencyError(
         report.heading,

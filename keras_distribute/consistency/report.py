@@ -65,8 +65,8 @@ class Difference:
         shown = "; ".join(map(_in_words, self.elements))
         more = "; ..." if count > len(self.elements) else ""
         return (
-            f"{text}, in {count} of {self.size} element(s) by up to {self.largest:.3g}: "
-            f"{shown}{more}"
+            f"{text}, in {count} of {self.size} element(s) by up to "
+            f"{self.largest:.3g}: {shown}{more}"
         )
 
 
