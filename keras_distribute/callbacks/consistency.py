@@ -58,6 +58,9 @@ class ReplicaConsistency(keras.callbacks.Callback):
         2 cpu:1 (31,)
     """
 
+    # `steps_per_execution="auto"` may go on grouping steps.
+    _keras_distribute_in_groups = True
+
     def __init__(self, every: int = 100, action: str = "raise") -> None:
         super().__init__()
         checks.one_of("action", action, ACTIONS)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.training import calls
 from tests.logical import HIDDEN, LABELS, ROWS, dense_classifier, tpu_strategy
 from tests.support import mirrored
 
@@ -110,6 +111,28 @@ def test_a_loop_of_ones_own():
     assert [d.replica for d in report.differences] == [1] and report.is_repaired
     strategy.run(step)
     assert strategy.check_consistency(weight).differences == ()
+
+
+def test_validation_between_the_epochs():
+    """Weights and metrics move from the state of one step to that of another."""
+    model = training.built(mirrored(4))
+    check = kd.callbacks.ReplicaConsistency(every=2, action="report")
+    data = (training.X, training.Y)
+    history = model.fit(
+        *data, epochs=4, verbose=0, validation_data=data, callbacks=[check]
+    )
+    assert history.history["replica_differences"] == [0] * 4
+    assert {"val_loss", "val_mae"} < history.history.keys()
+
+
+def test_steps_are_still_grouped():
+    """By `steps_per_execution="auto"`, which leaves callbacks that see steps alone."""
+    strategy = mirrored(2)
+    check = kd.callbacks.ReplicaConsistency()
+    model = training.built(strategy)
+    for callbacks, sees in ([check], False), ([check, kd.testing.Fault("delay")], True):
+        training.fitted(model, *callbacks)
+        assert getattr(model, calls._SEES_STEPS) is sees
 
 
 def test_without_a_strategy_nothing_is_compared():

@@ -1,0 +1,121 @@
+"""What a check of consistency costs: beside a step of the same model, and every 100
+steps.
+
+For each model, rounds of 100 steps of `fit` in turn: without the callback, and with
+`kd.callbacks.ReplicaConsistency(every=100)`, which checks once in a round. Then checks
+by themselves, between two steps. The medians of the rounds count; the first of each,
+which compiles, is left out.
+
+    python benchmarks/consistency.py             # writes results/consistency.md, .json
+    python benchmarks/consistency.py --rounds 1  # quicker and rougher
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import report
+
+import keras_distribute as kd
+
+DEVICES, STEPS, CHECKS = 4, 100, 10
+
+kd.config.set_cpu_devices(DEVICES)
+
+import jax
+import keras
+import workloads
+
+
+def measured(workload: workloads.Workload, rounds: int) -> dict[str, Any]:
+    """The seconds of a step without and with the callback, and of a check; how many
+    variables and bytes it compares.
+    """
+    strategy = kd.MirroredStrategy()
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = workload.build()
+        model.compile(
+            keras.optimizers.Adam(1e-4),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    x, y = dataclasses.replace(workload, steps=STEPS).data()
+    options: dict[str, Any] = {"batch_size": workload.batch, "shuffle": False}
+
+    def fit(every: int | None) -> float:
+        check = [] if every is None else [kd.callbacks.ReplicaConsistency(every)]
+        begin = time.perf_counter()
+        model.fit(x, y, verbose=0, callbacks=check, **options)
+        jax.block_until_ready(model.trainable_variables[0].value)
+        return (time.perf_counter() - begin) / STEPS
+
+    seconds: dict[str, list[float]] = {"without": [], "every": [], "check": []}
+    for number in range(rounds + 1):
+        without, every = fit(None), fit(STEPS)
+        strategy.check_consistency(model)
+        begin = time.perf_counter()
+        for _ in range(CHECKS):
+            result = strategy.check_consistency(model)
+        check = (time.perf_counter() - begin) / CHECKS
+        if number:
+            for name, value in zip(seconds, (without, every, check), strict=True):
+                seconds[name].append(value)
+    variables = [*model.variables, *model.optimizer.variables]
+    return {
+        "variables": result.num_variables,
+        "bytes": sum(v.value.nbytes for v in variables),
+        "median": {name: statistics.median(all_) for name, all_ in seconds.items()},
+        "all": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    facts, rows = dict[str, Any](), []
+    for name, workload in workloads.WORKLOADS.items():
+        facts[name] = found = measured(workload, rounds)
+        step, every, check = (
+            found["median"][key] for key in ("without", "every", "check")
+        )
+        rows.append(
+            [
+                workload.title,
+                str(found["variables"]),
+                f"{found['bytes'] / 2**20:.1f}",
+                f"{1000 * step:.1f}",
+                f"{1000 * check:.1f}",
+                f"{check / step:.2f} ×",
+                f"{every / step:.2f} ×",
+                f"{100 * check / step / STEPS:.2f} %",
+            ]
+        )
+    header = [
+        "",
+        "variables",
+        "MiB a replica",
+        "ms a step",
+        "ms a check",
+        "beside a step",
+        "steps with every=100, beside none",
+        "a check, as a share of 100 steps",
+    ]
+    note = (
+        f"{DEVICES} replicas on virtual CPU devices, Adam: medians of {rounds} rounds "
+        f"of {STEPS} steps, with and without the callback in turn, and of {CHECKS} "
+        "checks after each. The machine's cores are shared by the replicas, so a check "
+        "takes as long as all copies together; on devices of their own, as one copy."
+    )
+    table = report.table(header, rows, "lrrrrrrr")
+    report.write("consistency", {"rounds": rounds, **facts}, f"{table}\n\n{note}")
+
+
+if __name__ == "__main__":
+    main()
