@@ -105,10 +105,17 @@ def _of_both(
 
 
 def _largest(own: Any, other: Any, dtype: Any) -> Any:
-    values = [words.as_array(row, dtype) for row in (own, other)]
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        values = [value.astype(jnp.float32) for value in values]
-    apart = jnp.abs(values[0] - values[1])
+    """The largest difference of two elements, as a float."""
+    left, right = (words.as_array(row, dtype) for row in (own, other))
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize >= 4:
+        # As floats, large ones that are near to each other would be the same.
+        apart = jnp.maximum(left, right) - jnp.minimum(left, right)
+        unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+        apart = apart.astype(unsigned).astype(jnp.float32)
+    elif jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
+        apart = jnp.abs(left - right)
+    else:
+        apart = jnp.abs(left.astype(jnp.float32) - right.astype(jnp.float32))
     differs = jnp.any((own ^ other).reshape(apart.size, -1) != 0, axis=-1)
     apart = jnp.where(jnp.isnan(apart), jnp.inf, apart)
     return jnp.max(jnp.where(differs, apart, 0.0), initial=0.0)
