@@ -19,6 +19,7 @@ NAMES = (
     "input_pipeline",
     "checkpoints",
     "dry_run",
+    "consistency",
     "kill_matrix",
 )
 

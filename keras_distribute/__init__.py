@@ -42,6 +42,7 @@ from keras_distribute.cluster.processes import print_on_chief as print_on_chief
 from keras_distribute.cluster.processes import process_count as process_count
 from keras_distribute.cluster.processes import process_index as process_index
 from keras_distribute.cluster.processes import run_on_chief as run_on_chief
+from keras_distribute.consistency import ConsistencyReport as ConsistencyReport
 from keras_distribute.context import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "AutoShardPolicy",
     "Checkpoint",
     "CheckpointManager",
+    "ConsistencyReport",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",

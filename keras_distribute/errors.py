@@ -18,6 +18,7 @@ Keras.
     ├── CancelledError(RuntimeError)            a function that was given up
     ├── RemoteError(RuntimeError)               what another task raised
     ├── NonFiniteError(FloatingPointError)      a NaN or infinite loss
+    ├── ReplicaConsistencyError(RuntimeError)   copies of a variable that differ
     └── CheckpointError(ValueError)             missing, or does not fit
         └── DamagedCheckpointError              incomplete, or not what was saved
 
@@ -25,6 +26,8 @@ Each subclasses the builtin that a TensorFlow user already catches.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class DistributeError(Exception):
@@ -115,6 +118,27 @@ class RemoteError(DistributeError, RuntimeError):
 
 class NonFiniteError(DistributeError, FloatingPointError):
     """The loss of a training step is infinite, or no number."""
+
+
+class ReplicaConsistencyError(DistributeError, RuntimeError):
+    """Copies of a variable, which have to be the same on all replicas, differ.
+
+    Attributes:
+        report: The `kd.ConsistencyReport` that names them.
+    """
+
+    report: Any
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        received: str | None = None,
+        fix: str | None = None,
+        report: Any = None,
+    ) -> None:
+        super().__init__(what, received=received, fix=fix)
+        self.report = report
 
 
 class CheckpointError(DistributeError, ValueError):

@@ -39,6 +39,7 @@ OWNS = {
     "dropped": ("closing what was dropped",),
     "checkpoint": ("state of objects on disk", "and back"),
     "input": ("any dataset as batches;", "shards, positions, prefetch"),
+    "consistency": ("whether copies on the", "replicas are the same"),
     "summary": ("devices and variables as", "numbers and pictures"),
     "tpu": ("where chips are, which", "make up a replica"),
     "strategies": ("the shared API, one small", "file a strategy"),

@@ -18,6 +18,7 @@ NAMES = [
     "AutoShardPolicy",
     "Checkpoint",
     "CheckpointManager",
+    "ConsistencyReport",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
@@ -82,7 +83,12 @@ OBJECTS = [
 
 def test_the_public_names_are_these():
     assert sorted(kd.__all__) == NAMES
-    assert kd.callbacks.__all__ == ["BackupAndRestore", "RaiseOnNaN", "StepTimeReport"]
+    assert kd.callbacks.__all__ == [
+        "BackupAndRestore",
+        "RaiseOnNaN",
+        "ReplicaConsistency",
+        "StepTimeReport",
+    ]
     assert kd.cluster_resolver.__all__ == [
         "ClusterResolver",
         "ClusterSpec",

@@ -23,6 +23,7 @@ ROOMS = [
     "checkpoint",
     "input",
     "summary",
+    "consistency",
     "tpu",
     "launch",
     "servers",

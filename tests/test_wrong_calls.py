@@ -661,6 +661,16 @@ TARGETS: dict[str, Target] = {
         kwargs=call_names,
         options=of(kd.RunOptions, none=True),
     ),
+    "Strategy.check_consistency": Target(
+        lambda objects=None, **given: strategy().check_consistency(
+            variable() if objects is None else objects, **given
+        ),
+        {
+            "objects": lambda v: v is None or isinstance(v, keras.Variable),
+            "action": lambda v: False,
+            "step": integer(0, none=True),
+        },
+    ),
     "Strategy.summary": Target(
         lambda objects=None, batch_size=None: strategy().summary(
             *(() if objects is None else (objects,)), batch_size=batch_size
@@ -793,6 +803,9 @@ TARGETS: dict[str, Target] = {
         termination_config=of(experimental.TerminationConfig, none=True),
         data_position=flag,
         objects=of(dict, none=True),
+    ),
+    "callbacks.ReplicaConsistency": made(
+        kd.callbacks.ReplicaConsistency, every=integer(1), action=lambda v: False
     ),
     "callbacks.StepTimeReport": made(
         kd.callbacks.StepTimeReport,
@@ -960,6 +973,10 @@ TARGETS: dict[str, Target] = {
         step=integer(),
         error=of(Exception, none=True),
         seconds=number(),
+        variable=of(keras.Variable, str, none=True),
+        replica=integer(),
+        element=integer(),
+        bit=integer(),
     ),
     "testing.Fault.now": method(
         lambda: kd.testing.Fault("raise", step=10**9), "now", step=integer()
@@ -1179,6 +1196,7 @@ def compiled(**given: Any) -> None:
 
 # What a user does not make, or what has no parameter of its own.
 MADE_BY_THE_PACKAGE = {
+    "ConsistencyReport",
     "DistributedDataset",
     "DistributedIterator",
     "DryRunReport",
@@ -1639,6 +1657,9 @@ def test_the_text_says_what_came_and_what_to_write():
             "shard_optimizer_state='no'",
         ),
         (lambda: strategy().summary(3), TypeError, "3, a int"),
+        (lambda: strategy().check_consistency(3), TypeError, "3, a int"),
+        (lambda: strategy().check_consistency(), ValueError, "no objects"),
+        (lambda: kd.testing.Fault("flip"), ValueError, "variable=None"),
         (lambda: kd.run_on_chief(None), TypeError, "function=None"),
         (lambda: kd.barrier(None), TypeError, "name=None"),
         (lambda: compiled(steps_per_execution="many"), TypeError, "='many'"),

@@ -35,6 +35,8 @@ from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
     DistributedVariable,
     Holder,
+    Part,
+    Standing,
     SyncOnReadVariable,
     check_same_values,
 )
@@ -286,6 +288,13 @@ class _Written(Holder):
 
     def forget(self, place: int) -> None:
         self.landing[-1][1][place] = None
+
+    def standing(self, links: Sequence[tuple[int, Any]]) -> list[Standing]:
+        arrays = self.landing[-1][1]
+        return [
+            self._standing_at(place, [Part(variable, 0, arrays[place].size)])
+            for place, variable in links
+        ]
 
     def _array(self, place: int, variable: Any) -> Any:
         return self.landing[-1][1][place]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import jax
 import keras
 
-from keras_distribute import checks, context
+from keras_distribute import checks, consistency, context
 from keras_distribute.cluster import agreement
 from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.consistency import ConsistencyReport
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
-from keras_distribute.errors import ContextError, StructureTypeError
+from keras_distribute.errors import (
+    ContextError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.run import program, replica_context
@@ -27,6 +33,7 @@ from keras_distribute.strategies.extended import (
     is_value,
 )
 from keras_distribute.summary import StrategySummary
+from keras_distribute.summary.facts import groups_of
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import arrays, reductions, structures
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
@@ -468,6 +475,86 @@ class Strategy(DeprecatedMethods):
               dense/bias    (2,)    float32  mirrored             8 B
         """
         return StrategySummary(self, objects, batch_size)
+
+    def check_consistency(
+        self, *objects: Any, action: str = "raise", step: int | None = None
+    ) -> ConsistencyReport:
+        """Whether all replicas have the same of what has to be the same on them: finds
+        replicas that have drifted apart, and memory or arithmetic that errs.
+
+        Each device hashes its own copy of each array, where it is; 64 bits a variable
+        are compared, in one process and over several, which all call this. Any change
+        of one element is found, and so of any single bit; any other but once in 2^64.
+        Numbers are compared by their bits: a NaN is equal to itself. Looked at closely
+        is only what differs.
+
+        Compared are mirrored variables: weights, slots, seeds, counters; and, while
+        `fit` runs or after it, what it has of metrics and moving statistics. Left out
+        is what differs by right, or exists once: slots under
+        `shard_optimizer_state=True`, variables whose replicas have components of their
+        own (`synchronization="on_read"`), and what rests in host memory or is with
+        parameter servers. A report names them as `skipped`.
+
+        Works between two steps of `fit`, as `kd.callbacks.ReplicaConsistency` does, and
+        anywhere in a loop. Differs from TensorFlow, which has no such check.
+
+        Args:
+            *objects: What has variables: models, layers, optimizers, metrics,
+                variables. Of a compiled model, those of its optimizer and metrics are
+                included. For a loop of your own name them all:
+                `strategy.check_consistency(model, optimizer, accuracy)`.
+            action: `"raise"` an error where copies differ; `"report"`: return what was
+                found; `"repair"`: put the copy that more than half of the devices have
+                in the place of the others, and return what was found.
+            step: Of the training, for the text.
+
+        Returns:
+            A `kd.ConsistencyReport`.
+
+        Raises:
+            ReplicaConsistencyError: Where copies differ; with `"repair"` where none is
+                that of more than half of the devices, as of two that differ.
+            ContextError: Inside `run`; where a step that failed has used up a value.
+            StructureTypeError: For anything that has no variables.
+            ValueStructureError: Without objects, and for an unknown action.
+
+        Example:
+            >>> import keras, keras_distribute as kd
+            >>> strategy = kd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+            >>> with strategy.scope():
+            ...     weight = keras.Variable(np.arange(4.0), name="weight")
+            >>> flip = kd.testing.Fault("flip", variable=weight, replica=1, bit=30)
+            >>> flip.now(0)
+            >>> print(strategy.check_consistency(weight, action="repair"))
+            1 variable is not the same on all 3 replicas, of 1.
+              weight on replica 1 (cpu:1, process 0) differs from most others, as
+              replica 0 (cpu:0, process 0), in 1 of 4 element(s) by up to 2:
+              [0] 2.0 here, 0.0 there (bit 30).
+              The right copies were put in their places.
+            >>> print(strategy.check_consistency(weight))
+            1 variable is the same on all 3 replicas.
+        """
+        self._require_cross_replica(
+            "strategy.check_consistency", "call it outside strategy.run"
+        )
+        checks.one_of("action", action, consistency.ACTIONS)
+        if step is not None:
+            checks.count("step", step)
+        if not objects:
+            raise ValueStructureError(
+                "A check of consistency is of something.",
+                received="no objects.",
+                fix="strategy.check_consistency(model)",
+            )
+        found: dict[int, Any] = {}
+        for thing in objects:
+            of_thing = groups_of(thing, "A check of consistency", "check_consistency")
+            for variable in itertools.chain(*(group for _, group in of_thing)):
+                is_own = isinstance(variable, DistributedVariable)
+                if is_own and variable.distribute_strategy is self:
+                    found.setdefault(id(variable), variable)
+        variables = list(found.values())
+        return consistency.check(self.replica_mesh, variables, action, step)
 
     def group(self, value: Any, name: str | None = None) -> Any:
         """`value` itself: updates are ordered by the data they use, so there is nothing

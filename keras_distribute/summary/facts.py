@@ -98,7 +98,7 @@ def of_variables(
     """
     found: dict[int, tuple[str, keras.Variable]] = {}
     for thing in objects:
-        for group, variables in _groups_of(thing):
+        for group, variables in groups_of(thing):
             for variable in variables:
                 found.setdefault(id(variable), (group, variable))
     facts = [_of_variable(strategy, *entry) for entry in found.values()]
@@ -129,8 +129,19 @@ def _has_optimizer(thing: Any) -> bool:
     )
 
 
-def _groups_of(thing: Any) -> Iterator[tuple[str, Sequence[keras.Variable]]]:
-    """The variables of one object, by their groups."""
+def groups_of(
+    thing: Any, what: str = "A summary", method: str = "summary"
+) -> Iterator[tuple[str, Sequence[keras.Variable]]]:
+    """The variables of one object, by their groups.
+
+    Args:
+        thing: A model, layer, optimizer, metric or variable.
+        what: Is of such things, as an error says.
+        method: Of a strategy, which was given it.
+
+    Raises:
+        StructureTypeError: For anything that has no variables.
+    """
     if isinstance(thing, keras.Variable):
         yield "weights" if thing.trainable else "state", [thing]
     elif isinstance(thing, keras.optimizers.Optimizer):
@@ -146,9 +157,9 @@ def _groups_of(thing: Any) -> Iterator[tuple[str, Sequence[keras.Variable]]]:
             yield "metrics", thing.metrics_variables
     else:
         raise StructureTypeError(
-            "A summary is of things that have variables.",
+            f"{what} is of things that have variables.",
             received=f"{checks.shown(thing)}, a {type(thing).__name__}.",
-            fix="strategy.summary(model), or its layers, optimizers, metrics and "
+            fix=f"strategy.{method}(model), or its layers, optimizers, metrics and "
             "variables.",
         )
 

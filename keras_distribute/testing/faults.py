@@ -1,4 +1,6 @@
-"""Faults for tests: a process raises, dies, freezes or is slow at a chosen moment."""
+"""Faults for tests: a process raises, dies, freezes or is slow at a chosen moment, or a
+bit flips.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ import keras
 
 from keras_distribute import checks
 from keras_distribute.cluster.processes import process_index
+from keras_distribute.errors import ValueStructureError
+from keras_distribute.testing import flips
 
 MOMENTS = (
     "train_begin",
@@ -28,7 +32,7 @@ _SIGNALS = {
     "terminate": signal.SIGTERM,
     "freeze": signal.SIGSTOP,
 }
-ACTIONS = ("raise", "delay", *_SIGNALS)
+ACTIONS = ("raise", "delay", "flip", *_SIGNALS)
 
 
 class Fault(keras.callbacks.Callback):
@@ -38,16 +42,25 @@ class Fault(keras.callbacks.Callback):
 
     Args:
         action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it
-            (`SIGTERM`), `"freeze"` it (`SIGSTOP`, for ever), or `"delay"` it.
+            (`SIGTERM`), `"freeze"` it (`SIGSTOP`, for ever), `"delay"` it, or `"flip"`
+            a bit in one device's copy of a variable, as in memory that fails.
         process: The number of the process; `None` for all.
         moment: When, in a `fit`: the name of a callback's method without `on_`.
         step: How many steps the optimizer has taken by then, at least; for a loop, what
             `now` is given.
         error: What to raise.
         seconds: How long to delay.
+        variable: What has the bit: a variable of a strategy, or the path of one of the
+            model that is trained, of its optimizer or its metrics. In a `fit` the copy
+            changes that its next step is given.
+        replica: Whose copy has it; of several logical devices, the first.
+        element: In which element of the copy, counted as in one row.
+        bit: Which one, 0 the lowest.
 
     Raises:
-        ValueStructureError: For an unknown action or moment.
+        ValueStructureError: For an unknown action or moment, and a flip without a
+            variable; at its moment for a variable, replica, element or bit that there
+            is not.
         StructureTypeError: For arguments of other types.
 
     Example:
@@ -68,6 +81,10 @@ class Fault(keras.callbacks.Callback):
         step: int = 0,
         error: Exception | None = None,
         seconds: float = 1.0,
+        variable: keras.Variable | str | None = None,
+        replica: int = 0,
+        element: int = 0,
+        bit: int = 0,
     ) -> None:
         super().__init__()
         checks.one_of("action", action, ACTIONS)
@@ -78,14 +95,24 @@ class Fault(keras.callbacks.Callback):
         checks.number("seconds", seconds, zero=True)
         what, fix = "An exception is raised.", 'error=OSError("no network")'
         checks.instance("error", error, Exception | None, what, fix)
+        what = "What flips is a bit of a variable."
+        kinds = keras.Variable | str | None
+        checks.instance("variable", variable, kinds, what, flips.FIX)
+        for name, number in (("replica", replica), ("element", element), ("bit", bit)):
+            checks.count(name, number)
+        if action == "flip" and variable is None:
+            raise ValueStructureError(what, received="variable=None.", fix=flips.FIX)
+        self._flip = flips.Flip(variable, int(replica), int(element), int(bit))
         self._action, self._process, self._step = action, process, step
         self._error = error or RuntimeError("a fault that was injected")
         self._seconds = seconds
         self.came = False
+        self._trained: Any = None
         setattr(self, f"on_{moment}", self._at_the_moment)
 
     def _at_the_moment(self, *_: Any, **logs: Any) -> None:
         model: Any = self.model
+        self._trained = model
         self.now(int(model.optimizer.iterations))
 
     def now(self, step: int) -> None:
@@ -104,5 +131,7 @@ class Fault(keras.callbacks.Callback):
             raise self._error
         if self._action == "delay":
             time.sleep(self._seconds)
+        elif self._action == "flip":
+            self._flip.done(self._trained)
         else:
             os.kill(os.getpid(), _SIGNALS[self._action])

@@ -3,7 +3,9 @@
 - A callback cannot see the others of its `fit`, nor be called after all of them. One
   with a method `_keras_distribute_joins(callbacks)` is moved to the end of the list,
   and given it, before the training begins; one with an attribute
-  `_keras_distribute_first` is moved to the front.
+  `_keras_distribute_first` is moved to the front. One with an attribute
+  `_keras_distribute_in_groups` has a method for steps that may be called for several at
+  once.
 - Keras hands the logs of each step to a thread, which waits for their values, even
   where no callback is called with them. There the step is left alone. Goes when Keras
   does that.
@@ -31,6 +33,7 @@ from keras_distribute.errors import CheckpointError
 from keras_distribute.training import adoption, calls
 
 _JOINS, _FIRST = "_keras_distribute_joins", "_keras_distribute_first"
+_IN_GROUPS = "_keras_distribute_in_groups"
 # Of Keras's callbacks with methods for steps, those whose attribute may say that they
 # do nothing there.
 _BY_EPOCH = {
@@ -89,7 +92,8 @@ class StrategyCallbackList(CallbackList):
 def _sees_steps(callback: Any) -> bool:
     """Whether a callback is called with each step; the progress bar may miss some."""
     by_epoch = getattr(callback, _BY_EPOCH.get(type(callback), ""), None) == "epoch"
-    left_out = isinstance(callback, ProgbarLogger) or hasattr(callback, _FIRST)
+    left_out = isinstance(callback, ProgbarLogger)
+    left_out = left_out or hasattr(callback, _FIRST) or hasattr(callback, _IN_GROUPS)
     names = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin")
     return not (by_epoch or left_out) and _has_own(callback, *names, "on_batch_end")
 

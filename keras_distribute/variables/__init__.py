@@ -21,6 +21,7 @@ from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.drawing import DrawnVariable
 from keras_distribute.variables.holding import Holder, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
+from keras_distribute.variables.on_devices import Part, Standing, standing
 from keras_distribute.variables.reading import read_before
 from keras_distribute.variables.resting import RestingVariable
 from keras_distribute.variables.same_values import check_same_values
@@ -32,7 +33,9 @@ __all__ = [
     "DrawnVariable",
     "Holder",
     "MirroredVariable",
+    "Part",
     "RestingVariable",
+    "Standing",
     "SyncOnReadVariable",
     "accumulators_created",
     "check_same_values",
@@ -40,4 +43,5 @@ __all__ = [
     "given_away",
     "lost_error",
     "read_before",
+    "standing",
 ]

@@ -17,7 +17,7 @@ Ctrl-C does, finds a value either before or after it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from keras_distribute._compat import jax_internals
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ContextError
+from keras_distribute.variables.on_devices import Part, Standing
 
 Place = Any
 Link = tuple["Holder", Place]
@@ -104,6 +105,31 @@ class Holder:
         """
         del place, variable
         return None
+
+    def standing(self, links: Sequence[tuple[Place, Any]]) -> list[Standing]:
+        """The arrays on the devices behind some of its variables, with their places;
+        none for those that are elsewhere. The caller holds `launches.lock`.
+        """
+        del links
+        return []
+
+    def _standing_at(self, index: int, parts: Sequence[Part]) -> Standing:
+        """One of the arrays of the state.
+
+        Raises:
+            ContextError: If a program that failed has used it up.
+        """
+        array = self.landing[-1][1][index]
+        if array is None or array.is_deleted():
+            raise lost_error(parts[0].variable)
+
+        def replace(new: jax.Array) -> None:
+            outputs, state = self.landing[-1]
+            # Another list: what was read of the old one is known by it.
+            changed = [*state[:index], new, *state[index + 1 :]]
+            self.landing[:] = [(outputs, changed)]
+
+        return Standing(array, tuple(parts), replace)
 
     def _read(self, place: Place, variable: Any, find: Callable[..., Any]) -> Any:
         with launches.lock:

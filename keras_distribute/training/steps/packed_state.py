@@ -180,6 +180,17 @@ class Packing:
         shapes = [self._shape(place).shape for place in self.buffers[buffer]]
         return buffer_slices.taken_apart(value, shapes, by_calls=self._on_cpu)
 
+    def parts_of_buffers(self) -> list[list[tuple[Place, int, int]]]:
+        """Of each buffer the places of its arrays, the element at which each begins,
+        and how many it has.
+        """
+        found: list[list[tuple[Place, int, int]]] = []
+        for places in self.buffers:
+            sizes = [math.prod(self._shape(place).shape) for place in places]
+            starts = itertools.accumulate(sizes, initial=0)
+            found.append(list(zip(places, starts, sizes, strict=False)))
+        return found
+
     def without_packed(self, state: State) -> State:
         """The groups, with `None` in the places of packed arrays."""
         groups: State = tuple(list(group) for group in state)

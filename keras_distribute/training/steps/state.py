@@ -18,7 +18,7 @@ from keras_distribute.devices.launches import Landing
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
-from keras_distribute.variables import DistributedVariable, Holder
+from keras_distribute.variables import DistributedVariable, Holder, Part, Standing
 
 
 class StateGroup(Sequence[Any]):
@@ -128,6 +128,26 @@ class StepState(Holder):
         self._stored.pop(place, None)
         if place in self._index:
             self.landing[-1][1][self._index[place]] = None
+
+    def standing(
+        self, links: Sequence[tuple[Place, DistributedVariable]]
+    ) -> list[Standing]:
+        arrays, asked, found = self.landing[-1][1], dict(links), list[Standing]()
+        for place, variable in links:
+            if place in self._index:
+                index = self._index[place]
+                whole = Part(variable, 0, arrays[index].size)
+                found.append(self._standing_at(index, [whole]))
+        packing = self._packing
+        for i, places in enumerate(packing.parts_of_buffers() if packing else ()):
+            parts = [
+                Part(asked[place], start, size)
+                for place, start, size in places
+                if place in asked
+            ]
+            if parts:
+                found.append(self._standing_at(self._index[-1, i], parts))
+        return found
 
     def across(self, place: Place, variable: DistributedVariable) -> Any:
         if place in self._components:

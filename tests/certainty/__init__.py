@@ -1,0 +1,1 @@
+"""Replicas that drift apart, and memory that errs: found, named and repaired."""
