@@ -50,7 +50,7 @@ COORDINATOR = """
     try:
         counting.coordinator.join()
     except kd.errors.UnavailableError as error:
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 20
         print(str(error).splitlines()[0], flush=True)
         strategy.close()
         raise SystemExit
