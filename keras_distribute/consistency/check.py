@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import ReplicaConsistencyError
 from keras_distribute.variables import Part, Standing, standing
 
+_log = logging.getLogger(__name__)
 ACTIONS = ("raise", "report", "repair")
 # Arrays up to this size are hashed together: one kernel instead of one each.
 _SMALL_BYTES = 64 * 1024
@@ -106,9 +108,22 @@ class _Check:
         found: list[_Found] = []
         for i, unit in enumerate(units):
             groups = self._groups[id(unit[0])]
-            if any(verdict(group, hashes[i]) is not None for group in groups):
-                found += self._found_in(unit, groups, hashes[i])
+            said = [verdict(group, hashes[i]) for group in groups]
+            places = [place for each in said if each for place in each.differing]
+            if places:
+                in_unit = self._found_in(unit, groups, hashes[i])
+                found += in_unit
+                if not in_unit:
+                    self._warn_of_hashes(places)
         return found
+
+    def _warn_of_hashes(self, places: Sequence[int]) -> None:
+        """Of copies that are the same, of which devices have computed other hashes."""
+        _log.warning(
+            "The copies of the replicas are the same, but %s computed another hash of "
+            "them, once: a device that errs when it computes.",
+            " and ".join(map(self._who, places)),
+        )
 
     def _found_in(
         self, unit: Sequence[Standing], groups: Sequence[Group], hashes: list[int]

@@ -9,6 +9,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.consistency import hashing
+from keras_distribute.consistency.check import _Check
 from tests.support import central, mirrored
 
 DTYPES = [
@@ -164,3 +165,25 @@ def test_a_check_inside_of_run_is_refused():
         weight = keras.Variable(1.0)
     with pytest.raises(kd.errors.ContextError, match="outside strategy.run"):
         strategy.run(lambda: strategy.check_consistency(weight))
+
+
+def test_a_hash_that_is_wrong_itself_is_told(monkeypatch, caplog):
+    """A device whose copies are right, and which has computed something else once."""
+    strategy = mirrored(4)
+    with strategy.scope():
+        variables = [keras.Variable(np.ones(3)), keras.Variable(np.ones(5))]
+    once = [1]
+    hashes = _Check._hashes
+
+    def wrong_once(self, array):
+        found = hashes(self, array)
+        if once:
+            found[0][2] ^= once.pop()
+        return found
+
+    monkeypatch.setattr(_Check, "_hashes", wrong_once)
+    assert not strategy.check_consistency(*variables).differences
+    assert "replica 2 (cpu:2, process 0) computed another hash" in caplog.text
+    caplog.clear()
+    assert not strategy.check_consistency(*variables).differences
+    assert not caplog.text
