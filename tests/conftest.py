@@ -66,6 +66,7 @@ def pytest_configure(config):
     """Files run in the order of `pytest_collection_modifyitems`; pytest-xdist would
     begin with those of the most tests.
     """
+    os.environ["TESTS_PROCESS"] = str(os.getpid())
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
