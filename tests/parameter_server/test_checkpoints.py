@@ -48,22 +48,24 @@ class Ends(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+def backed_up_fit(strategy, folder, save_freq, *callbacks):
+    """A model that was trained, or trained on from the last save in the folder."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = network()
+    backup = kd.callbacks.BackupAndRestore(str(folder), save_freq=save_freq)
+    options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
+    model.fit(X, Y, callbacks=[backup, *callbacks], **options)
+    return model
+
+
 @pytest.mark.parametrize("step", [11, 16])
 def test_a_fit_that_is_broken_off_goes_on(one_worker, tmp_path, step):
     """With the very next batch after the last save, to the numbers of one device."""
 
-    def fit(*more):
-        keras.utils.set_random_seed(2)
-        with one_worker.scope():
-            model = network()
-        backup = kd.callbacks.BackupAndRestore(str(tmp_path), save_freq=3)
-        options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
-        model.fit(X, Y, callbacks=[backup, *more], **options)
-        return model
-
     with pytest.raises(KeyboardInterrupt):
-        fit(Ends(step))
-    model = fit()
+        backed_up_fit(one_worker, tmp_path, 3, Ends(step))
+    model = backed_up_fit(one_worker, tmp_path, 3)
     keras.utils.set_random_seed(2)
     plain = network()
     plain.fit(X, Y, batch_size=5, epochs=3, verbose=0, shuffle=False)
@@ -100,19 +102,10 @@ def test_local_steps_go_on_to_the_bit(make, tmp_path, step):
     """With the slots of each group, and the momentum of the outer optimizer."""
     strategy = make(2, local_steps=2)
 
-    def fit(folder, *more):
-        keras.utils.set_random_seed(2)
-        with strategy.scope():
-            model = network()
-        backup = kd.callbacks.BackupAndRestore(str(folder), save_freq=4)
-        options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
-        model.fit(X, Y, callbacks=[backup, *more], **options)
-        return model
-
-    whole = fit(tmp_path / "a")
+    whole = backed_up_fit(strategy, tmp_path / "a", 4)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "b", Ends(step))
-    resumed = fit(tmp_path / "b")
+        backed_up_fit(strategy, tmp_path / "b", 4, Ends(step))
+    resumed = backed_up_fit(strategy, tmp_path / "b", 4)
     for ours, theirs in zip(resumed.variables, whole.variables, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), ours.path)
 

@@ -54,6 +54,14 @@ class Counting:
         assert self.n.numpy() == count
 
 
+def begun(cluster):
+    """A count on the cluster that has come to 20."""
+    counting = Counting(kd.ParameterServerStrategy(cluster.cluster_resolver))
+    counting.scheduled(20)
+    counting.coordinator.join()
+    return counting
+
+
 def behind_a_gate(gate):
     """A dataset function whose second batch waits until there is the file."""
 
@@ -126,10 +134,8 @@ def hitting_in_a_read(hit):
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_worker(own_cluster, tmp_path, name, moment):
     number = getattr(signal, name)
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    counting = Counting(strategy)
-    counting.scheduled(20)
-    counting.coordinator.join()
+    counting = begun(own_cluster)
+    strategy = counting.strategy
     start = time.monotonic()
     hit = lambda: own_cluster.kill("worker", 0, number)  # noqa: E731
     made = scheduled_around(hit, moment, counting, own_cluster, tmp_path)
@@ -164,10 +170,8 @@ def test_a_worker(own_cluster, tmp_path, name, moment):
 def test_a_server(own_cluster, tmp_path, name, moment):
     """Each call says so from then on; the last checkpoint has what it had."""
     number = getattr(signal, name)
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    counting = Counting(strategy)
-    counting.scheduled(20)
-    counting.coordinator.join()
+    counting = begun(own_cluster)
+    strategy = counting.strategy
     counting.checkpoint.save(str(tmp_path / "before"))
     hit = lambda: own_cluster.kill("ps", 0, number)  # noqa: E731
     start = time.monotonic()
@@ -202,10 +206,8 @@ def test_a_server(own_cluster, tmp_path, name, moment):
 
 def test_a_server_that_was_frozen_for_a_while(own_cluster):
     """It has all its values."""
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
-    counting = Counting(strategy)
-    counting.scheduled(20)
-    counting.coordinator.join()
+    counting = begun(own_cluster)
+    strategy = counting.strategy
     own_cluster.kill("ps", 0, signal.SIGSTOP)
     made = counting.scheduled(20)
     time.sleep(5.5)  # The connections are given up after 5.
