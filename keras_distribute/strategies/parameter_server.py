@@ -20,8 +20,7 @@ from keras_distribute.errors import ClusterError, ContextError, ValueStructureEr
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
-from keras_distribute.servers.local import LocalResolver, ParameterServerCluster
-from keras_distribute.servers.on_ray import RayClusterResolver
+from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import RunOptions
 
@@ -135,8 +134,9 @@ class ParameterServerStrategy(Strategy):
             dropped.when_dropped(self, self._own.close)
         self._resolver = cluster_resolver
         spec = _checked(cluster_resolver)
-        own = isinstance(cluster_resolver, LocalResolver | RayClusterResolver)
-        known = cluster_resolver.credentials if own else credentials.of_job()
+        # One that has started the tasks knows what proves them.
+        own: Any = getattr(cluster_resolver, "credentials", None)
+        known = credentials.of_job() if own is None else own
         mesh = ReplicaMesh.of(jax.local_devices()[:1])
         super().__init__(mesh)
         self._placement = Placement(mesh, is_on_servers=True)
