@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import keras_distribute as kd
-from keras_distribute.run import replication_proof
+from keras_distribute.devices import replication_proof
 from tests.support import mirrored
 
 AXIS = "replica"

@@ -13,9 +13,11 @@ from typing import Any
 import keras
 from keras import Layer, Sequential
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras import StatelessScope
 from keras.src.models.functional import Functional
 from keras.utils import unpack_x_y_sample_weight
 
+from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.names import BaseTrainer, JAXTrainer
 from keras_distribute._compat.seams import check
 
@@ -41,7 +43,25 @@ _ROW_WISE = tuple(
         "rnn",
     )
 )
+_ELEMENTWISE = {
+    "Absolute",
+    "Add",
+    "Divide",
+    "Exp",
+    "Log",
+    "Maximum",
+    "Minimum",
+    "Multiply",
+    "Negative",
+    "Power",
+    "Sqrt",
+    "Square",
+    "Subtract",
+    "Tanh",
+    "TrueDivide",
+}
 check(Functional, "_operations")
+check(keras.Operation, "_inbound_nodes")
 check(JAXTrainer, "_losses_override", "_update_metrics_variables")
 check(Layer, "_call_has_training_arg", "_flatten_layers", "_seed_generators")
 
@@ -50,6 +70,7 @@ _STEP_METHODS = {
     JAXTrainer: ("train_step", "compute_loss_and_updates", "_update_metrics_variables"),
     Layer: ("stateless_call", "losses"),
 }
+_PREDICT_METHODS = {JAXTrainer: ("predict_step",), Layer: ("stateless_call",)}
 
 
 def what_may_mix_rows(trainer: Any) -> Any | None:
@@ -63,9 +84,21 @@ def what_may_mix_rows(trainer: Any) -> Any | None:
         else:
             built_in = f"{type(operation).__module__}.".startswith(_ROW_WISE)
             mixes = not built_in or _may_mix(operation)
+            mixes = mixes and not _is_elementwise(operation)
         if mixes:
             return operation
     return None
+
+
+def _is_elementwise(operation: Any) -> bool:
+    """Whether it is what Keras makes of `x + y` and its like, on tensors of one rank."""
+    kind = type(operation)
+    if kind.__module__ != "keras.src.ops.numpy" or kind.__name__ not in _ELEMENTWISE:
+        return False
+    return all(
+        len({tensor.ndim for tensor in [*node.input_tensors, *node.outputs]}) == 1
+        for node in operation._inbound_nodes
+    )
 
 
 def _may_mix(layer: Any) -> bool:
@@ -102,12 +135,16 @@ def _numbers(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else []
 
 
-def own_step_method(trainer: Any) -> str | None:
-    """The method, of those that Keras's training step consists of, that the user has
-    replaced.
+def own_step_method(trainer: Any, kind: str = "train") -> str | None:
+    """The method, of those that Keras's step consists of, that the user has replaced.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
     """
-    for owner, names in _STEP_METHODS.items():
+    predicts = kind == "predict"
+    for owner, names in (_PREDICT_METHODS if predicts else _STEP_METHODS).items():
         for name in names:
+            name = f"{kind}_step" if name == "train_step" else name
             inherited = getattr(type(trainer), name) is getattr(owner, name)
             if not inherited or name in vars(trainer):
                 return name
@@ -120,12 +157,14 @@ def random_layer(trainer: Any) -> Any | None:
     return next(layers, None)
 
 
-def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:
-    """The forward pass of Keras's own training step: predictions, the new values of
-    `others`, losses.
+def forward(
+    trainer: Any, trained: list[Any], others: list[Any], x: Any, *, training: bool
+) -> Any:
+    """The forward pass of Keras's own steps: predictions, the new values of `others`,
+    losses.
     """
-    training = {"training": True} if trainer._call_has_training_arg else {}
-    return trainer.stateless_call(trained, others, x, return_losses=True, **training)
+    kwargs = {"training": training} if trainer._call_has_training_arg else {}
+    return trainer.stateless_call(trained, others, x, return_losses=True, **kwargs)
 
 
 def stateless_loss(
@@ -142,6 +181,23 @@ def stateless_loss(
     finally:
         if losses:
             trainer._losses_override.clear()
+
+
+def scaled_loss(trainer: Any, loss: Any, slots: list[Any]) -> Any:
+    """The loss as the optimizer scales it, whose variables have the values `slots`."""
+    optimizer = trainer.optimizer
+    if not compat_optimizer.is_loss_scaling(optimizer):
+        return optimizer.scale_loss(loss)
+    with StatelessScope(list(zip(optimizer.variables, slots, strict=True))):
+        return optimizer.scale_loss(loss)
+
+
+def normalizes_batches(trainer: Any) -> bool:
+    """Whether a layer of the model normalizes by statistics of the batch's rows."""
+    return any(
+        isinstance(operation, keras.layers.BatchNormalization)
+        for operation in _called(trainer)
+    )
 
 
 def update_metrics(

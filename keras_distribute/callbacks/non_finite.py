@@ -112,7 +112,7 @@ def _found_in(placed: Placed) -> list[str]:
             mesh = ReplicaMesh(mesh_of_array(array))
             for shard in array.addressable_shards:
                 if not np.isfinite(_true_part(shard, rows)).all():
-                    replica = mesh.devices.index(shard.device) // mesh.num_logical
+                    replica = mesh.replica_at(mesh.devices.index(shard.device))
                     process = shard.device.process_index
                     name = _name_of(path)
                     found[f"{name} of replica {replica} (process {process})"] = None

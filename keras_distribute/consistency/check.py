@@ -197,7 +197,7 @@ class _Check:
             device = mesh.devices[place]
             difference = Difference(
                 path=part.variable.path,
-                replica=place // mesh.num_logical,
+                replica=mesh.replica_at(place),
                 device=_name(device),
                 process=device.process_index,
                 beside=beside,
@@ -220,7 +220,7 @@ class _Check:
 
     def _who(self, place: int) -> str:
         device = self._mesh.devices[place]
-        replica = place // self._mesh.num_logical
+        replica = self._mesh.replica_at(place)
         return f"replica {replica} ({_name(device)}, process {device.process_index})"
 
     def _repaired(

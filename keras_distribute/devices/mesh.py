@@ -3,7 +3,8 @@ no variables, no Keras.
 
 A replica is a device, or several logical devices (`strategies/tpu.py`): then the mesh
 has axes beside `replica`. A sharding that does not name them has the same on each
-logical device of a replica, so code that knows of replicas alone holds for both.
+logical device of a replica, so code that knows of replicas alone holds for both. Or a
+device has several replicas, which it runs one after the other (`in_series.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.devices.axes import LOGICAL_AXIS as LOGICAL_AXIS
+from keras_distribute.devices.axes import REPLICA_AXIS as REPLICA_AXIS
 from keras_distribute.devices.launches import launches
+from keras_distribute.devices.series import Series
 from keras_distribute.errors import DeviceError
 
-REPLICA_AXIS = "replica"
-LOGICAL_AXIS = "logical"
+
+_SERIES = "series_of_"  # How the name of that axis begins.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,19 @@ class ReplicaMesh:
     def of(devices: Sequence[jax.Device]) -> ReplicaMesh:
         """A mesh over `devices`, one replica each, in their order."""
         return ReplicaMesh.of_groups([[device] for device in devices])
+
+    @staticmethod
+    def in_series(devices: Sequence[jax.Device], num_replicas: int) -> ReplicaMesh:
+        """A mesh over `devices`, each with as many of the replicas, which it runs one
+        after the other.
+
+        An axis of length 1 has the number of replicas in its name, so that each array
+        on the mesh says it.
+        """
+        _check_processes([[device] for device in devices])
+        names = (REPLICA_AXIS, f"{_SERIES}{num_replicas}")
+        grid = np.asarray(devices, dtype=object).reshape(-1, 1)
+        return ReplicaMesh(Mesh(grid, names, axis_types=(AxisType.Auto,) * 2))
 
     @staticmethod
     def of_groups(groups: Sequence[Sequence[jax.Device]]) -> ReplicaMesh:
@@ -73,19 +90,45 @@ class ReplicaMesh:
 
     @functools.cached_property
     def num_replicas(self) -> int:
+        return self.series.num_replicas if self.series else self._num_groups
+
+    @functools.cached_property
+    def series(self) -> Series | None:
+        """The replicas of each device, where there may be several; else `None`."""
+        for name in self.mesh.axis_names:
+            if name.startswith(_SERIES):
+                count = int(name.removeprefix(_SERIES))
+                platform = self.mesh.devices.flat[0].platform
+                return Series(count, self._num_groups, platform)
+        return None
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """How programs on this mesh are compiled, where not as XLA likes."""
+        return None if self.series is None else self.series.compiler_options
+
+    @property
+    def _num_groups(self) -> int:
+        """Of one device, or the logical devices of a replica."""
         return self.mesh.shape[REPLICA_AXIS]
+
+    @property
+    def _num_in_group(self) -> int:
+        """How many replicas a device has."""
+        return self.series.each if self.series else 1
 
     @functools.cached_property
     def num_logical(self) -> int:
         """How many logical devices each replica has."""
-        return self.mesh.size // self.num_replicas
+        return self.mesh.size // self._num_groups
 
     @functools.cached_property
     def logical_axes(self) -> tuple[str, ...]:
         """The axes of the logical devices; together they number them. None where a
         replica is one device.
         """
-        return tuple(name for name in self.mesh.axis_names if name != REPLICA_AXIS)
+        others = (name for name in self.mesh.axis_names if name != REPLICA_AXIS)
+        return tuple(name for name in others if not name.startswith(_SERIES))
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -94,8 +137,18 @@ class ReplicaMesh:
 
     @property
     def first_devices(self) -> tuple[jax.Device, ...]:
-        """The first logical device of each replica."""
+        """The first logical device of each replica; each device that has several
+        replicas once.
+        """
         return self.devices[:: self.num_logical]
+
+    def device_of(self, replica: int) -> jax.Device:
+        """The first logical device of a replica."""
+        return self.devices[replica // self._num_in_group * self.num_logical]
+
+    def replica_at(self, place: int) -> int:
+        """The first replica of the device at a place in `devices`."""
+        return place // self.num_logical * self._num_in_group
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
@@ -124,7 +177,8 @@ class ReplicaMesh:
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
         first = self.devices.index(self.local_devices[0]) // self.num_logical
-        return range(first, first + len(self.local_devices) // self.num_logical)
+        end = first + len(self.local_devices) // self.num_logical
+        return range(first * self._num_in_group, end * self._num_in_group)
 
     def put(self, value: Any, sharding: NamedSharding) -> jax.Array:
         """`value`, which every process has, divided as `sharding` says; without
@@ -184,7 +238,7 @@ class ReplicaMesh:
         if self.num_processes == 1 and isinstance(rows, jax.Array):
             return jax.device_put(rows, self.split)
         host = np.asarray(rows)
-        count = len(self.local_replicas)
+        count = len(self.local_devices) // self.num_logical
         each = host.shape[0] // count
         return self._of_host([host[i * each : (i + 1) * each] for i in range(count)])
 
@@ -192,7 +246,15 @@ class ReplicaMesh:
         """The parts of this process's replicas, of one shape, as its part of those of
         all, joined along axis 0.
         """
-        if all(isinstance(part, np.ndarray) for part in parts):
+        on_host = all(isinstance(part, np.ndarray) for part in parts)
+        together = self._num_in_group
+        if together > 1:
+            concatenate = np.concatenate if on_host else jnp.concatenate
+            parts = [
+                concatenate(parts[i : i + together])
+                for i in range(0, len(parts), together)
+            ]
+        if on_host:
             return self._of_host(parts)
         devices, each = self.local_devices, self.num_logical
         shards = [
@@ -200,18 +262,20 @@ class ReplicaMesh:
             for i, part in enumerate(parts)
             for d in devices[i * each : (i + 1) * each]
         ]
-        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        shape = (parts[0].shape[0] * self._num_groups, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def _of_host(self, parts: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """`joined` of NumPy arrays, in one transfer."""
+        """NumPy arrays, one for each device or its logical ones, joined in one
+        transfer.
+        """
         dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype.newbyteorder("="))
         pieces = [
             part.astype(dtype, copy=False)
             for part in parts
             for _ in range(self.num_logical)
         ]
-        shape = (parts[0].shape[0] * self.num_replicas, *parts[0].shape[1:])
+        shape = (parts[0].shape[0] * self._num_groups, *parts[0].shape[1:])
         return jax_internals.array_of_pieces(
             shape, self.split, pieces, self.local_devices
         )
@@ -236,37 +300,6 @@ class ReplicaMesh:
             return jax.sharding.use_abstract_mesh(inside)
         return contextlib.nullcontext()
 
-    def over_replicas(
-        self, body: Callable[..., Any], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        """The program of one replica as one over all: manual over the replicas,
-        automatic over their logical devices.
-
-        Args:
-            body: Takes and returns parts of arrays, as under `jax.shard_map`.
-            in_specs: As of `jax.shard_map`.
-            out_specs: Likewise.
-        """
-        if self.num_replicas > 1 or not self.logical_axes:
-            return jax.shard_map(
-                body,
-                mesh=self.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                axis_names={REPLICA_AXIS},
-                check_vma=False,
-            )
-
-        def alone(
-            *arguments: Any,
-        ) -> Any:  # XLA has no collectives of one device beside automatic axes.
-            results = jax.vmap(lambda _: body(*arguments), axis_name=REPLICA_AXIS)(
-                jnp.zeros(1)
-            )
-            return jax.tree.map(lambda result: result[0], results)
-
-        return alone
-
     @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The whole array on every device."""
@@ -290,7 +323,7 @@ class ReplicaMesh:
         taken = [axis is not None for axis in own]
         sizes = zip(shape, taken, strict=True)
         lengths = [
-            n if n and n % self.num_replicas == 0 and not used else 0
+            n if n and n % self._num_groups == 0 and not used else 0
             for n, used in sizes
         ]
         if any(lengths):
@@ -352,12 +385,15 @@ def _check_processes(groups: Sequence[Sequence[jax.Device]]) -> None:
 
 
 def components(stacked: jax.Array) -> list[tuple[int, jax.Array]]:
-    """The replicas of this process, and what each has of an array that is split over
-    the replicas alone.
+    """The replicas of this process, and the row that each has of an array that is split
+    over the replicas alone.
     """
     first: dict[int, jax.Array] = {}
     for shard in stacked.addressable_shards:
-        first.setdefault(shard.index[0].start or 0, shard.data)
+        start, count = shard.index[0].start or 0, shard.data.shape[0]
+        for i in range(count):
+            row = shard.data if count == 1 else shard.data[i : i + 1]
+            first.setdefault(start + i, row)
     return sorted(first.items())
 
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute.run import replication_proof
-from keras_distribute.run.jaxprs import CALLS, RECOMPUTED, bound
+from keras_distribute.devices import replication_proof
+from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound
 from keras_distribute.values import reductions
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")

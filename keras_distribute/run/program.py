@@ -4,7 +4,7 @@ state in and out.
 A call of `Strategy.run` becomes `jax.jit(jax.shard_map(...))`, compiled once for the
 function, the structure, shapes and dtypes of its arguments, and their Python values.
 Mirrored variables that it assigns are proved to get the same value on every replica;
-`run/replication_proof.py` says how. Knows no trainer.
+`devices/replication_proof.py` says how. Knows no trainer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, copied_to_devices
+from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import AggregationError
-from keras_distribute.run import replication_proof, tracing
+from keras_distribute.devices import replication_proof
+from keras_distribute.run import tracing
 from keras_distribute.run.arguments import Call, Static
 from keras_distribute.run.traces import Trace
 from keras_distribute.types import RunOptions
@@ -206,7 +208,8 @@ class _Program:
         written = [spec(self._local[i]) for i in self.written]
         read = [spec(self._local[i]) for i in self.read]
         results = [spec(True)] * len(self._trace.shapes)
-        mapped = self._mesh.over_replicas(
+        mapped = over_replicas(
+            self._mesh,
             self._of_one_replica(),
             in_specs=(written, read, list(map(spec, self._split))),
             out_specs=(results, written),
@@ -226,8 +229,13 @@ class _Program:
             program,
             donate_argnums=self._donated,
             out_shardings=(outputs, stored),
-            compiler_options=options and options.experimental_xla_options,
+            compiler_options=self._compiler_options(options),
         )
+
+    def _compiler_options(self, options: RunOptions | None) -> dict[str, Any] | None:
+        chosen = options and options.experimental_xla_options
+        own = self._mesh.compiler_options
+        return chosen if own is None else {**own, **(chosen or {})}
 
     def __call__(self, arrays: list[Any]) -> Any:
         holder = self._holder

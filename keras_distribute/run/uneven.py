@@ -7,7 +7,7 @@ and joined:
 
 - what all variants compute in the same way from the same inputs (an optimizer's step on
   summed gradients) is computed outside of any condition, once, so that every replica
-  gets the same bits and `run/replication_proof.py` can prove it;
+  gets the same bits and `devices/replication_proof.py` can prove it;
 - everything else of a variant stands in its branch of a `lax.switch` by the replica's
   number;
 - between two switches stand the operations over the replicas, which must be the same
@@ -134,7 +134,7 @@ class _Schedule:
         }
         placed: dict[_Place, Any] = {}
         # A number looked up by the replica's own makes the choice differ per replica,
-        # which `run/replication_proof.py` sees.
+        # which `devices/replication_proof.py` sees.
         variant = jnp.asarray(np.asarray(self._variant_of, "int32"))[
             lax.axis_index(REPLICA_AXIS)
         ]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute.run.jaxprs import called, evaluated, part_of
+from keras_distribute.devices.jaxprs import called, evaluated, part_of
 
 
 class Change(enum.Enum):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from keras_distribute.run.jaxprs import evaluated, inlined, part_of
+from keras_distribute.devices.jaxprs import evaluated, inlined, part_of
 from keras_distribute.scheduling.row_rules import (
     BY_ELEMENT,
     Rows,

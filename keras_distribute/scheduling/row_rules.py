@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from keras_distribute.run.jaxprs import bound
+from keras_distribute.devices.jaxprs import bound
 
 BY_ELEMENT = (
     "abs",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from keras_distribute import config
-from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.names import parse_devices
 from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.deterministic import mesh_of
 from keras_distribute.values.reductions import CrossDeviceOps
 
 
@@ -39,10 +39,19 @@ class MirroredStrategy(Strategy):
             `fit` it has an effect where each replica computes the gradients of its own
             rows: for models of built-in layers without random numbers, on batches whose
             rows divide.
+        deterministic: Whether weights, logs and predictions have the same bits on any
+            number of devices: the batch is cut into `num_replicas` parts, of which each
+            device computes its own one after the other, in programs of the same shapes,
+            and sums over the replicas follow one binary tree. Differs from TF, whose
+            replicas are devices. Dropout draws per replica; batch normalization is of a
+            replica's rows. `docs/guide/deterministic.md` says what it costs, and what
+            must be equal beside.
+        num_replicas: With `deterministic`: a power of two, and a multiple of the number
+            of devices; by default 8.
 
     Raises:
         DeviceError: For devices that do not exist, are named twice, or are of different
-            kinds.
+            kinds; for `num_replicas` that cannot be divided over them.
         StructureTypeError: For another `communication_dtype`.
 
     Example:
@@ -62,12 +71,14 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
+        deterministic: bool = False,
+        num_replicas: int | None = None,
     ) -> None:
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))
         super().__init__(
-            ReplicaMesh.of(found),
+            mesh_of(found, deterministic, num_replicas),
             cross_device_ops,
             shard_optimizer_state,
             communication_dtype,

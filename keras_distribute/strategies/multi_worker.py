@@ -10,10 +10,10 @@ from keras_distribute import checks, config
 from keras_distribute.cluster import processes
 from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.base import ClusterResolver
-from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import DeviceError
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
+from keras_distribute.strategies.deterministic import mesh_of
 from keras_distribute.values.reductions import NcclAllReduce
 
 # Gloo sums each array by itself, and takes about 0.4 ms or more for it
@@ -45,6 +45,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         shard_optimizer_state: As of `kd.MirroredStrategy`. Then a read of a slot
             (`variable.numpy()`) involves all processes, as saving does.
         communication_dtype: As of `kd.MirroredStrategy`.
+        deterministic: As of `kd.MirroredStrategy`: the same bits on any number of
+            devices and processes.
+        num_replicas: As of `kd.MirroredStrategy`, of all processes.
 
     Raises:
         ClusterError: Where the cluster makes no sense, JAX has started already, or the
@@ -68,6 +71,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
+        deterministic: bool = False,
+        num_replicas: int | None = None,
     ) -> None:
         checks.instance(
             "cluster_resolver",
@@ -104,7 +109,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         packed = _CPU_PACK_BYTES if platform == "cpu" and jax.process_count() > 1 else 0
         ops = NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack or packed)
         super().__init__(
-            ReplicaMesh.of(devices), ops, shard_optimizer_state, communication_dtype
+            mesh_of(devices, deterministic, num_replicas),
+            ops,
+            shard_optimizer_state,
+            communication_dtype,
         )
 
     @property

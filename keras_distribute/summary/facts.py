@@ -36,8 +36,9 @@ PLAIN = "Keras's own"
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
     """One device of a strategy: its kind and number, such as `"gpu:0"`; what JAX calls
-    it, such as `"NVIDIA H100"`; the replica that runs on it; its process; and of its
-    memory what everything uses, and what JAX may use, where JAX knows them.
+    it, such as `"NVIDIA H100"`; the replica that runs on it, or the first of several;
+    its process; of its memory what everything uses, and what JAX may use, where JAX
+    knows them; and how many replicas run on it.
     """
 
     name: str
@@ -46,6 +47,17 @@ class DeviceFacts:
     process: int
     bytes_in_use: int | None = None
     bytes_limit: int | None = None
+    num_replicas: int = 1
+
+    @property
+    def replicas(self) -> str:
+        """The numbers of its replicas."""
+        last = self.replica + self.num_replicas - 1
+        return f"{self.replica}" if last == self.replica else f"{self.replica}-{last}"
+
+    def rows_of(self, rows: Sequence[int]) -> int:
+        """Its rows of a batch, given those of each replica."""
+        return sum(rows[self.replica : self.replica + self.num_replicas])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +80,17 @@ class VariableFacts:
 
 def of_devices(mesh: ReplicaMesh) -> tuple[DeviceFacts, ...]:
     """The devices of all replicas, in replica order."""
-    by_replica = mesh.mesh.devices.reshape(mesh.num_replicas, -1)
+    several = mesh.series.each if mesh.series else 1
     return tuple(
         DeviceFacts(
             f"{device.platform}:{device.id}",
             device.device_kind,
-            replica,
+            mesh.replica_at(place),
             device.process_index,
             *_memory(device, device in mesh.local_devices),
+            several,
         )
-        for replica, devices in enumerate(by_replica)
-        for device in devices
+        for place, device in enumerate(mesh.devices)
     )
 
 

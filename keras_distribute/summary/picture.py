@@ -63,7 +63,7 @@ def draw(
     middles = [_LEFT + i * step + width / 2 for i in range(len(shown))]
     parts: list[str] = []
     for device, x in zip(shown, middles, strict=True):
-        parts.append(_text(x, 22, f"replica {device.replica}", "middle", bold=True))
+        parts.append(_text(x, 22, f"replica {device.replicas}", "middle", bold=True))
         parts.append(_text(x, 40, device.name, "middle"))
     y = _TOP
     lines = [_batch(shown, rows)] if rows else []
@@ -107,7 +107,7 @@ def _batch(
     whole = sum(rows)
     boxes: list[_Box | None] = []
     for device in devices:
-        own = rows[device.replica]
+        own = device.rows_of(rows)
         words = f"{own} row{'' if own == 1 else 's'}" if own else "none"
         start = sum(rows[: device.replica]) / whole
         boxes.append(_Box(words, _BATCH, start, own / whole))

@@ -67,7 +67,7 @@ class Flip:
         array, part = found.array, found.parts[0]
         mesh = ReplicaMesh(mesh_of_array(array))
         within("replica", self.replica, mesh.num_replicas)
-        device = mesh.first_devices[self.replica]
+        device = mesh.device_of(self.replica)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         if device not in shards:
             return array  # Another process has it.

@@ -19,6 +19,7 @@ from keras_distribute import checks, context
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.values.arrays import checked_arrays
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
@@ -109,7 +110,11 @@ def of_this_replica(value: Any) -> Any:
 
 
 def compiled(
-    ops: Any, reduce_op: Any, extra: Any, mesh: Any, function: Callable[..., Any]
+    ops: Any,
+    reduce_op: Any,
+    extra: Any,
+    mesh: jax.sharding.Mesh,
+    function: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`function` of local values as a program on stacked ones, compiled once for the
     arguments before it.
@@ -126,8 +131,8 @@ def _compiled_for(
     def body(*stacked: jax.Array) -> Any:
         return box.function(*(x[0] for x in stacked))
 
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False
+    mapped = over_replicas(
+        ReplicaMesh(mesh), body, in_specs=split, out_specs=PartitionSpec()
     )
     return launches.ordered(jax.jit(mapped))
 

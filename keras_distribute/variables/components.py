@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.values.stacked import of_this_replica
 
 
@@ -66,6 +67,15 @@ def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ())
     return launches.ordered(jax.jit(spread, out_shardings=sharding))
 
 
+def _sum(mesh: ReplicaMesh, stacked: jax.Array) -> jax.Array:
+    if mesh.series is None:
+        return jnp.sum(stacked, 0, dtype=stacked.dtype)
+    split, same = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+    return over_replicas(mesh, lambda own: lax.psum(own[0], REPLICA_AXIS), split, same)(
+        stacked
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> Any:
     """A program from the stored components to the value that a read across replicas
@@ -75,7 +85,7 @@ def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> 
     def aggregate(stacked: jax.Array) -> jax.Array:
         if aggregation == "only_first_replica":
             return stacked[0]
-        total = jnp.sum(stacked, 0, dtype=stacked.dtype)
+        total = _sum(mesh, stacked)
         if aggregation == "sum":
             return total
         # XLA multiplies by 1 / n: the mean of three equal numbers would be another

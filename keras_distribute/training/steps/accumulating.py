@@ -11,7 +11,7 @@ exact, and reducing at each micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,42 +41,62 @@ def accumulating(
         result = local.gradients(trainer, strategy, list, state, data, summed=False)
         if result is not None:
             logs, grads, state = result
-            return logs, _updated(trainer.optimizer, strategy, state, grads)
+            shapes = [state.slots[i].shape[1:] for i in indices]
+            return logs, updated(
+                trainer.optimizer,
+                state,
+                grads,
+                lambda totals: forward.summed(totals, strategy),
+                dict(zip(indices, shapes, strict=True)),
+            )
         sums = {i: jnp.sum(state.slots[i], 0) for i in indices}
-        logs, new = global_step(state._replace(slots=_with(state.slots, sums)), data)
+        logs, new = global_step(state._replace(slots=with_changed(state.slots, sums)), data)
         state = TrainState(*new)
         first = {i: _of_first(state.slots[i], replicas) for i in indices}
-        return logs, state._replace(slots=_with(state.slots, first))
+        return logs, state._replace(slots=with_changed(state.slots, first))
 
     return step
 
 
-def _updated(
-    optimizer: Any, strategy: Strategy, state: TrainState, grads: list[Any]
+def updated(
+    optimizer: Any,
+    state: TrainState,
+    grads: list[Any],
+    sum_over_replicas: Callable[[list[Any]], list[Any]],
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
 ) -> TrainState:
-    """The optimizer's step on the summed accumulators where it updates."""
+    """The optimizer's step on the summed accumulators where it updates.
+
+    Args:
+        grads: To be added to the accumulators in `state`.
+        sum_over_replicas: Of what they have then.
+        shapes: Of the sums, by the place among the slots; by default those of the
+            accumulators.
+    """
     accumulation = compat_optimizer.accumulation(optimizer)
     assert accumulation is not None
     num_steps, counter, accumulators = accumulation
     index_of = {id(variable): i for i, variable in enumerate(optimizer.variables)}
     order = [index_of[id(accumulator)] for accumulator in accumulators]
     own = [state.slots[i] for i in order]
-    empty = [jnp.zeros(accumulator.shape[1:], accumulator.dtype) for accumulator in own]
+    wanted = [shapes[i] if shapes else state.slots[i].shape for i in order]
+    empty = list(map(jnp.zeros, wanted, [each.dtype for each in own]))
     summed, own = micro_step(
         own,
         grads,
         state.slots[index_of[id(counter)]],
         num_steps,
-        lambda totals: forward.summed(totals, strategy),
-        [accumulator.shape for accumulator in empty],
+        sum_over_replicas,
+        wanted,
     )
-    slots = _with(state.slots, dict(zip(order, empty, strict=True)))
+    slots = with_changed(state.slots, dict(zip(order, empty, strict=True)))
     state = forward.updated(optimizer, state._replace(slots=slots), summed)
     kept = dict(zip(order, own, strict=True))
-    return state._replace(slots=_with(state.slots, kept))
+    return state._replace(slots=with_changed(state.slots, kept))
 
 
-def _with(slots: Sequence[Any], changed: dict[int, Any]) -> list[Any]:
+def with_changed(slots: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
+    """The slots, with others in some places."""
     return [changed.get(i, slot) for i, slot in enumerate(slots)]
 
 

@@ -24,11 +24,12 @@ from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.compiled_step import CompiledStep
+from keras_distribute.training.steps.in_series import step_in_series
 from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.local_rounds import LocalRounds
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
-from keras_distribute.training.steps.plan import plan_of
+from keras_distribute.training.steps.plan import plan_in_series, plan_of
 from keras_distribute.training.steps.scheduled import ScheduledStep
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
@@ -73,6 +74,8 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     mesh, step, flat = strategy.replica_mesh, plain, None
     form, places = form_of(groups), state_shardings.divided_places(groups)
+    if mesh.series is not None:
+        return _in_series(strategy, trainer, kind, groups, plain)
     if kind == "train":
         plan = plan_of(trainer, strategy)
         if plan.accumulators:
@@ -96,6 +99,27 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         shardings = packing.shardings(shardings)
     packed = CarriedStep(carried, packing or None, shardings)
     return CompiledStep(strategy, packed, groups, plain)
+
+
+def _in_series(
+    strategy: Strategy,
+    trainer: Any,
+    kind: str,
+    groups: TrainState | Any,
+    plain: Step,
+) -> CompiledStep:
+    """A step that gives the same bits on any number of devices."""
+    plan = plan_in_series(trainer, kind)
+    indices = plan.accumulators
+    step = step_in_series(
+        trainer, strategy, kind, plain, is_whole=not plan.is_local, accumulators=indices
+    )
+    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
+    for i in indices:
+        shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
+    components = [(_SLOTS, i) for i in indices]
+    carried = CarriedStep(step, shardings=shardings, components=components)
+    return CompiledStep(strategy, carried, groups, plain if not indices else None)
 
 
 def _accumulating(

@@ -12,8 +12,9 @@ rows that divide.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ from keras_distribute._compat import rows as compat
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
-from keras_distribute.run import replication_proof
+from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.devices import replication_proof
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batch_normalization
 from keras_distribute.values import reductions
@@ -52,6 +54,87 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
     return forward
 
 
+@dataclasses.dataclass(frozen=True)
+class OneReplica:
+    """The traced forward pass of one replica's rows.
+
+    Args:
+        program: From weights, other variables and inputs to predictions, their masks,
+            other variables and losses.
+        sizes: How many of each it returns.
+        structure: Of the predictions.
+        masked: Which of them have masks.
+    """
+
+    program: core.ClosedJaxpr
+    sizes: tuple[int, int, int, int]
+    structure: Any
+    masked: tuple[bool, ...]
+
+    def __call__(
+        self, weights: Sequence[Any], others: Sequence[Any], x: Any
+    ) -> tuple[list[Any], ...]:
+        """Predictions, masks, other variables, losses."""
+        evaluate = core.jaxpr_as_fun(self.program)
+        results = evaluate(*weights, *others, *jax.tree.leaves(x))
+        ends = list(itertools.accumulate(self.sizes))
+        parts = itertools.pairwise([0, *ends])
+        results = list(map(jnp.asarray, results))
+        return tuple(results[begin:end] for begin, end in parts)
+
+    def predictions(self, outputs: Sequence[Any], masks: Sequence[Any]) -> Any:
+        """The predictions in their structure, with their masks."""
+        left = iter(masks)
+        for output, masked in zip(outputs, self.masked, strict=True):
+            if masked:
+                compat.set_keras_mask(output, next(left))
+        return jax.tree.unflatten(self.structure, outputs)
+
+
+def one_replica(
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    weights: list[Any],
+    others: list[Any],
+    x: Any,
+    *,
+    training: bool = True,
+) -> OneReplica | None:
+    """The forward pass of one replica; `None` where those of all do not make up
+    the whole.
+
+    Args:
+        restore: From weights as they are carried to the values of the trainable
+            variables.
+        weights: Examples of what the result will be called with.
+        others: Likewise.
+        x: The inputs of all replicas.
+        training: Whether for a training step.
+    """
+    replicas = strategy.num_replicas_in_sync
+    leaves = jax.tree.leaves(x)
+    rows = leaves[0].shape[0]
+    if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
+        return None
+    kinds: dict[str, Any] = {}
+    function = _of_one_replica(trainer, strategy, restore, kinds, training)
+    arguments = _shapes_of_one(replicas, weights, others, x)
+    with strategy.replica_mesh.tracing():
+        program, (outputs, masks, new, losses) = jax.make_jaxpr(
+            function, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
+        )(*arguments)
+    same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
+    num_split = len(outputs) + len(masks)
+    equal = replication_proof.equal_on_all_replicas(program, same)[num_split:]
+    each = rows // replicas
+    of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
+    if not all(equal) or not of_rows:
+        return None
+    sizes = (len(outputs), len(masks), len(new), len(losses))
+    return OneReplica(program, sizes, kinds["structure"], tuple(kinds["masked"]))
+
+
 def per_replica(
     trainer: Any,
     strategy: Strategy,
@@ -69,67 +152,33 @@ def per_replica(
         weights: Examples of what the result will be called with, without the axis of
             copies.
     """
-    replicas = strategy.num_replicas_in_sync
-    leaves = jax.tree.leaves(x)
-    rows = leaves[0].shape[0]
-    if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
+    own = one_replica(trainer, strategy, restore, weights, others, x)
+    if own is None:
         return None
-    kinds: dict[str, Any] = {}
-    one_replica = _of_one_replica(trainer, strategy, restore, kinds)
-    arguments = _shapes_of_one(replicas, weights, others, x)
-    with strategy.replica_mesh.tracing():
-        program, (outputs, masks, _, _) = jax.make_jaxpr(
-            one_replica, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
-        )(*arguments)
-    same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
-    num_split = len(outputs) + len(masks)
-    equal = replication_proof.equal_on_all_replicas(program, same)[num_split:]
-    each = rows // replicas
-    of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
-    if not all(equal) or not of_rows:
-        return None
-    sizes = [len(outputs), len(masks), len(others)]
-    return _over_replicas(program, sizes, strategy, kinds)
-
-
-def _over_replicas(
-    program: core.ClosedJaxpr,
-    sizes: list[int],
-    strategy: Strategy,
-    kinds: dict[str, Any],
-) -> Forward:
-    """The traced forward pass of one replica as that of all.
-
-    Args:
-        program: The trace of `_of_one_replica`.
-        sizes: How many predictions, masks and other variables it returns.
-    """
-    evaluate, ends = core.jaxpr_as_fun(program), list(itertools.accumulate(sizes))
 
     def body(copies: list[Any], others: list[Any], x: Any) -> Any:
-        own = [copy[0] for copy in copies]
-        results = evaluate(*own, *others, *jax.tree.leaves(x))
-        results = list(map(jnp.asarray, results))
-        parts = itertools.pairwise([0, *ends, len(results)])
-        return tuple(results[begin:end] for begin, end in parts)
+        return own([copy[0] for copy in copies], others, x)
 
-    mapped = strategy.replica_mesh.over_replicas(
-        body, in_specs=(_SPLIT, _SAME, _SPLIT), out_specs=(_SPLIT, _SPLIT, _SAME, _SAME)
+    mapped = over_replicas(
+        strategy.replica_mesh,
+        body,
+        in_specs=(_SPLIT, _SAME, _SPLIT),
+        out_specs=(_SPLIT, _SPLIT, _SAME, _SAME),
     )
 
     def forward(copies: list[Any], others: list[Any], x: Any) -> Any:
         outputs, masks, others, losses = mapped(copies, others, x)
-        left = iter(masks)
-        for output, masked in zip(outputs, kinds["masked"], strict=True):
-            if masked:
-                compat.set_keras_mask(output, next(left))
-        return jax.tree.unflatten(kinds["structure"], outputs), others, losses
+        return own.predictions(outputs, masks), others, losses
 
     return forward
 
 
 def _of_one_replica(
-    trainer: Any, strategy: Strategy, restore: Restore, kinds: dict[str, Any]
+    trainer: Any,
+    strategy: Strategy,
+    restore: Restore,
+    kinds: dict[str, Any],
+    training: bool,
 ) -> Callable[..., Any]:
     """The forward pass of one replica's rows: from weights, other variables and inputs
     to predictions, their masks, others, losses.
@@ -144,14 +193,15 @@ def _of_one_replica(
         frame = Frame(strategy, Mode.REPLICA, replica, per_replica=True)
         with context.entered(frame):
             predictions, others, losses = compat.forward(
-                trainer, restore(weights), others, x
+                trainer, restore(weights), others, x, training=training
             )
         outputs, kinds["structure"] = jax.tree.flatten(predictions)
         masks = [compat.get_keras_mask(output) for output in outputs]
         kinds["masked"] = [mask is not None for mask in masks]
-        others = batch_normalization.mean_of_moving_statistics(kept, others)
+        if training:
+            others = batch_normalization.mean_of_moving_statistics(kept, others)
         own_masks = [mask for mask in masks if mask is not None]
-        return outputs, own_masks, others, list(losses)
+        return outputs, own_masks, list(others), list(losses)
 
     return one_replica
 
@@ -198,8 +248,8 @@ def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
     def sum_of_all(copies: list[Any]) -> list[Any]:
         return reductions.sum_gradients(ops, [copy[0] for copy in copies], dtype)
 
-    return strategy.replica_mesh.over_replicas(
-        sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME
+    return over_replicas(
+        strategy.replica_mesh, sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME
     )(gradients)
 
 

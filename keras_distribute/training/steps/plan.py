@@ -33,6 +33,7 @@ class StepPlan:
             once it is built.
         reason: Why the step is not local.
         remedy: What would make it local.
+        in_series: Whether it has the same bits on any number of devices.
     """
 
     is_local: bool
@@ -41,8 +42,11 @@ class StepPlan:
     accumulators: tuple[int, ...] = ()
     reason: str = ""
     remedy: str = ""
+    in_series: bool = False
 
     def __str__(self) -> str:
+        if self.in_series:
+            return self._text_in_series()
         if self.accumulates:
             return (
                 "The training step adds up the gradients of each replica's rows on the "
@@ -61,12 +65,42 @@ class StepPlan:
         )
 
 
+    def _text_in_series(self) -> str:
+        if self.is_local:
+            return (
+                "The training step computes the gradients of one replica's rows after "
+                "the other's, and has the same bits on any number of devices."
+            )
+        return (
+            "The training step is computed whole on each device, and has the same bits "
+            f"on any number of devices, because {self.reason}. Faster: {self.remedy}."
+        )
+
+
+def plan_in_series(trainer: Any, kind: str = "train") -> StepPlan:
+    """How a step is made that has the same bits on any number of devices.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    method = compat.own_step_method(trainer, kind)
+    reason, remedy = _own_method(method) if method else _mixing_obstacle(trainer)
+    accumulators: tuple[int, ...] = ()
+    if kind == "train" and trainer.optimizer is not None:
+        accumulators = _accumulators(trainer.optimizer)
+    return StepPlan(
+        not reason, method is None, False, accumulators, reason, remedy, in_series=True
+    )
+
+
 def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     """How the training step of `trainer` is made on `strategy`.
 
     Args:
         trainer: A compiled model; what is said of one that is not built yet may change.
     """
+    if strategy.replica_mesh.series is not None:
+        return plan_in_series(trainer)
     method = compat.own_step_method(trainer)
     reason, remedy = _obstacle(trainer, method)
     accumulators: tuple[int, ...] = ()
@@ -94,10 +128,18 @@ def _obstacle(trainer: Any, method: str | None) -> tuple[str, str]:
             'keras.mixed_precision.set_dtype_policy("mixed_bfloat16")',
         )
     if method is not None:
-        return (
-            f"the model has its own `{method}`",
-            "the loss and metrics in model.compile, where they can be",
-        )
+        return _own_method(method)
+    return _mixing_obstacle(trainer)
+
+
+def _own_method(method: str) -> tuple[str, str]:
+    return (
+        f"the model has its own `{method}`",
+        "the loss and metrics in model.compile, where they can be",
+    )
+
+
+def _mixing_obstacle(trainer: Any) -> tuple[str, str]:
     mixing = compat.what_may_mix_rows(trainer)
     if mixing is None:
         return "", ""

@@ -142,6 +142,7 @@ class StepPrograms:
                 program,
                 donate_argnums=self._strategy.placement.donated,
                 out_shardings=(outputs, shardings),
+                compiler_options=self._mesh.compiler_options,
             ),
             found,
         )

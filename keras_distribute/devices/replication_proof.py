@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend import core
 
-from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import ContextError
 
 _COMBINING = {
@@ -51,12 +51,17 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         return isinstance(atom, core.Literal) or equal[atom]
 
     for eqn in jaxpr.eqns:
-        results = _equation(eqn, [read(atom) for atom in eqn.invars])
+        results = equal_results(eqn, [read(atom) for atom in eqn.invars])
         equal.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, inputs: list[bool]) -> list[bool]:
+def equal_results(eqn: Any, inputs: list[bool]) -> list[bool]:
+    """Which results of an operation are the same on every replica.
+
+    Args:
+        inputs: For each of its operands, whether it is the same on every replica.
+    """
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _COMBINING and eqn.params.get("axis_index_groups") is None:
         return [True] * count
@@ -210,6 +215,13 @@ def _differs_by_itself(eqn: Any) -> bool:
     inputs.
     """
     return _over_replicas(eqn) or is_stateful(eqn)
+
+
+def differs(eqn: Any) -> bool:
+    """Whether an operation, or one inside it, may give another result on each replica
+    from the same inputs.
+    """
+    return _differs_by_itself(eqn) or _holds_difference(eqn)
 
 
 def _holds_difference(eqn: Any) -> bool:

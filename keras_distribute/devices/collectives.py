@@ -1,0 +1,150 @@
+"""What replicas do together, where a device has several: from the values of a device's
+replicas to what each of them gets, inside a program over all devices.
+
+Sums follow one binary tree over the replicas, whatever the number of devices: over
+those of a device first, then over the devices, which have whole branches of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.series import Series, Value
+
+# Up to so many bytes, all devices get what all have; of more, each adds up a part.
+_SMALL = 16384
+_BITS_OF_16 = {"bfloat16": (8, 7), "float16": (5, 10)}
+
+
+def _tree_sum(stacked: Any) -> Any:
+    """The sum along axis 0, whose length is a power of two."""
+    while stacked.shape[0] > 1:
+        stacked = _added(stacked[0::2], stacked[1::2])
+    return stacked[0]
+
+
+def _added(a: Any, b: Any) -> Any:
+    """A sum, rounded: XLA keeps more bits of a chain of sums in 16 bits, which must
+    not depend on where the chain is cut.
+    """
+    bits = _BITS_OF_16.get(a.dtype.name)
+    if bits is None:
+        return a + b
+    wide = a.astype("float32") + b.astype("float32")
+    return lax.reduce_precision(wide, *bits).astype(a.dtype)
+
+
+def _psum(series: Series, params: Any, value: Value) -> Value:
+    if value.is_equal:
+        array = jnp.asarray(value.array)
+        return Value(array * jnp.asarray(series.num_replicas, array.dtype), True)
+    total, devices = _tree_sum(value.array), series.num_devices
+    if devices == 1 or not total.size:
+        return Value(total, True)
+    if total.nbytes * devices <= _SMALL:
+        return Value(_tree_sum(lax.all_gather(total, REPLICA_AXIS)), True)
+    flat = total.ravel()
+    flat = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
+    pieces = lax.all_to_all(flat, REPLICA_AXIS, 0, 0, tiled=True)
+    whole = lax.all_gather(_tree_sum(pieces), REPLICA_AXIS, tiled=True)
+    return Value(whole[: total.size].reshape(total.shape), True)
+
+
+def _extreme(over_axis: Any, over_devices: Any) -> Callable[..., Value]:
+    def rule(series: Series, params: Any, value: Value) -> Value:
+        if value.is_equal:
+            return value
+        own = over_axis(value.array, 0)
+        whole = series.num_devices > 1 and own.size
+        return Value(over_devices(own, REPLICA_AXIS) if whole else own, True)
+
+    return rule
+
+
+def _of_all(series: Series, value: Value) -> Any:
+    """The values of all replicas, along axis 0."""
+    if value.is_equal:
+        return value.stacked(series.num_replicas)
+    if series.num_devices == 1 or not value.array.size:
+        shape = (series.num_replicas, *value.array.shape[1:])
+        return value.array.reshape(shape)
+    return lax.all_gather(value.array, REPLICA_AXIS, tiled=True)
+
+
+def _all_gather(series: Series, params: Any, value: Value) -> Value:
+    axis, whole = params["all_gather_dimension"], _of_all(series, value)
+    return Value(_in_place(whole, axis, params["tiled"]), True)
+
+
+def _in_place(stacked: Any, axis: int, tiled: bool, first: int = 0) -> Any:
+    """Axis `first` moved to be the dimension `axis` of what comes after it; tiled: a
+    part of that dimension.
+    """
+    moved = jnp.moveaxis(stacked, first, first + axis)
+    if not tiled:
+        return moved
+    at, shape = first + axis, moved.shape
+    return moved.reshape((*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :]))
+
+
+def _taken_apart(array: Any, axis: int, tiled: bool, count: int, first: int = 0) -> Any:
+    """The dimension `axis` of what comes after `first`, or the parts of it that
+    replicas get, moved to `first`.
+    """
+    at, shape = first + axis, array.shape
+    if tiled:
+        parts = (count, shape[at] // count)
+        array = array.reshape((*shape[:at], *parts, *shape[at + 1 :]))
+    return jnp.moveaxis(array, at, first)
+
+
+def _reduce_scatter(series: Series, params: Any, value: Value) -> Value:
+    total = _psum(series, params, value).array
+    axis, tiled = params["scatter_dimension"], params["tiled"]
+    return Value(
+        series.own(_taken_apart(total, axis, tiled, series.num_replicas)), False
+    )
+
+
+def _all_to_all(series: Series, params: Any, value: Value) -> Value:
+    whole, count = _of_all(series, value), series.num_replicas
+    parts = _taken_apart(whole, params["split_axis"], params["tiled"], count, 1)
+    received = jnp.swapaxes(parts, 0, 1)  # Of each replica, from each.
+    axis, tiled = params["concat_axis"], params["tiled"]
+    return Value(_in_place(series.own(received), axis, tiled, 1), False)
+
+
+def _ppermute(series: Series, params: Any, value: Value) -> Value:
+    whole = _of_all(series, value)
+    source = np.full(series.num_replicas, series.num_replicas)
+    for sender, receiver in params["perm"]:
+        source[receiver] = sender
+    none = jnp.zeros_like(whole[:1])
+    return Value(series.own(jnp.concatenate([whole, none])[source]), False)
+
+
+def _unchanged(series: Series, params: Any, value: Value) -> Value:
+    return value
+
+
+COLLECTIVES: dict[str, Callable[[Series, Any, Value], Value]] = {
+    "psum": _psum,
+    "psum_invariant": _psum,
+    "pmax": _extreme(jnp.max, lax.pmax),
+    "pmin": _extreme(jnp.min, lax.pmin),
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "psum_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+    "pbroadcast": _unchanged,
+    "pvary": _unchanged,
+}
+"""By the name of the operation; each operand by itself."""

@@ -1,0 +1,475 @@
+"""Programs of more replicas than devices: each device runs its replicas one after the
+other. Knows no Keras.
+
+The traced program of one replica is cut where the replicas communicate. What is the
+same on every replica is computed once on each device; everything else between two
+communications is the body of a loop over the device's replicas, whose values that are
+needed later are stacked. So a replica's part is compiled as one computation of its own
+shapes, with nothing around it that depends on the number of devices, and sums over the
+replicas follow one binary tree (`tree_sums.py`): the results have the same bits on any
+number of devices.
+
+The compiler must not know the length of a loop: one of a single turn it takes apart,
+and fuses the body with what is around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from keras_distribute.devices import convolutions, replication_proof
+from keras_distribute.devices.collectives import COLLECTIVES
+from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called
+from keras_distribute.devices.series import Series, Value
+from keras_distribute.errors import ContextError
+
+
+def run(
+    series: Series, program: core.ClosedJaxpr, inputs: Sequence[Value]
+) -> list[Value]:
+    """The outputs of a replica's program on this device, inside a program over
+    all devices.
+
+    Args:
+        program: Traced for one replica, with an axis of all replicas.
+        inputs: What the device's replicas get.
+
+    Raises:
+        ContextError: For a communication that is none over all replicas.
+    """
+    part = _Part(series, program, inputs)
+    for level in range(part.num_levels):
+        part.compute_equal(level)
+        part.loop(level)
+        part.communicate(level)
+    return part.outputs()
+
+
+# What is done again wherever a constant is needed in such a form.
+_LIGHT = {"broadcast_in_dim", "convert_element_type", "iota", "reshape", "squeeze"}
+
+
+@dataclasses.dataclass
+class _Operation:
+    """An operation on numbered values.
+
+    Args:
+        level: How many rounds of communication come before it.
+    """
+
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+    level: int = 0
+
+
+class _Part:
+    """A program, taken apart: which of its operations are done once, which for each
+    replica, and when.
+    """
+
+    def __init__(
+        self, series: Series, program: core.ClosedJaxpr, inputs: Sequence[Value]
+    ) -> None:
+        self._series = series
+        self._known: dict[int, Value] = {}
+        self._constants: dict[int, Any] = {}
+        self._avals: list[Any] = []
+        self._stacks: dict[int, Any] = {}
+        self._seen: dict[Hashable, list[int]] = {}
+        numbers = [self._number(v.aval) for v in program.jaxpr.invars]
+        self._known.update(zip(numbers, inputs, strict=True))
+        operations: list[_Operation] = []
+        self._outputs = self._opened(program, numbers, operations)
+        self._anywhere: dict[int, _Operation] = {}
+        self._once: list[_Operation] = []
+        self._each: list[_Operation] = []
+        self._together: list[_Operation] = []
+        self._sort(operations)
+        everything = [*self._once, *self._each, *self._together]
+        self.num_levels = 1 + max((op.level for op in everything), default=0)
+
+    def outputs(self) -> list[Value]:
+        """What the program returns, once all levels are done."""
+        return list(map(self._value, self._outputs))
+
+    def compute_equal(self, level: int) -> None:
+        """Does what is the same on every replica, once."""
+        leaving = self._leaving(self._once, level)
+        operations = _needed(_at(self._once, level), leaving)
+        if not operations:
+            return
+        taken = self._taken(operations)
+
+        given = [self._known[number].array for number in taken]
+        flat, forms = list(map(_flat, given)), dict[int, Any]()
+
+        def turn(_: Any, results: list[Any]) -> list[Any]:
+            own = dict(zip(taken, map(_formed, flat, map(_form, given)), strict=True))
+            self._compute(operations, own)
+            forms.update((number, _form(own[number])) for number in leaving)
+            return [_flat(own[number]) for number in leaving]
+
+        results = lax.fori_loop(0, unknown(1), turn, self._zeros(leaving))
+        for number, array in zip(leaving, results, strict=True):
+            self._known[number] = Value(_formed(array, forms[number]), True)
+
+    def loop(self, level: int) -> None:
+        """Does what is each replica's own, one replica after the other."""
+        leaving = self._leaving(self._each, level)
+        operations = _needed(_at(self._each, level), leaving)
+        if not operations:
+            return
+        taken = self._taken(operations)
+        first, each = self._series.first, self._series.each
+        given = [self._known[number] for number in taken]
+        stacks = [
+            _flat(value.array) if value.is_equal else self._stack(number)
+            for number, value in zip(taken, given, strict=True)
+        ]
+        forms: dict[int, _Form] = {}
+
+        def turn(j: Any, results: list[Any]) -> list[Any]:
+            own: dict[int, Any] = {}
+            for number, value, flat in zip(taken, given, stacks, strict=True):
+                form = _form(value.array)
+                if not value.is_equal:
+                    form = dataclasses.replace(form, shape=form.shape[1:])
+                    size = (flat.size - 1) // each
+                    flat = lax.dynamic_slice(flat, (j * size,), (size,))
+                own[number] = _formed(flat, form)
+            self._compute(operations, own, first + j)
+            forms.update((number, _form(own[number])) for number in leaving)
+            left = [_flat(own[number]) for number in leaving]
+            return [
+                lax.dynamic_update_slice(stack, flat, (j * flat.size,))
+                for stack, flat in zip(results, left, strict=True)
+            ]
+
+        none = [_stacked_flat(jnp.tile(z, each)) for z in self._zeros(leaving)]
+        results = lax.fori_loop(0, unknown(each), turn, none)
+        for number, flat in zip(leaving, results, strict=True):
+            form = forms[number]
+            form = dataclasses.replace(form, shape=(each, *form.shape))
+            self._stacks[number] = flat
+            self._known[number] = Value(_formed(flat[:-1], form), False)
+
+    def _stack(self, number: int) -> Any:
+        """The values of the device's replicas as a loop takes them."""
+        if number not in self._stacks:
+            self._stacks[number] = _stacked_flat(_flat(self._known[number].array))
+        return self._stacks[number]
+
+    def _zeros(self, numbers: Sequence[int]) -> list[Any]:
+        avals = [self._avals[number] for number in numbers]
+        shapes = [jax.eval_shape(_flat, aval) for aval in avals]
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+    def communicate(self, level: int) -> None:
+        """Does what the replicas do together, and what holds it."""
+        for op in _at(self._together, level):
+            results = self._communicated(op.eqn, list(map(self._value, op.inputs)))
+            self._known.update(zip(op.outputs, results, strict=True))
+
+    def _compute(
+        self,
+        operations: Sequence[_Operation],
+        own: dict[int, Any],
+        replica: Any = None,
+    ) -> None:
+        """Adds the results of operations to what is known inside of a loop."""
+        for op in operations:
+            if op.eqn.primitive.name == "axis_index":
+                own[op.outputs[0]] = jnp.int32(replica)
+                continue
+            given = [self._read(number, own) for number in op.inputs]
+            if self._series.on_cpu:
+                results = convolutions.in_a_loop(op.eqn, given)
+            else:
+                results = bound(op.eqn, given)
+            own.update(zip(op.outputs, results, strict=True))
+
+    def _read(self, number: int, own: dict[int, Any]) -> Any:
+        """A value inside of a loop, made there if it can be anywhere."""
+        if number in self._constants:
+            return self._constants[number]
+        if number not in own:
+            op = self._anywhere[number]
+            given = [self._read(operand, own) for operand in op.inputs]
+            own.update(zip(op.outputs, bound(op.eqn, given), strict=True))
+        return own[number]
+
+    def _value(self, number: int) -> Value:
+        if number not in self._known:
+            self._known[number] = Value(self._read(number, {}), True)
+        return self._known[number]
+
+    def _number(self, aval: Any) -> int:
+        self._avals.append(aval)
+        return len(self._avals) - 1
+
+    def _opened(
+        self,
+        program: core.ClosedJaxpr,
+        inputs: Sequence[int],
+        operations: list[_Operation],
+    ) -> list[int]:
+        """Lists the operations of a program and of what it calls; the numbers of its
+        outputs.
+
+        What is computed again to save memory stays one operation, unless the replicas
+        communicate in it.
+        """
+        jaxpr = program.jaxpr
+        numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(jaxpr.constvars, program.consts, strict=True):
+            numbers[var] = self._constant(value, var.aval)
+
+        def number_of(atom: Any) -> int:
+            if isinstance(atom, core.Literal):
+                return self._constant(atom.val, atom.aval)
+            return numbers[atom]
+
+        for eqn in jaxpr.eqns:
+            given = list(map(number_of, eqn.invars))
+            key = _key(eqn, given)
+            if key is not None and key in self._seen:
+                numbers.update(zip(eqn.outvars, self._seen[key], strict=True))
+                continue
+            body = called(eqn)
+            whole = eqn.primitive.name in RECOMPUTED
+            if body is None or (whole and not replication_proof.communicates(eqn)):
+                results = [self._number(var.aval) for var in eqn.outvars]
+                operations.append(_Operation(eqn, given, results))
+            else:
+                results = self._opened(body, given, operations)
+            if key is not None:
+                self._seen[key] = results
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return list(map(number_of, jaxpr.outvars))
+
+    def _constant(self, value: Any, aval: Any) -> int:
+        key: Hashable | None = None
+        if not aval.shape and isinstance(value, (np.generic, np.ndarray, float, int)):
+            key = "constant", str(aval), np.asarray(value).tobytes()
+        if key is not None and key in self._seen:
+            return self._seen[key][0]
+        number = self._number(aval)
+        self._constants[number] = value
+        if key is not None:
+            self._seen[key] = [number]
+        return number
+
+    def _sort(self, operations: list[_Operation]) -> None:
+        """Says of each operation whether it is done once, for each replica, together,
+        or wherever it is needed; and at which level.
+        """
+        equal = {number: value.is_equal for number, value in self._known.items()}
+        equal.update(dict.fromkeys(self._constants, True))
+        levels = dict.fromkeys(equal, 0)
+        for op in operations:
+            op.level = level = max((levels[number] for number in op.inputs), default=0)
+            alike = [equal[number] for number in op.inputs]
+            if replication_proof.communicates(op.eqn):
+                self._together.append(op)
+                flags, level = replication_proof.equal_results(op.eqn, alike), level + 1
+            else:
+                once = all(alike) and not replication_proof.differs(op.eqn)
+                flags = [once] * len(op.outputs)
+                if op.eqn.primitive.name in _LIGHT and all(map(self._is_free, op.inputs)):
+                    self._anywhere.update(dict.fromkeys(op.outputs, op))
+                else:
+                    (self._once if once else self._each).append(op)
+            equal.update(zip(op.outputs, flags, strict=True))
+            levels.update(dict.fromkeys(op.outputs, level))
+
+    def _is_free(self, number: int) -> bool:
+        return number in self._constants or number in self._anywhere
+
+    def _taken(self, operations: Sequence[_Operation]) -> list[int]:
+        """What operations need from outside of them."""
+        made = {number for op in operations for number in op.outputs}
+        taken = dict.fromkeys(number for op in operations for number in op.inputs)
+        return [n for n in taken if n not in made and not self._is_free(n)]
+
+    def _leaving(self, operations: Sequence[_Operation], level: int) -> list[int]:
+        """What operations of one level make that others, or the caller, need."""
+        own = {id(op) for op in _at(operations, level)}
+        made = {number for op in _at(operations, level) for number in op.outputs}
+        others = itertools.chain(self._once, self._each, self._together)
+        wanted = (n for op in others if id(op) not in own for n in op.inputs)
+        needed = dict.fromkeys(itertools.chain(self._outputs, wanted))
+        return [number for number in needed if number in made]
+
+    def _communicated(self, eqn: Any, given: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        holds = {"cond": self._cond, "scan": self._scan, "while": self._while}
+        if name in holds:
+            return holds[name](eqn, given)
+        rule = COLLECTIVES.get(name)
+        if rule is None or eqn.params.get("axis_index_groups") is not None:
+            raise ContextError(
+                "With deterministic=True, replicas communicate with all others.",
+                received=f"the operation {name!r}, or one among some of the replicas.",
+                fix="kd.get_replica_context().all_reduce or all_gather; or a strategy "
+                "without deterministic=True.",
+            )
+        return [rule(self._series, eqn.params, value) for value in given]
+
+    def _cond(self, eqn: Any, given: list[Value]) -> list[Value]:
+        """A choice that is the same on every replica."""
+        index, *operands = given
+        flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
+
+        def branch_of(program: core.ClosedJaxpr) -> Callable[..., Any]:
+            def branch(*arrays: Any) -> list[Any]:
+                values = map(Value, arrays, [v.is_equal for v in operands])
+                return self._arrays(run(self._series, program, list(values)), flags)
+
+            return branch
+
+        branches = list(map(branch_of, eqn.params["branches"]))
+        results = lax.switch(index.array, branches, *(v.array for v in operands))
+        return list(map(Value, results, flags))
+
+    def _scan(self, eqn: Any, given: list[Value]) -> list[Value]:
+        """A loop of a known length."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
+        carried, stacked = flags[:num_carry], flags[num_carry:]
+        consts, carry = given[:num_consts], given[num_consts : num_consts + num_carry]
+        rows = given[num_consts + num_carry :]
+
+        def step(arrays: Any, sliced: Any) -> Any:
+            own = [*map(Value, arrays, carried)]
+            own += map(Value, sliced, [v.is_equal for v in rows])
+            results = run(self._series, body, [*consts, *own])
+            return (
+                self._arrays(results[:num_carry], carried),
+                self._arrays(results[num_carry:], stacked),
+            )
+
+        last, made = lax.scan(
+            step,
+            self._arrays(carry, carried),
+            [v.array if v.is_equal else jnp.moveaxis(v.array, 0, 1) for v in rows],
+            length=params["length"],
+            reverse=params["reverse"],
+        )
+        made = [
+            array if same else jnp.moveaxis(array, 1, 0)
+            for array, same in zip(made, stacked, strict=True)
+        ]
+        return list(map(Value, [*last, *made], flags))
+
+    def _while(self, eqn: Any, given: list[Value]) -> list[Value]:
+        """A loop whose length is the same on every replica."""
+        params, flags = (
+            eqn.params,
+            replication_proof.equal_results(eqn, [v.is_equal for v in given]),
+        )
+        begin = params["cond_nconsts"]
+        end = begin + params["body_nconsts"]
+
+        def goes_on(arrays: Any) -> Any:
+            values = [*given[:begin], *map(Value, arrays, flags)]
+            found = run(self._series, params["cond_jaxpr"], values)
+            return self._arrays(found, [True])[0]
+
+        def step(arrays: Any) -> Any:
+            values = [*given[begin:end], *map(Value, arrays, flags)]
+            return self._arrays(run(self._series, params["body_jaxpr"], values), flags)
+
+        carry = self._arrays(given[end:], flags)
+        return list(map(Value, lax.while_loop(goes_on, step, carry), flags))
+
+    def _arrays(self, values: Sequence[Value], equal: Sequence[bool]) -> list[Any]:
+        each = self._series.each
+        return [
+            value.alone() if same else value.stacked(each)
+            for value, same in zip(values, equal, strict=True)
+        ]
+
+
+def _key(eqn: Any, inputs: Sequence[int]) -> Hashable | None:
+    """What is equal for two operations that give the same; `None`: nothing."""
+    key = eqn.primitive, tuple(inputs), tuple(sorted(eqn.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    alike = replication_proof.is_stateful(eqn) or replication_proof.communicates(eqn)
+    return None if alike else key
+
+
+def _at(operations: Sequence[_Operation], level: int) -> Iterator[_Operation]:
+    return (op for op in operations if op.level == level)
+
+
+def _needed(
+    operations: Iterable[_Operation], leaving: Sequence[int]
+) -> list[_Operation]:
+    """Those that something that leaves needs, or that do more than give results."""
+    wanted, needed = set(leaving), list[_Operation]()
+    for op in reversed(list(operations)):
+        if replication_proof.is_stateful(op.eqn) or not wanted.isdisjoint(op.outputs):
+            needed.append(op)
+            wanted.update(op.inputs)
+    return needed[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is lost of an array that is made flat.
+
+    Args:
+        keys: How keys of random numbers are made of numbers; `None` for other arrays.
+    """
+
+    shape: tuple[int, ...]
+    keys: Any = None
+
+
+def _form(array: Any) -> _Form:
+    keys = jax.random.key_impl(array) if _is_key(array) else None
+    return _Form(jnp.shape(array), keys)
+
+
+def _flat(array: Any) -> Any:
+    """An array as it enters and leaves a loop: XLA has no choice then of how it lies in
+    memory, on which the order of a sum depends.
+    """
+    return jnp.ravel(jax.random.key_data(array) if _is_key(array) else array)
+
+
+def _stacked_flat(flat: Any) -> Any:
+    """Those of several replicas, and one element more: what one replica takes is a part
+    of them, also where a device has one replica alone.
+    """
+    return jnp.concatenate([flat, jnp.zeros(1, flat.dtype)])
+
+
+def _formed(flat: Any, form: _Form) -> Any:
+    if form.keys is None:
+        return flat.reshape(form.shape)
+    return jax.random.wrap_key_data(flat.reshape((*form.shape, -1)), impl=form.keys)
+
+
+def _is_key(array: Any) -> bool:
+    dtype = getattr(array, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def unknown(value: Any) -> Any:
+    """A number that the compiler does not know."""
+    return lax.optimization_barrier(jnp.asarray(value))

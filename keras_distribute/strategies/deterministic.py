@@ -1,0 +1,56 @@
+"""What `deterministic=True` asks of a strategy's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from keras_distribute import checks
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.errors import DeviceError
+
+NUM_REPLICAS = 8
+"""Of a deterministic strategy that is told no number."""
+
+
+def mesh_of(
+    devices: Sequence[jax.Device], deterministic: bool, num_replicas: int | None
+) -> ReplicaMesh:
+    """The mesh of a strategy: a replica on each device, or as many as it is told, in
+    series.
+
+    Raises:
+        DeviceError: Where the replicas cannot be divided over the devices.
+        StructureTypeError: For arguments of other types.
+    """
+    checks.flag("deterministic", deterministic)
+    if not deterministic:
+        if num_replicas is not None:
+            raise DeviceError(
+                "Without deterministic=True, each device is a replica.",
+                received=f"num_replicas={num_replicas!r}.",
+                fix=f"deterministic=True, num_replicas={num_replicas!r}; or devices=, "
+                "which names as many devices.",
+            )
+        return ReplicaMesh.of(devices)
+    count = NUM_REPLICAS
+    if num_replicas is not None:
+        count = checks.count("num_replicas", num_replicas, 1, error=DeviceError)
+    if count & (count - 1):
+        raise DeviceError(
+            "The replicas of a deterministic strategy are summed by a binary tree, so "
+            "their number is a power of two.",
+            received=f"num_replicas={count}.",
+            fix=f"num_replicas={1 << count.bit_length()}, on every machine that is to "
+            "get the same bits.",
+        )
+    if count % len(devices):
+        least = max(count, 1 << (len(devices) - 1).bit_length())
+        raise DeviceError(
+            "Each device of a deterministic strategy has equally many of the replicas.",
+            received=f"{count} replicas on {len(devices)} devices.",
+            fix=f"{1 << (len(devices).bit_length() - 1)} devices, or "
+            f"num_replicas={least} on every machine that is to get the same bits.",
+        )
+    return ReplicaMesh.in_series(devices, count)
