@@ -59,7 +59,7 @@ class Cluster:
         communication_dtype: In which gradients travel; `None`: in that of the weight.
 
     Attributes:
-        dropped: The numbers of iterators that are gone.
+        dropped: The numbers of datasets and iterators that are gone.
         recorded: The functions that were scheduled, while updates are recorded.
 
     Raises:
@@ -258,7 +258,7 @@ class Cluster:
             counted: For a function of a round of local steps, of how many.
         """
 
-        def retrace(forms: Sequence[Any]) -> Traced:
+        def retrace(before: Traced, forms: Sequence[Any]) -> Traced:
             """The program for batches of other forms, made once."""
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
@@ -267,6 +267,7 @@ class Cluster:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
                 programs[key] = self._made(strategy, function, call, elements)
+            self._correct_constants(before, programs[key])
             return programs[key]
 
         with self._lock:
@@ -306,6 +307,20 @@ class Cluster:
         for variable, constant in program.constants:
             self.kept.add(variable, constant)
         return values
+
+    def _correct_constants(self, before: Traced, program: Traced) -> None:
+        """What was added for a step when it was scheduled may be another for a batch of
+        another form, as a number of rows is.
+        """
+        old = {id(variable): constant for variable, constant in before.constants}
+        new = {id(variable): constant for variable, constant in program.constants}
+        variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
+        for key, variable in variables.items():
+            with np.errstate(over="ignore"):  # Of seeds, which are unsigned.
+                zero = np.zeros(variable.shape, variable._dtype)
+                change = new.get(key, zero) - old.get(key, zero)
+            if np.any(change):
+                self.kept.add(variable, change)
 
     def _finish(self, program: Traced, changes: Sequence[Any]) -> None:
         for (kind, variable), change in zip(program.changes, changes, strict=True):

@@ -221,7 +221,7 @@ class Worker(threading.Thread):
         self._running[number] = closure
 
     def _drop(self, channel: Channel) -> None:
-        """Lets the worker drop iterators that the user has dropped."""
+        """Lets the worker drop datasets and iterators that the user has dropped."""
         new = self._owner.dropped[self._num_dropped :]
         self._num_dropped += len(new)
         gone = self._sent.intersection(new)
@@ -250,13 +250,16 @@ class Worker(threading.Thread):
             return
         if closure is None:
             return
+        if "again" in header:  # One before it waits for its program.
+            self._send(channel, closure, closure.program)
+            return
         if "needs" in header:
             forms = [
                 [(dtype, tuple(shape)) for dtype, shape in element]
                 for element in header["needs"]
             ]
             try:
-                program = closure.retrace(forms)
+                program = closure.retrace(closure.program, forms)
             except Exception as error:
                 self._owner.queue.failed(error, closure)
                 return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -69,6 +69,18 @@ class _Call:
     wanted: list[Wanted]
 
 
+class _Read(NamedTuple):
+    """What was read for a function, for which the coordinator makes a program.
+
+    Attributes:
+        iterators: Of which it takes batches.
+        elements: Those batches.
+    """
+
+    iterators: set[int]
+    elements: list[list[Array]]
+
+
 _Next = tuple[list[Any], list[Any], "_Call | None"]
 """After a step: the coordinator's variables, what has become of them in all, and the
 next call.
@@ -97,7 +109,7 @@ class Runner:
         self._functions: dict[int, Function] = {}
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Iterator[Any]] = {}
-        self._waiting: dict[int, list[list[Array]]] = {}
+        self._waiting: dict[int, _Read] = {}
         for server in self._servers:
             server.channel.close()
         self._servers = []
@@ -156,17 +168,23 @@ class Runner:
         del arrays
         for number in header["ids"]:
             self._iterators.pop(number, None)
+            self._datasets.pop(number, None)
         return None
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:
         """One function, of one step or several."""
         function, closure = self._functions[header["program"]], header["closure"]
         layout = function.layout
+        for each in [each for each in self._waiting if each < header["done"]]:
+            del self._waiting[each]  # It has failed.
+        for each, read in self._waiting.items():
+            if each < closure and read.iterators.intersection(header["iterators"]):
+                return {"again": True}, []  # Batches are taken in their order.
         elements = self._elements(closure, layout, header["iterators"])
         if elements is None:
             forms = [
                 [[a.dtype.name, list(a.shape)] for a in element]
-                for element in self._waiting[closure]
+                for element in self._waiting[closure].elements
             ]
             return {"needs": forms}, []
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
@@ -201,8 +219,10 @@ class Runner:
         """
         if not layout["elements"]:
             return []
-        read = self._waiting.pop(closure, None)
-        if read is None:
+        known = self._waiting.pop(closure, None)
+        if known is not None:
+            read = known.elements
+        else:
             read = [self._next(iterators[index]) for index, _ in layout["elements"]]
         fits = all(
             [[a.dtype.name, list(a.shape)] for a in element] == form
@@ -210,7 +230,7 @@ class Runner:
         )
         if fits:
             return [array for element in read for array in element]
-        self._waiting[closure] = read
+        self._waiting[closure] = _Read(set(iterators), read)
         return None
 
     def _next(self, number: int) -> list[Array]:
