@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from keras_distribute import dropped
+from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError, UnavailableError
@@ -38,6 +39,7 @@ from keras_distribute.scheduling.values import (
     RemoteValue,
 )
 from keras_distribute.scheduling.workers import Worker
+from keras_distribute.variables import Blocks
 
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_ASK_AGAIN = 5.0  # A server that comes back may do so elsewhere.
@@ -343,6 +345,24 @@ class Cluster:
         with self._lock:
             if self.served.changed:
                 self.served.send_changed()
+
+    def assign_blocks(
+        self, variable: Any, blocks: Blocks, optimizers: Sequence[Any]
+    ) -> bool:
+        """Gives the servers the rows of a variable; returns whether it is theirs.
+
+        Args:
+            optimizers: Those that may have it: it is placed as they want it.
+        """
+        with self._lock:
+            if not self.is_on_servers(variable):
+                return False
+            for optimizer in optimizers:
+                weights = optimizer_compat.built_variables(optimizer)
+                if any(variable is each for each in (*weights, *optimizer.variables)):
+                    self.updates.place(optimizer, weights)
+            self.served.add([variable])
+            return self.served.assign_blocks(variable, blocks)
 
     def synchronize(self) -> None:
         """What is scheduled from now on sees all that has finished."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.errors import ClusterError, UnavailableError
@@ -205,6 +206,25 @@ class Store:
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
         return self._state(), self._wanted(header, arrays)
 
+    def _pull_rows(self, header: Header, arrays: list[Array]) -> Answer:
+        """Some rows of a table, one after the other."""
+        del arrays
+        start, stop = header["rows"]
+        return self._state(), [np.asarray(self._values[header["key"]])[start:stop]]
+
+    def _set_rows(self, header: Header, arrays: list[Array]) -> Answer:
+        """Rows of a table that is told in blocks, from the first one on: there is never
+        a second table.
+        """
+        key, first = header["key"], header["first"]
+        if not first:
+            self._values.pop(key, None)
+            dtype = np.dtype(jnp.dtype(header["dtype"]))
+            self._values[key] = np.empty(header["shape"], dtype)
+        self._values[key][first : first + len(arrays[0])] = arrays[0]
+        self._writes += 1
+        return self._state(), []
+
     def _wanted(self, header: Header, ids: Sequence[Array]) -> list[Array]:
         """What a worker asks for: whole values, and rows of tables."""
         values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
@@ -282,6 +302,8 @@ _OPERATIONS: dict[str, Callable[[Store, Header, list[Array]], Answer]] = {
     "set": Store._set,
     "draw": Store._draw,
     "pull": Store._pull,
+    "pull_rows": Store._pull_rows,
+    "set_rows": Store._set_rows,
     "program": Store._program,
     "fence": Store._fence,
     "push": Store._push,
