@@ -24,11 +24,12 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
+from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
-from keras_distribute.scheduling.served import Kept, Partitioner, Served
+from keras_distribute.scheduling.served import Partitioner, Served
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.tasks import Tasks
 from keras_distribute.scheduling.updates import Updates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -291,44 +290,3 @@ class Served(Holder):
 
     def _array(self, place: Any, variable: Any) -> Any:
         return variable._as_stored(jnp.asarray(self.read(variable)))
-
-
-class Kept(Holder):
-    """The variables that stay with the coordinator, such as metrics: workers return
-    what is to be added to them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self._values: dict[int, tuple[Any, Array]] = {}
-        self.lock = threading.RLock()
-
-    def value_of(self, variable: Any) -> Array:
-        """The value, to send."""
-        with self.lock:
-            self._take(variable)
-            return self._values[id(variable)][1]
-
-    def add(self, variable: Any, change: Array) -> None:
-        """Adds to a variable."""
-        with self.lock:
-            old = self.value_of(variable)
-            new = np.asarray(old + change, old.dtype)
-            self._values[id(variable)] = variable, new
-
-    def set(self, variable: Any, value: Array) -> None:
-        """Sets a variable."""
-        with self.lock:
-            self._take(variable)
-            self._values[id(variable)] = variable, value
-
-    def _take(self, variable: Any) -> None:
-        link = variable._link
-        if link is None or link[0] is not self:
-            value = np.asarray(variable.value)
-            self._values[id(variable)] = variable, value
-            variable._link_to(self, id(variable))
-            self.changed.clear()
-
-    def _array(self, place: Any, variable: Any) -> Any:
-        return variable._as_stored(jnp.asarray(self._values[place][1]))

@@ -15,7 +15,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from keras_distribute.errors import ClusterError, DistributeError, UnavailableError
+from keras_distribute.errors import (
+    ClusterError,
+    DistributeError,
+    ReplacedWorkerError,
+    UnavailableError,
+)
 from keras_distribute.remote.channel import Channel, raise_remote
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
@@ -240,7 +245,7 @@ class Worker(threading.Thread):
         except Exception as error:
             if isinstance(error, UnavailableError):
                 lost = self._owner.lost_server()
-                self._cuts += "given up" not in str(error)
+                self._cuts += not isinstance(error, ReplacedWorkerError)
                 if lost is None and self._cuts <= _MOST_CUTS:
                     if closure is not None:
                         self._owner.queue.put_back(closure)

@@ -19,12 +19,13 @@ import numpy as np
 from keras_distribute.errors import ClusterError, OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
-from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.endpoint import Answer
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers import rows
 from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
+from keras_distribute.servers.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +88,19 @@ next call.
 """
 
 
-class Runner:
+class Runner(Task):
     """One worker.
 
     Args:
         credentials: Of the job.
-
-    Attributes:
-        has_ended: Whether the coordinator has said goodbye.
     """
 
+    kind, refusal = "worker", ClusterError
+
     def __init__(self, credentials: Credentials) -> None:
-        self.has_ended = False
+        super().__init__()
         self._credentials = credentials
         self._servers: list[Pulled] = []
-        self._coordinator = ""
         self._begin_with(0, 0)
 
     def _begin_with(self, worker: int, incarnation: int) -> None:
@@ -114,29 +113,8 @@ class Runner:
             server.channel.close()
         self._servers = []
 
-    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
-        """Answers one message."""
-        del peer
-        operation = str(header.get("op"))
-        if operation == "begin":
-            return self._begin(header)
-        if header.get("coordinator") != self._coordinator:
-            raise ClusterError(
-                "The worker works for another coordinator.",
-                received=f"a message of {header.get('coordinator')!r}.",
-                fix="start the program of the coordinator anew.",
-            )
-        method = _OPERATIONS.get(operation)
-        if method is None:
-            raise ClusterError(
-                f"A worker does not know {operation!r}.",
-                received=f"{header!r}.",
-                fix="run the same version of keras_distribute in all tasks.",
-            )
-        return method(self, header, arrays)
-
-    def _begin(self, header: Header) -> Answer:
-        self._coordinator = str(header["coordinator"])
+    def _begin(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
         self._begin_with(header["worker"], header["incarnation"])
         self._servers = [
             Pulled(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
@@ -351,11 +329,6 @@ class Runner:
                 late.append(i)
         return late
 
-    def _end(self, header: Header, arrays: list[Array]) -> Answer:
-        del header, arrays
-        self.has_ended = True
-        return {}, []
-
 
 def changed(
     kinds: Sequence[Sequence[Any]],
@@ -380,11 +353,12 @@ def changed(
     return kept, [np.asarray(each) for each in new]
 
 
-_OPERATIONS = {
+Runner.operations = {
+    "begin": Runner._begin,
     "program": Runner._take_program,
     "dataset": Runner._take_dataset,
     "iterator": Runner._take_iterator,
     "drop": Runner._drop,
     "run": Runner._run,
-    "end": Runner._end,
+    "end": Task.end,
 }
