@@ -15,6 +15,7 @@ NAMES = (
     "step_time",
     "processes",
     "parameter_servers",
+    "local_steps",
     "optimizer_memory",
     "input_pipeline",
     "checkpoints",

@@ -6,6 +6,7 @@ a room that has an error of its own names that for both.
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_distribute.errors import (
+    BackendError,
     DistributeError,
     StructureTypeError,
     ValueStructureError,
@@ -52,6 +54,23 @@ def items(value: Any) -> list[Any] | None:
         return list(value)
     except TypeError:
         return None
+
+
+def imported(name: str, what: str, fix: str) -> Any:
+    """A module of a package that only some programs need.
+
+    Args:
+        name: Of the module.
+        what: Who needs it.
+        fix: How to install it.
+
+    Raises:
+        BackendError: Where it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BackendError(what, received=f"{error}.", fix=fix) from error
 
 
 def function(

@@ -15,6 +15,7 @@ Keras.
     ├── ClusterError(ValueError, RuntimeError)  processes that cannot train together
     │   └── DuplicateTaskError(KeyError)        two resolvers name the same task
     ├── UnavailableError(ConnectionError)       a task that does not answer
+    │   └── ReplacedWorkerError                 a worker that others stand in for
     ├── CancelledError(RuntimeError)            a function that was given up
     ├── RemoteError(RuntimeError)               what another task raised
     ├── NonFiniteError(FloatingPointError)      a NaN or infinite loss
@@ -106,6 +107,10 @@ class DuplicateTaskError(ClusterError, KeyError):
 
 class UnavailableError(DistributeError, ConnectionError):
     """A task of the cluster has ended, is frozen, cut off, or refuses this one."""
+
+
+class ReplacedWorkerError(UnavailableError):
+    """A worker was taken for dead, and others have its work; it is taken again."""
 
 
 class CancelledError(DistributeError, RuntimeError):

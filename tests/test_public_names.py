@@ -127,6 +127,7 @@ def test_the_public_names_are_these():
         "CollectiveHints",
         "CommunicationImplementation",
         "CommunicationOptions",
+        "DatasetCreator",
         "MultiWorkerMirroredStrategy",
         "Optional",
         "ParameterServerStrategy",

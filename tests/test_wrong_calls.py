@@ -582,6 +582,12 @@ TARGETS: dict[str, Target] = {
         compute_devices=lambda v: v is None,
         parameter_device=lambda v: v is None,
     ),
+    "experimental.DatasetCreator": made(
+        experimental.DatasetCreator,
+        lambda: {"dataset_fn": lambda context: kd.ArrayDataset(np.arange(4), 2)},
+        dataset_fn=function,
+        input_options=input_options,
+    ),
     "experimental.CollectiveHints": made(
         experimental.CollectiveHints,
         bytes_per_pack=integer(0),

@@ -69,11 +69,14 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """Shape, type and checksum of one array."""
+    """Shape, type and checksum of one array; for a table in blocks the file that it
+    has.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     checksum: int
+    file: str | None = None
 
     @staticmethod
     def of(array: np.ndarray[Any, Any]) -> ArrayRecord:
@@ -154,7 +157,7 @@ def from_bytes(
             fix="pip install --upgrade keras-distribute",
         )
     arrays = {
-        name: ArrayRecord(tuple(record["shape"]), record["dtype"], record["checksum"])
+        name: ArrayRecord(tuple(record.pop("shape")), **record)
         for name, record in content.pop("arrays").items()
     }
     files = {name: FileRecord(**r) for name, r in content.pop("files").items()}

@@ -16,6 +16,7 @@ from etils import epath
 from orbax.checkpoint import future as futures
 
 from keras_distribute.checkpoint import manifest as manifests
+from keras_distribute.checkpoint import tables
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.cluster.encoding import Arrays
 
@@ -31,10 +32,14 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 
     Args:
         before: Called in the background first.
+
+    Attributes:
+        failure: Why the tables of the last save could not be written.
     """
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self._before = before
+        self.failure: Exception | None = None
         self._manifest: Manifest | None = None
         self._records: dict[str, ArrayRecord] = {}
 
@@ -43,10 +48,20 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
     ) -> list[ocp.Future]:
         save: ManifestSave = kwargs["args"]
         self._manifest = save.manifest
+        self.failure, in_blocks = None, dict[str, ArrayRecord]()
+        try:  # Not in the background, where the next step would change them.
+            in_blocks = tables.write(directory.parent / tables.FOLDER, save.arrays)
+        except Exception as error:  # For Orbax, once it has written the arrays.
+            self.failure = error
 
         async def compute() -> None:
+            if self.failure is not None:
+                raise self.failure
             self._before()
-            self._records = {n: ArrayRecord.of(a) for n, a in save.arrays.items()}
+            self._records = {
+                name: in_blocks.get(name) or ArrayRecord.of(array)
+                for name, array in save.arrays.items()
+            }
 
         future = futures.CommitFutureAwaitingContractedSignals
         return [future(compute(), name="checksums")]
@@ -58,7 +73,11 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         assert files, "the arrays come first"
         content = manifests.to_bytes(self._manifest, self._records, files)
         (directory / FILE).write_bytes(content)
-        for path in (directory / FILE, directory, *_all_in(directory.parent / ARRAYS)):
+        for name in (ARRAYS, tables.FOLDER):
+            folder = directory.parent / name
+            for path in _all_in(folder) if folder.exists() else ():
+                sync(path)
+        for path in (directory / FILE, directory):
             sync(path)
         self._manifest = None
 
@@ -111,7 +130,7 @@ def _file_records(folder: epath.Path) -> dict[str, FileRecord]:
 @ocp.args.register_with_handler(ManifestHandler, for_save=True)
 @dataclasses.dataclass(repr=False)  # Orbax puts it into messages.
 class ManifestSave(ocp.args.CheckpointArgs):
-    """What a checkpoint is to hold."""
+    """What a checkpoint is to hold; arrays, or `Blocks` of them."""
 
     manifest: Manifest
     arrays: Arrays

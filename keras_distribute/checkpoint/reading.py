@@ -87,9 +87,11 @@ class Reading:
         for name, model in self.tracked.models.items():
             if f"{name}/metrics/" in self.manifest.unbuilt:
                 model.reset_metrics()
+        optimizers = list(self.tracked.optimizers.values())
         for name in self.match.variables:
             record = self.manifest.variables[name]
-            values.assign(self.tracked.variables[name], self.arrays[name], record)
+            variable, array = self.tracked.variables[name], self.arrays[name]
+            values.assign(variable, array, record, optimizers)
         for value in self.objects.values():
             if isinstance(value, keras.layers.Layer):
                 tracking.refresh(value)

@@ -4,6 +4,7 @@ when a checkpoint is first used.
     <path>/
         _CHECKPOINT_METADATA     Orbax's
         arrays/                  the arrays by name, an Orbax PyTree: any Orbax reads it
+        tables/0.npy             tables that this process cannot hold, if there are any
         manifest/manifest.json   shapes, types, checksums, and state that is no array
 
 Both items are one Orbax checkpoint: written into a folder with another name, which is
@@ -27,7 +28,7 @@ from etils import epath
 
 from keras_distribute import dropped
 from keras_distribute.checkpoint import manifest as manifests
-from keras_distribute.checkpoint import under_way
+from keras_distribute.checkpoint import tables, under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from keras_distribute.checkpoint.manifest_item import (
     ARRAYS,
@@ -38,7 +39,11 @@ from keras_distribute.checkpoint.manifest_item import (
     sync,
 )
 from keras_distribute.cluster.encoding import Arrays
-from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+from keras_distribute.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnavailableError,
+)
 
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would
 # stand there under its name. Renamed first, it is gone at once; the next save empties
@@ -171,8 +176,9 @@ def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
         )
 
 
-def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
-    """The arrays of the checkpoint at `path`, verified.
+def read_arrays(path: str, records: dict[str, ArrayRecord]) -> dict[str, Any]:
+    """The arrays of the checkpoint at `path`, verified; of tables in files of their own
+    `Blocks`.
 
     Args:
         records: What its manifest says of them.
@@ -186,7 +192,8 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
         for name, record in records.items()
         if 0 in record.shape
     }
-    names = [name for name in records if name not in arrays]
+    in_blocks, damaged_tables = tables.opened(epath.Path(path) / tables.FOLDER, records)
+    names = [n for n in records if n not in arrays and records[n].file is None]
     folder = epath.Path(path) / ARRAYS
     stored: dict[str, Any] = {}
     if names:
@@ -199,7 +206,7 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
             contextlib.closing(_checkpointer(array_handler())) as checkpointer,
         ):
             stored = checkpointer.restore(folder, args=args)
-    damaged = []
+    damaged = damaged_tables
     for name in names:
         try:
             array = manifests.as_recorded(np.asarray(stored[name]), records[name])
@@ -214,7 +221,7 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> Arrays:
             f"not what was saved: {', '.join(damaged)}.",
             fix=_FALLBACK,
         )
-    return arrays
+    return {**arrays, **in_blocks}
 
 
 def steps_in(directory: str) -> list[int]:
@@ -259,7 +266,9 @@ def absolute(path: Any) -> str:
 def save_args(manifest: Manifest, arrays: Arrays) -> Any:
     # Orbax's store takes no array without elements: the manifest alone names it.
     stored = {
-        name: manifests.storable(array) for name, array in arrays.items() if array.size
+        name: manifests.storable(array)
+        for name, array in arrays.items()
+        if isinstance(array, np.ndarray) and array.size
     }
     items = {
         ARRAYS: ocp.args.PyTreeSave(stored or {"": np.zeros(1)}),
@@ -315,6 +324,8 @@ def writing(path: str) -> Generator[None]:
             pattern = f"{target.name}.orbax-checkpoint-tmp*"
             for unfinished in target.parent.glob(pattern):
                 unfinished.rmtree()
+        if isinstance(error, UnavailableError):  # Of a server with a table.
+            raise
         raise CheckpointError(
             f"The checkpoint {path!r} could not be written; earlier ones are as they "
             "were.",

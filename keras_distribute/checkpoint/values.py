@@ -8,6 +8,7 @@ add up to, by its aggregation: TensorFlow's rule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,11 @@ from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.devices.mesh import on_every_replica, on_host
 from keras_distribute.errors import CheckpointError, ContextError, VariableScopeError
 from keras_distribute.values.per_replica import PerReplica
-from keras_distribute.variables import DistributedVariable, SyncOnReadVariable
+from keras_distribute.variables import (
+    Blocks,
+    DistributedVariable,
+    SyncOnReadVariable,
+)
 
 
 def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]:
@@ -29,18 +34,25 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
 
     Returns:
         Arrays of the variables' shapes, `(num_replicas, *shape)` for sync-on-read ones,
-        and how to read them.
+        and how to read them. Of tables that are elsewhere, and may be too large for
+        this process, `Blocks`, which are read when they are written: until then no step
+        may change them.
 
     Raises:
         CheckpointError: If a variable has no value now.
     """
     settle(variables)
-    stored = _stored(variables)
+    in_blocks = {name: _blocks_of(variable) for name, variable in variables.items()}
+    stored = _stored({n: v for n, v in variables.items() if in_blocks[n] is None})
     for array in stored.values():
         array.copy_to_host_async()
-    arrays: Arrays = {}
+    arrays: dict[str, Any] = {}
     records: dict[str, VariableRecord] = {}
     for name, variable in variables.items():
+        if in_blocks[name] is not None:
+            arrays[name] = in_blocks[name]
+            records[name] = VariableRecord(variable.path)
+            continue
         array = stored.pop(name)
         groups = _values_of_groups(variable)
         if groups is not None:
@@ -59,8 +71,21 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
     return arrays, records
 
 
-def assign(variable: Any, array: np.ndarray[Any, Any], record: VariableRecord) -> None:
-    """Gives a variable, ours or Keras's own, the value that `fetch` returned."""
+def assign(
+    variable: Any,
+    array: np.ndarray[Any, Any] | Blocks,
+    record: VariableRecord,
+    optimizers: Sequence[Any],
+) -> None:
+    """Gives a variable, ours or Keras's own, the value that `fetch` returned.
+
+    Args:
+        optimizers: Those that may have the variable.
+    """
+    if isinstance(array, Blocks):
+        if _assigned_in_blocks(variable, array, optimizers):
+            return
+        array = array.whole()
     if not _same_replicas(variable, record):
         if not _assigned_to_groups(variable, array, record):
             variable.assign(_value(array, record))
@@ -122,6 +147,21 @@ def _same_replicas(variable: Any, record: VariableRecord) -> bool:
         variable.replica_mesh.num_replicas,
         variable.aggregation,
     )
+
+
+def _blocks_of(variable: Any) -> Blocks | None:
+    if not isinstance(variable, DistributedVariable):
+        return None
+    return variable.distribute_strategy._blocks_of(variable)
+
+
+def _assigned_in_blocks(
+    variable: Any, blocks: Blocks, optimizers: Sequence[Any]
+) -> bool:
+    if not isinstance(variable, DistributedVariable):
+        return False
+    strategy = variable.distribute_strategy
+    return strategy._assign_blocks(variable, blocks, optimizers)
 
 
 def _values_of_groups(variable: Any) -> list[Any] | None:

@@ -107,8 +107,8 @@ class Writer:
         self._unfinished = False
         self._failure: Exception | None = None
         self._lock = threading.RLock()  # Another thread may read what is being written.
-        manifests = ManifestHandler(self._empty_trash)
-        handlers: Any = {ARRAYS: array_handler(), MANIFEST: manifests}
+        self._manifests = ManifestHandler(self._empty_trash)
+        handlers: Any = {ARRAYS: array_handler(), MANIFEST: self._manifests}
         with writing(directory):
             if jax.process_count() > 1:
                 epath.Path(directory).mkdir(parents=True, exist_ok=True)
@@ -145,6 +145,8 @@ class Writer:
                 self._unfinished = False
                 self._recount()
                 raise
+            if self._manifests.failure is not None:
+                self.wait()
             return self._policy.deleted
 
     def finish(self) -> Exception | None:

@@ -1,4 +1,6 @@
-"""The names that TensorFlow keeps under `tf.distribute.experimental`."""
+"""The names that TensorFlow keeps under `tf.distribute.experimental`, and
+`tf.keras.utils.experimental.DatasetCreator`.
+"""
 
 from keras_distribute.checkpoint.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
@@ -16,6 +18,7 @@ from keras_distribute.experimental.deprecated import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from keras_distribute.experimental.deprecated import TPUStrategy as TPUStrategy
+from keras_distribute.input.creator import DatasetCreator as DatasetCreator
 from keras_distribute.input.datasets import Optional as Optional
 from keras_distribute.strategies.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
@@ -35,6 +38,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DatasetCreator",
     "MultiWorkerMirroredStrategy",
     "Optional",
     "ParameterServerStrategy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from keras_distribute.errors import BackendError
+from keras_distribute import checks
 
 
 def _found(name: str) -> Any:
@@ -21,9 +21,6 @@ monitor, z85 = _found("zmq.utils.monitor"), _found("zmq.utils.z85")
 
 def check_installed() -> None:
     """Raises `BackendError` where they are not installed."""
-    if zmq is None or msgpack is None:
-        raise BackendError(
-            "Parameter servers need ZeroMQ and msgpack.",
-            received="a Python without pyzmq, or without msgpack.",
-            fix="pip install 'keras-distribute[parameter-server]', in all tasks.",
-        )
+    fix = "pip install 'keras-distribute[parameter-server]', in all tasks."
+    for name in ("zmq", "msgpack"):
+        checks.imported(name, "Parameter servers need ZeroMQ and msgpack.", fix)

@@ -168,7 +168,7 @@ def _trace_local(
                 raise _no_rows_error(variant, error) from error
             raise
     leaves, output["structure"] = structures.flatten(result, is_leaf)
-    leaves = [_unwrapped(leaf) for leaf in leaves]
+    leaves = [unwrapped(leaf, "given to strategy.run") for leaf in leaves]
     output["leaves"] = [
         None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
     ]
@@ -179,7 +179,15 @@ def _trace_local(
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
 
 
-def _unwrapped(leaf: Any) -> Any:
+def unwrapped(leaf: Any, how: str) -> Any:
+    """A leaf of what a function returned, inside of its trace: arrays as JAX's.
+
+    Args:
+        how: Whose function it is, for the error's text.
+
+    Raises:
+        StructureTypeError: For an object that holds arrays.
+    """
     if isinstance(leaf, PerReplica) and leaf.local is not None:
         return jnp.asarray(leaf.local)
     if isinstance(leaf, Mirrored):
@@ -188,8 +196,8 @@ def _unwrapped(leaf: Any) -> Any:
         return jnp.asarray(leaf)
     if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
         raise StructureTypeError(
-            "The function given to strategy.run returned an object that holds arrays "
-            "and is no structure of them.",
+            f"The function {how} returned an object that holds arrays and is no "
+            "structure of them.",
             received=f"a {type(leaf).__name__}.",
             fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
             "register the class with JAX: jax.tree_util.register_pytree_node.",

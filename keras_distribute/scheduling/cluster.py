@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from keras_distribute import dropped
+from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError, UnavailableError
@@ -23,11 +24,12 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
+from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, numbers, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
-from keras_distribute.scheduling.served import Kept, Partitioner, Served
+from keras_distribute.scheduling.served import Partitioner, Served
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.tasks import Tasks
 from keras_distribute.scheduling.updates import Updates
@@ -38,6 +40,7 @@ from keras_distribute.scheduling.values import (
     RemoteValue,
 )
 from keras_distribute.scheduling.workers import Worker
+from keras_distribute.variables import Blocks
 
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_ASK_AGAIN = 5.0  # A server that comes back may do so elsewhere.
@@ -59,7 +62,7 @@ class Cluster:
         communication_dtype: In which gradients travel; `None`: in that of the weight.
 
     Attributes:
-        dropped: The numbers of iterators that are gone.
+        dropped: The numbers of datasets and iterators that are gone.
         recorded: The functions that were scheduled, while updates are recorded.
 
     Raises:
@@ -258,7 +261,7 @@ class Cluster:
             counted: For a function of a round of local steps, of how many.
         """
 
-        def retrace(forms: Sequence[Any]) -> Traced:
+        def retrace(before: Traced, forms: Sequence[Any]) -> Traced:
             """The program for batches of other forms, made once."""
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
@@ -267,6 +270,7 @@ class Cluster:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
                 programs[key] = self._made(strategy, function, call, elements)
+            self._correct_constants(before, programs[key])
             return programs[key]
 
         with self._lock:
@@ -307,6 +311,20 @@ class Cluster:
             self.kept.add(variable, constant)
         return values
 
+    def _correct_constants(self, before: Traced, program: Traced) -> None:
+        """What was added for a step when it was scheduled may be another for a batch of
+        another form, as a number of rows is.
+        """
+        old = {id(variable): constant for variable, constant in before.constants}
+        new = {id(variable): constant for variable, constant in program.constants}
+        variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
+        for key, variable in variables.items():
+            with np.errstate(over="ignore"):  # Of seeds, which are unsigned.
+                zero = np.zeros(variable.shape, variable._dtype)
+                change = new.get(key, zero) - old.get(key, zero)
+            if np.any(change):
+                self.kept.add(variable, change)
+
     def _finish(self, program: Traced, changes: Sequence[Any]) -> None:
         for (kind, variable), change in zip(program.changes, changes, strict=True):
             if kind is Change.SET:
@@ -328,6 +346,24 @@ class Cluster:
         with self._lock:
             if self.served.changed:
                 self.served.send_changed()
+
+    def assign_blocks(
+        self, variable: Any, blocks: Blocks, optimizers: Sequence[Any]
+    ) -> bool:
+        """Gives the servers the rows of a variable; returns whether it is theirs.
+
+        Args:
+            optimizers: Those that may have it: it is placed as they want it.
+        """
+        with self._lock:
+            if not self.is_on_servers(variable):
+                return False
+            for optimizer in optimizers:
+                weights = optimizer_compat.built_variables(optimizer)
+                if any(variable is each for each in (*weights, *optimizer.variables)):
+                    self.updates.place(optimizer, weights)
+            self.served.add([variable])
+            return self.served.assign_blocks(variable, blocks)
 
     def synchronize(self) -> None:
         """What is scheduled from now on sees all that has finished."""

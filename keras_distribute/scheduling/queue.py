@@ -29,7 +29,7 @@ class Closure:
     Attributes:
         number: In the order in which they were scheduled.
         program: What runs.
-        retrace: Makes the program for batches of other forms.
+        retrace: Makes the program for batches of other forms, in the place of one.
         kept: The values of the coordinator's variables when it was scheduled.
         args: The arguments' arrays, for each step; what each worker has its own of by
             the worker's number.
@@ -44,7 +44,7 @@ class Closure:
 
     number: int
     program: Traced
-    retrace: Callable[[list[Any]], Traced]
+    retrace: Callable[[Traced, list[Any]], Traced]
     kept: list[Array]
     args: Callable[[int], list[Any]]
     steps: int

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.remote.frames import Array
-from keras_distribute.variables import Holder
+from keras_distribute.scheduling.kept import OnCoordinator
 
 
 def blocks(batches: Sequence[Any], size: int) -> list[list[Any]]:
@@ -34,7 +34,7 @@ def sum_of(arrays: Sequence[Array]) -> Array:
     return np.asarray(sum(arrays[1:], start=arrays[0]), arrays[0].dtype)
 
 
-class GroupSlots(Holder):
+class GroupSlots(OnCoordinator[list[Array]]):
     """The slots of an optimizer, of which each group has its own. Who reads the
     variable sees the mean; what is assigned to it, all groups begin with.
 
@@ -43,14 +43,12 @@ class GroupSlots(Holder):
     """
 
     def __init__(self, groups: int) -> None:
-        super().__init__(())
+        super().__init__()
         self._groups = groups
-        self._values: dict[int, tuple[Any, list[Array]]] = {}
 
     def value_of(self, variable: Any, group: int) -> Array:
         """What a group begins its next round with."""
-        self._take(variable)
-        return self._values[id(variable)][1][group]
+        return self._taken(variable)[group]
 
     def values_of(self, variable: Any) -> list[Array] | None:
         """What each group has; `None` for a variable that is none of theirs."""
@@ -60,20 +58,11 @@ class GroupSlots(Holder):
 
     def set(self, variable: Any, group: int, value: Array) -> None:
         """Notes what a group has ended a round with."""
-        self._take(variable)
-        self._values[id(variable)][1][group] = value
+        self._taken(variable)[group] = value
 
-    def _take(self, variable: Any) -> None:
-        link = variable._link
-        if link is None or link[0] is not self:
-            value = np.asarray(variable.value)
-            self._values[id(variable)] = variable, [value] * self._groups
-            variable._link_to(self, id(variable))
-            self.changed.clear()
+    def _first(self, value: Array) -> list[Array]:
+        return [value] * self._groups
 
-    def _array(self, place: Any, variable: Any) -> Any:
-        values = self._values[place][1]
-        first = values[0]
-        if jnp.issubdtype(first.dtype, jnp.inexact):
-            first = mean(values, [1] * len(values))
-        return variable._as_stored(jnp.asarray(first))
+    def _value(self, kept: list[Array]) -> Array:
+        inexact = jnp.issubdtype(kept[0].dtype, jnp.inexact)
+        return mean(kept, [1] * len(kept)) if inexact else kept[0]

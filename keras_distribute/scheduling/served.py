@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from keras_distribute.scheduling import partitioners
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.servers.programs import exported
 from keras_distribute.servers.rows import joined
-from keras_distribute.variables import DrawnVariable, Holder
+from keras_distribute.variables import Blocks, DrawnVariable, Holder, drawing
 
 Partitioner = Callable[..., Sequence[int]]
 
@@ -157,10 +156,10 @@ class Served(Holder):
     def send_changed(self) -> None:
         """Tells the servers what was assigned since the last time."""
         for key, variable in list(self.changed.items()):
-            drawing = variable.drawing if isinstance(variable, DrawnVariable) else None
+            undrawn = variable.drawing if isinstance(variable, DrawnVariable) else None
             # What is recorded is what was told.
-            if drawing is not None and all(s.told is None for s in self._servers):
-                self._draw(drawing, self._places[key][1])
+            if undrawn is not None and all(s.told is None for s in self._servers):
+                self._draw(undrawn, self._places[key][1])
                 self._take(key, variable)
                 continue
             value = np.asarray(variable.value)
@@ -175,21 +174,68 @@ class Served(Holder):
     def _take(self, key: int, variable: Any) -> None:
         """Notes that the servers have the value."""
         variable._link_to(self, key)
-        del self.changed[key]
+        self.changed.pop(key, None)
         self._lost.discard(key)
 
-    def _draw(self, drawing: Any, place: Place) -> None:
+    def blocks_of(self, variable: Any) -> Blocks | None:
+        """The rows of a large variable that servers have, or will draw."""
+        shape, dtype = tuple(variable.shape), variable._dtype
+        size = math.prod(shape) * np.dtype(jnp.dtype(dtype)).itemsize
+        if size < drawing.LARGE:
+            return None
+        undrawn = variable.drawing if isinstance(variable, DrawnVariable) else None
+        if undrawn is not None:
+            return undrawn.blocks()
+        if variable._link is None or variable._link[0] is not self:
+            return None
+        self.check(lambda: [variable])
+        parts = self._places[id(variable)][1].read
+
+        def read(start: int, stop: int) -> Array:
+            found: list[Array] = []
+            for part in parts:
+                last = shape[0] if part.stop is None else part.stop
+                own = max(start, part.start), min(stop, last)
+                if own[0] < own[1]:
+                    asked = {"op": "pull_rows", "key": part.key}
+                    asked |= {"rows": [row - part.start for row in own]}
+                    found += self._servers[part.server].call(asked)[1]
+            return joined(found)
+
+        return Blocks(shape, dtype, read)
+
+    def assign_blocks(self, variable: Any, blocks: Blocks) -> bool:
+        """Gives the servers the rows of a variable; returns whether they took it.
+
+        Until they have all of them the value is lost.
+        """
+        place = self._places[id(variable)][1]
+        # What is recorded is what was told.
+        if place.copies or any(s.told is not None for s in self._servers):
+            return False
+        self._lost.add(id(variable))
+        for part in place.parts:
+            shape = part.shape_in(variable.shape)
+            told: dict[str, Any] = {"op": "set_rows", "key": part.key}
+            told |= {"shape": list(shape), "dtype": str(variable._dtype)}
+            server = self._servers[part.server]
+            for first, rows in blocks.between(part.start, part.start + shape[0]):
+                server.call({**told, "first": first - part.start}, [rows])
+        self._take(id(variable), variable)
+        return True
+
+    def _draw(self, undrawn: Any, place: Place) -> None:
         """Lets the servers draw the rows that they have."""
-        told = {"op": "draw", "dtype": drawing.dtype, "fill": drawing.fill}
-        told |= {"rows": drawing.rows, "shape": list(drawing.shape[1:])}
+        told = {"op": "draw", "dtype": undrawn.dtype, "fill": undrawn.fill}
+        told |= {"rows": undrawn.rows, "shape": list(undrawn.shape[1:])}
         arrays: list[Any] = []
-        if drawing.fill is None:
+        if undrawn.fill is None:
             shapes = [jax.ShapeDtypeStruct((2,), "uint32")]
             shapes.append(jax.ShapeDtypeStruct((), "uint32"))
             platforms = sorted({server.platform for server in self._servers})
-            arrays = [exported(drawing.block, shapes, platforms)[0], drawing.key]
+            arrays = [exported(undrawn.block, shapes, platforms)[0], undrawn.key]
         for part in place.parts:
-            start, stop = part.start, part.stop or drawing.shape[0]
+            start, stop = part.start, part.stop or undrawn.shape[0]
             own = {"key": part.key, "start": start, "stop": stop}
             self._servers[part.server].call({**told, **own}, arrays)
 
@@ -244,44 +290,3 @@ class Served(Holder):
 
     def _array(self, place: Any, variable: Any) -> Any:
         return variable._as_stored(jnp.asarray(self.read(variable)))
-
-
-class Kept(Holder):
-    """The variables that stay with the coordinator, such as metrics: workers return
-    what is to be added to them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self._values: dict[int, tuple[Any, Array]] = {}
-        self.lock = threading.RLock()
-
-    def value_of(self, variable: Any) -> Array:
-        """The value, to send."""
-        with self.lock:
-            self._take(variable)
-            return self._values[id(variable)][1]
-
-    def add(self, variable: Any, change: Array) -> None:
-        """Adds to a variable."""
-        with self.lock:
-            old = self.value_of(variable)
-            new = np.asarray(old + change, old.dtype)
-            self._values[id(variable)] = variable, new
-
-    def set(self, variable: Any, value: Array) -> None:
-        """Sets a variable."""
-        with self.lock:
-            self._take(variable)
-            self._values[id(variable)] = variable, value
-
-    def _take(self, variable: Any) -> None:
-        link = variable._link
-        if link is None or link[0] is not self:
-            value = np.asarray(variable.value)
-            self._values[id(variable)] = variable, value
-            variable._link_to(self, id(variable))
-            self.changed.clear()
-
-    def _array(self, place: Any, variable: Any) -> Any:
-        return variable._as_stored(jnp.asarray(self._values[place][1]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
@@ -18,12 +17,10 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
-    ValueStructureError,
 )
 from keras_distribute.run.arguments import Call, Static, is_leaf
-from keras_distribute.run.tracing import Capture
+from keras_distribute.run.tracing import Capture, unwrapped
 from keras_distribute.values import structures
-from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.variables import DistributedVariable
 
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
@@ -172,7 +169,11 @@ class Trace:
         args, kwargs = self.call.rebuilt(arguments)
         result = self._function(*args, **kwargs)
         leaves, self.structure = structures.flatten(result, is_leaf)
-        leaves = [_as_array(leaf) for leaf in leaves]
+        leaves = [
+            leaf.value if isinstance(leaf, DistributedVariable) else leaf
+            for leaf in leaves
+        ]
+        leaves = [unwrapped(leaf, "that was scheduled") for leaf in leaves]
         self.leaves = [
             None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
         ]
@@ -231,20 +232,3 @@ class Trace:
         self.elements.append((iterator, forms))
         self._given.append([jnp.zeros(shape, dtype) for dtype, shape in forms])
         return iterator.rebuilt(self._given[-1])
-
-
-def _as_array(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica) and leaf.local is not None:
-        return jnp.asarray(leaf.local)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jnp.asarray(leaf)
-    if isinstance(leaf, Mirrored | DistributedVariable):
-        return jnp.asarray(leaf.value)
-    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
-        raise ValueStructureError(
-            "The function that was scheduled returned an object that holds arrays and "
-            "is no structure of them.",
-            received=f"a {type(leaf).__name__}.",
-            fix="return a dict, a list, a tuple or a dataclass of the arrays.",
-        )
-    return leaf

@@ -5,6 +5,7 @@ program.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Updates:
         self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
         self._communication_dtype = communication_dtype
         self._numbers: dict[Any, int] = {}
+        self._lock = threading.Lock()
         self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, list[Any]]] = {}
 
@@ -162,11 +164,12 @@ class Updates:
     ) -> int:
         own = tuple((part.key, sizes[i]) for i, part in parts)
         key = id(optimizer), server, own
-        if key not in self._numbers:
-            number = len(self._numbers) + 1
-            self._send(optimizer, weights, sizes, server, parts, number)
-            self._numbers[key] = number
-        return self._numbers[key]
+        with self._lock:  # The threads of several workers ask at once.
+            if key not in self._numbers:
+                number = len(self._numbers) + 1
+                self._send(optimizer, weights, sizes, server, parts, number)
+                self._numbers[key] = number
+            return self._numbers[key]
 
     def _send(
         self,

@@ -142,6 +142,11 @@ class IteratorArgument:
         return jax.tree.unflatten(self.structure, list(arrays))
 
 
+_arguments: weakref.WeakValueDictionary[Any, IteratorArgument] = (
+    weakref.WeakValueDictionary()
+)
+
+
 class PerWorkerDataset:
     """A dataset on each worker.
 
@@ -151,7 +156,7 @@ class PerWorkerDataset:
         number: In all tasks.
         pickled: The dataset function.
         element: The first batch, of which the forms are taken.
-        dropped: Takes the numbers of iterators that are gone.
+        dropped: Takes its number when it is gone, and those of its iterators.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class PerWorkerDataset:
             for leaf in map(np.asarray, leaves)
         )
         self._dropped = dropped
-        self._arguments: dict[int, IteratorArgument] = {}
+        weakref.finalize(self, dropped.append, number)
 
     def __iter__(self) -> PerWorkerIterator:
         iterator = PerWorkerIterator(self)
@@ -172,13 +177,16 @@ class PerWorkerDataset:
         return iterator
 
     def argument(self, index: int) -> IteratorArgument:
-        """An iterator of it as an argument of a function; always the same object, by
-        which the function's program is found again.
+        """An iterator of it as an argument of a function; for datasets of one form the
+        same object, by which the function's program is found again.
         """
-        if index not in self._arguments:
-            made = IteratorArgument(index, self._forms, self._structure)
-            self._arguments[index] = made
-        return self._arguments[index]
+        key = index, self._forms, self._structure
+        return _arguments.setdefault(key, IteratorArgument(*key))
+
+    def example(self) -> Any:
+        """A batch of zeros."""
+        arrays = [np.zeros(shape, dtype) for dtype, shape in self._forms]
+        return jax.tree.unflatten(self._structure, arrays)
 
 
 class PerWorkerIterator:

@@ -15,7 +15,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from keras_distribute.errors import ClusterError, DistributeError, UnavailableError
+from keras_distribute.errors import (
+    ClusterError,
+    DistributeError,
+    ReplacedWorkerError,
+    UnavailableError,
+)
 from keras_distribute.remote.channel import Channel, raise_remote
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
@@ -221,7 +226,7 @@ class Worker(threading.Thread):
         self._running[number] = closure
 
     def _drop(self, channel: Channel) -> None:
-        """Lets the worker drop iterators that the user has dropped."""
+        """Lets the worker drop datasets and iterators that the user has dropped."""
         new = self._owner.dropped[self._num_dropped :]
         self._num_dropped += len(new)
         gone = self._sent.intersection(new)
@@ -240,7 +245,7 @@ class Worker(threading.Thread):
         except Exception as error:
             if isinstance(error, UnavailableError):
                 lost = self._owner.lost_server()
-                self._cuts += "given up" not in str(error)
+                self._cuts += not isinstance(error, ReplacedWorkerError)
                 if lost is None and self._cuts <= _MOST_CUTS:
                     if closure is not None:
                         self._owner.queue.put_back(closure)
@@ -250,13 +255,16 @@ class Worker(threading.Thread):
             return
         if closure is None:
             return
+        if "again" in header:  # One before it waits for its program.
+            self._send(channel, closure, closure.program)
+            return
         if "needs" in header:
             forms = [
                 [(dtype, tuple(shape)) for dtype, shape in element]
                 for element in header["needs"]
             ]
             try:
-                program = closure.retrace(forms)
+                program = closure.retrace(closure.program, forms)
             except Exception as error:
                 self._owner.queue.failed(error, closure)
                 return

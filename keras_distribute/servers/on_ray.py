@@ -4,7 +4,6 @@ starts one again that has ended.
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from keras_distribute.cluster import signing
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import Topology
-from keras_distribute.errors import BackendError, ClusterError
+from keras_distribute.errors import ClusterError
 from keras_distribute.launch.job import free_port
 from keras_distribute.remote import credentials
 from keras_distribute.remote.credentials import Credentials
@@ -284,14 +283,8 @@ def found() -> Any:
     Raises:
         BackendError: Where it is not installed.
     """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise BackendError(
-            "RayClusterResolver needs Ray.",
-            received=f"{error}.",
-            fix="pip install 'keras-distribute[ray]', on each node.",
-        ) from error
+    fix = "pip install 'keras-distribute[ray]', on each node."
+    return checks.imported("ray", "RayClusterResolver needs Ray.", fix)
 
 
 def _checked(name: str, resources: Any) -> dict[str, float]:

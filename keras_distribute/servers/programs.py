@@ -38,6 +38,8 @@ def exported(
     used = list(range(droppable))
     if droppable:
         made = jax.export.export(jax.jit(function), platforms=platforms)(*shapes)
+        if len(made.module_kept_var_idx) == len(shapes):
+            return _as_bytes(made), used  # It takes all: no other one is needed.
         kept = {*made.module_kept_var_idx, *needed}
         used = [i for i in range(droppable) if i in kept]
 
@@ -52,7 +54,11 @@ def exported(
     taken = [*(shapes[i] for i in used), *shapes[droppable:]]
     final = jax.jit(of_used, keep_unused=True)
     made = jax.export.export(final, platforms=platforms)(*taken)
-    return np.frombuffer(made.serialize(), np.uint8), used
+    return _as_bytes(made), used
+
+
+def _as_bytes(made: jax.export.Exported) -> np.ndarray[Any, Any]:
+    return np.frombuffer(made.serialize(), np.uint8)
 
 
 def loaded(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,13 @@ import numpy as np
 from keras_distribute.errors import ClusterError, OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
-from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.endpoint import Answer
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers import rows
 from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
+from keras_distribute.servers.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,27 +70,37 @@ class _Call:
     wanted: list[Wanted]
 
 
+class _Read(NamedTuple):
+    """What was read for a function, for which the coordinator makes a program.
+
+    Attributes:
+        iterators: Of which it takes batches.
+        elements: Those batches.
+    """
+
+    iterators: set[int]
+    elements: list[list[Array]]
+
+
 _Next = tuple[list[Any], list[Any], "_Call | None"]
 """After a step: the coordinator's variables, what has become of them in all, and the
 next call.
 """
 
 
-class Runner:
+class Runner(Task):
     """One worker.
 
     Args:
         credentials: Of the job.
-
-    Attributes:
-        has_ended: Whether the coordinator has said goodbye.
     """
 
+    kind, refusal = "worker", ClusterError
+
     def __init__(self, credentials: Credentials) -> None:
-        self.has_ended = False
+        super().__init__()
         self._credentials = credentials
         self._servers: list[Pulled] = []
-        self._coordinator = ""
         self._begin_with(0, 0)
 
     def _begin_with(self, worker: int, incarnation: int) -> None:
@@ -97,34 +108,13 @@ class Runner:
         self._functions: dict[int, Function] = {}
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Iterator[Any]] = {}
-        self._waiting: dict[int, list[list[Array]]] = {}
+        self._waiting: dict[int, _Read] = {}
         for server in self._servers:
             server.channel.close()
         self._servers = []
 
-    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
-        """Answers one message."""
-        del peer
-        operation = str(header.get("op"))
-        if operation == "begin":
-            return self._begin(header)
-        if header.get("coordinator") != self._coordinator:
-            raise ClusterError(
-                "The worker works for another coordinator.",
-                received=f"a message of {header.get('coordinator')!r}.",
-                fix="start the program of the coordinator anew.",
-            )
-        method = _OPERATIONS.get(operation)
-        if method is None:
-            raise ClusterError(
-                f"A worker does not know {operation!r}.",
-                received=f"{header!r}.",
-                fix="run the same version of keras_distribute in all tasks.",
-            )
-        return method(self, header, arrays)
-
-    def _begin(self, header: Header) -> Answer:
-        self._coordinator = str(header["coordinator"])
+    def _begin(self, header: Header, arrays: list[Array]) -> Answer:
+        del arrays
         self._begin_with(header["worker"], header["incarnation"])
         self._servers = [
             Pulled(Channel(address, f"ps:{i}", self._credentials, header["timeout"]))
@@ -156,17 +146,23 @@ class Runner:
         del arrays
         for number in header["ids"]:
             self._iterators.pop(number, None)
+            self._datasets.pop(number, None)
         return None
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:
         """One function, of one step or several."""
         function, closure = self._functions[header["program"]], header["closure"]
         layout = function.layout
+        for each in [each for each in self._waiting if each < header["done"]]:
+            del self._waiting[each]  # It has failed.
+        for each, read in self._waiting.items():
+            if each < closure and read.iterators.intersection(header["iterators"]):
+                return {"again": True}, []  # Batches are taken in their order.
         elements = self._elements(closure, layout, header["iterators"])
         if elements is None:
             forms = [
                 [[a.dtype.name, list(a.shape)] for a in element]
-                for element in self._waiting[closure]
+                for element in self._waiting[closure].elements
             ]
             return {"needs": forms}, []
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
@@ -201,8 +197,10 @@ class Runner:
         """
         if not layout["elements"]:
             return []
-        read = self._waiting.pop(closure, None)
-        if read is None:
+        known = self._waiting.pop(closure, None)
+        if known is not None:
+            read = known.elements
+        else:
             read = [self._next(iterators[index]) for index, _ in layout["elements"]]
         fits = all(
             [[a.dtype.name, list(a.shape)] for a in element] == form
@@ -210,7 +208,7 @@ class Runner:
         )
         if fits:
             return [array for element in read for array in element]
-        self._waiting[closure] = read
+        self._waiting[closure] = _Read(set(iterators), read)
         return None
 
     def _next(self, number: int) -> list[Array]:
@@ -331,11 +329,6 @@ class Runner:
                 late.append(i)
         return late
 
-    def _end(self, header: Header, arrays: list[Array]) -> Answer:
-        del header, arrays
-        self.has_ended = True
-        return {}, []
-
 
 def changed(
     kinds: Sequence[Sequence[Any]],
@@ -360,11 +353,12 @@ def changed(
     return kept, [np.asarray(each) for each in new]
 
 
-_OPERATIONS = {
+Runner.operations = {
+    "begin": Runner._begin,
     "program": Runner._take_program,
     "dataset": Runner._take_dataset,
     "iterator": Runner._take_iterator,
     "drop": Runner._drop,
     "run": Runner._run,
-    "end": Runner._end,
+    "end": Task.end,
 }

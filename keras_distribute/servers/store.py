@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from keras_distribute.errors import ClusterError, UnavailableError
+from keras_distribute.errors import ReplacedWorkerError, UnavailableError
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers.programs import loaded
+from keras_distribute.servers.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,21 +129,21 @@ def _rows(table: Array, ids: Array, size: int | None) -> Array:
     return whole
 
 
-class Store:
+class Store(Task):
     """The values of one server.
 
     Attributes:
-        has_ended: Whether the coordinator has said goodbye.
         version: How many pushes were applied.
         traffic: The bytes of all arrays that came and went.
     """
 
-    def __init__(self) -> None:
-        self.has_ended = False
-        self._coordinator = ""
-        self._begin()
+    kind, refusal = "parameter server", UnavailableError
 
-    def _begin(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._empty()
+
+    def _empty(self) -> None:
         self.version = self._writes = self.traffic = 0
         self._values = Values()
         self._applied: dict[int, set[int]] = {}
@@ -150,31 +152,16 @@ class Store:
         self._log: list[list[Any]] | None = None
 
     def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
-        """Answers one message."""
-        del peer
-        operation = header.get("op")
-        if operation == "begin":
-            # Of a coordinator that starts: its checkpoint says what the values are.
-            self._coordinator = str(header["coordinator"])
-            self._begin()
-            return {"platform": jax.default_backend()}, []
-        if header.get("coordinator") != self._coordinator:
-            raise UnavailableError(
-                "The parameter server serves another coordinator.",
-                received=f"a message of {header.get('coordinator')!r}.",
-                fix="start the program of the coordinator anew.",
-            )
-        method = _OPERATIONS.get(str(operation))
-        if method is None:
-            raise ClusterError(
-                f"A parameter server does not know {operation!r}.",
-                received=f"{header!r}.",
-                fix="run the same version of keras_distribute in all tasks.",
-            )
-        answer = method(self, header, arrays)
+        answer = super().handle(peer, header, arrays)
         if answer is not None:
             self.traffic += sum(array.nbytes for array in (*arrays, *answer[1]))
         return answer
+
+    def _begin(self, header: Header, arrays: list[Array]) -> Answer:
+        """Of a coordinator that starts: its checkpoint says what the values are."""
+        del header, arrays
+        self._empty()
+        return {"platform": jax.default_backend()}, []
 
     def _set(self, header: Header, arrays: list[Array]) -> Answer:
         self._values.update(zip(header["keys"], arrays, strict=True))
@@ -205,6 +192,25 @@ class Store:
     def _pull(self, header: Header, arrays: list[Array]) -> Answer:
         return self._state(), self._wanted(header, arrays)
 
+    def _pull_rows(self, header: Header, arrays: list[Array]) -> Answer:
+        """Some rows of a table, one after the other."""
+        del arrays
+        start, stop = header["rows"]
+        return self._state(), [np.asarray(self._values[header["key"]])[start:stop]]
+
+    def _set_rows(self, header: Header, arrays: list[Array]) -> Answer:
+        """Rows of a table that is told in blocks, from the first one on: there is never
+        a second table.
+        """
+        key, first = header["key"], header["first"]
+        if not first:
+            self._values.pop(key, None)
+            dtype = np.dtype(jnp.dtype(header["dtype"]))
+            self._values[key] = np.empty(header["shape"], dtype)
+        self._values[key][first : first + len(arrays[0])] = arrays[0]
+        self._writes += 1
+        return self._state(), []
+
     def _wanted(self, header: Header, ids: Sequence[Array]) -> list[Array]:
         """What a worker asks for: whole values, and rows of tables."""
         values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
@@ -226,7 +232,7 @@ class Store:
     def _push(self, header: Header, arrays: list[Array]) -> Answer:
         worker, closure, step = header["worker"], header["closure"], header["step"]
         if header["incarnation"] < self._incarnations.get(worker, 0):
-            raise UnavailableError(
+            raise ReplacedWorkerError(
                 f"The worker {worker} was given up, and another one has its work.",
                 received=f"a push of its life {header['incarnation']}.",
                 fix="nothing: the worker is taken again by itself.",
@@ -272,20 +278,18 @@ class Store:
             "traffic": self.traffic,
         }, []
 
-    def _end(self, header: Header, arrays: list[Array]) -> Answer:
-        del header, arrays
-        self.has_ended = True
-        return {}, []
 
-
-_OPERATIONS: dict[str, Callable[[Store, Header, list[Array]], Answer]] = {
+Store.operations = {
+    "begin": Store._begin,
     "set": Store._set,
     "draw": Store._draw,
     "pull": Store._pull,
+    "pull_rows": Store._pull_rows,
+    "set_rows": Store._set_rows,
     "program": Store._program,
     "fence": Store._fence,
     "push": Store._push,
     "log": Store._keep_log,
     "status": Store._status,
-    "end": Store._end,
+    "end": Task.end,
 }

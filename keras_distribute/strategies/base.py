@@ -38,7 +38,7 @@ from keras_distribute.types import ReduceOp, RunOptions, ValueContext
 from keras_distribute.values import arrays, reductions, structures
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
 from keras_distribute.values.reductions import CrossDeviceOps
-from keras_distribute.variables import DistributedVariable
+from keras_distribute.variables import Blocks, DistributedVariable
 
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
 
@@ -584,6 +584,25 @@ class Strategy(DeprecatedMethods):
         are as many groups.
         """
         del variable, values
+        return False
+
+    def _blocks_of(self, variable: Any) -> Blocks | None:
+        """The rows of a variable that may be too large for this process; `None` for one
+        that is here.
+        """
+        del variable
+        return None
+
+    def _assign_blocks(
+        self, variable: Any, blocks: Blocks, optimizers: Sequence[Any]
+    ) -> bool:
+        """Assigns a variable that may be too large for this process; returns whether it
+        did.
+
+        Args:
+            optimizers: Those that may have it, as a weight or a slot.
+        """
+        del variable, blocks, optimizers
         return False
 
     def make_replica_context(self) -> ReplicaContext:

@@ -23,6 +23,7 @@ from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.types import RunOptions
+from keras_distribute.variables import Blocks
 
 
 class Unfinished(Protocol):
@@ -227,6 +228,16 @@ class ParameterServerStrategy(Strategy):
         for group, value in enumerate(values):
             self.cluster.slots.set(variable, group, value)
         return True
+
+    def _blocks_of(self, variable: Any) -> Blocks | None:
+        return self.cluster.served.blocks_of(variable)
+
+    def _assign_blocks(
+        self, variable: Any, blocks: Blocks, optimizers: Sequence[Any]
+    ) -> bool:
+        if self.local_steps > 1:  # The coordinator has what groups have.
+            return False
+        return self.cluster.assign_blocks(variable, blocks, optimizers)
 
     def reconnect(self, timeout_seconds: float = 600.0) -> None:
         """Takes the parameter servers anew, after one of them was lost and has been

@@ -20,7 +20,7 @@ from keras_distribute.strategies.base import (
     refuse_keras_distribution,
 )
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
-from keras_distribute.training import feeds
+from keras_distribute.training import calls, feeds
 from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.variables import DistributedVariable
 
@@ -114,7 +114,9 @@ def choose_adapter(
 ) -> Any:
     """The data adapter for the `x` of `fit`."""
     strategy = get_strategy() if context.has_strategy() else None
-    return feeds.choose_adapter(original, x, arguments, strategy)
+    call = calls.innermost()
+    method = "fit" if call is None else call.name
+    return feeds.choose_adapter(original, x, arguments, strategy, method)
 
 
 def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:

@@ -15,17 +15,20 @@ import numpy as np
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
+from keras_distribute.input.creator import DatasetCreator
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
 from keras_distribute.input.lockstep import replica_rows
-from keras_distribute.input.options import InputOptions
+from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.sharing import distribute_source
 from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import batches
 from keras_distribute.training.fit_arguments import check_fit_arguments
+from keras_distribute.training.worker_data import WorkerDataAdapter, check_steps
 
 _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
 
@@ -81,22 +84,28 @@ def choose_adapter(
     x: Any,
     arguments: dict[str, Any],
     strategy: Strategy | None,
+    method: str,
 ) -> Any:
-    """The adapter of the `x` of `fit`: ours for a distributed dataset, Keras's for
-    everything else.
+    """The adapter of the `x` of `fit`: ours for a distributed dataset and what workers
+    read, Keras's for everything else.
 
     Args:
         arguments: The others of `fit` that concern data.
+        method: Of the model: `"fit"`, ...
     """
+    if isinstance(x, DatasetCreator):
+        _refuse_more("A DatasetCreator's dataset", x, arguments)
+        check_steps(x, arguments.get("steps_per_epoch"))
+        if isinstance(strategy, ParameterServerStrategy):
+            return WorkerDataAdapter(x, strategy, method)
+        if strategy is None:
+            x = x.dataset_fn(InputContext())
+        else:
+            x = strategy.distribute_datasets_from_function(
+                x.dataset_fn, x.input_options
+            )
     if isinstance(x, DistributedDataset):
-        for name in ("y", "sample_weight", "class_weight"):
-            if arguments.get(name) is not None:
-                raise InputError(
-                    "A distributed dataset already holds all that a step needs; "
-                    f"{name} cannot be added.",
-                    received=f"{x!r} with {name}.",
-                    fix="yield (x, y, sample_weight) from the dataset.",
-                )
+        _refuse_more("A distributed dataset", x, arguments)
         return DatasetAdapter(x)
     check_fit_arguments(x, arguments)
     if strategy is None:
@@ -113,8 +122,21 @@ def choose_adapter(
     return DatasetAdapter(dataset, adapter)
 
 
+def _refuse_more(what: str, x: Any, arguments: dict[str, Any]) -> None:
+    for name in ("y", "sample_weight", "class_weight"):
+        if arguments.get(name) is not None:
+            raise InputError(
+                f"{what} already holds all that a step needs; {name} cannot be added.",
+                received=f"{x!r} with {name}.",
+                fix="yield (x, y, sample_weight) from the dataset.",
+            )
+
+
 def look(adapter: Any) -> Iterator[Any]:
     """The first batch, on the host; `fit` will read it again."""
+    if isinstance(adapter, WorkerDataAdapter):
+        yield adapter.look()
+        return
     with contextlib.suppress(StopIteration):
         if isinstance(adapter, DatasetAdapter):
             yield _with_rows(
@@ -174,6 +196,8 @@ def _reading(
     if isinstance(adapter, DatasetAdapter):
         layout = adapter.dataset.layout
         return layout.open, layout.whole, adapter.dataset.steps_ahead
+    if isinstance(adapter, WorkerDataAdapter):
+        return adapter.open, _data, 0
     source = _source(adapter)
     return source.open, _data, source.steps_ahead(platform)
 

@@ -17,6 +17,7 @@ says what a read or an assignment means there.
 """
 
 from keras_distribute.variables.base import DistributedVariable
+from keras_distribute.variables.blocks import Blocks
 from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.drawing import DrawnVariable
 from keras_distribute.variables.holding import Holder, lost_error
@@ -29,6 +30,7 @@ from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 from keras_distribute.variables.thread import accumulators_created, given_away
 
 __all__ = [
+    "Blocks",
     "DistributedVariable",
     "DrawnVariable",
     "Holder",

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.variables.blocks import Blocks
 from keras_distribute.variables.holding import Holder
 from keras_distribute.variables.mirrored import MirroredVariable
 
@@ -64,6 +65,20 @@ class Drawing:
         own = copy.copy(self.initializer)
         own.seed = _Key(jax.random.fold_in(key, number))
         return own((self.rows, *self.shape[1:]), dtype=self.dtype)
+
+    def blocks(self) -> Blocks:
+        """All values, some rows at a time."""
+        drawn = jax.jit(self.block)
+
+        def read(start: int, stop: int) -> np.ndarray[Any, Any]:
+            if self.fill is not None:
+                return np.full((stop - start, *self.shape[1:]), self.fill, self.dtype)
+            first = start // self.rows
+            numbers = np.arange(first, -(-stop // self.rows), dtype="uint32")
+            rows = np.concatenate([drawn(self.key, number) for number in numbers])
+            return rows[start - first * self.rows : stop - first * self.rows]
+
+        return Blocks(self.shape, self.dtype, read, multiple_of=self.rows)
 
     def whole(self) -> jax.Array:
         """All values."""

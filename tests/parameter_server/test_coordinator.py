@@ -460,3 +460,50 @@ def test_gradients_that_are_too_old_are_computed_again(cluster, bound):
             assert v.numpy() == 2.0**20 - 1.0
     finally:
         strategy.close()
+
+
+def test_batches_of_other_forms(one_worker):
+    """In their order, and with what a program adds for its own number of rows."""
+    coordinator = ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        seen = keras.metrics.Mean()
+        order = keras.Variable(0.0)
+
+    def step(batch):
+        x = next(batch)
+        seen.update_state(x)
+        order.assign(order.value * 3 + x[0])
+
+    def sizes():
+        for i in range(6):
+            yield np.full(4 if i % 3 else 2, i, "float32")
+
+    iterator = iter(coordinator.create_per_worker_dataset(sizes))
+    for _ in range(6):
+        coordinator.schedule(step, (iterator,))
+    coordinator.join()
+    assert order.numpy() == sum(i * 3.0 ** (5 - i) for i in range(6))
+    assert seen.count.numpy() == 20
+    assert seen.total.numpy() == sum(i * (4 if i % 3 else 2) for i in range(6))
+
+
+def test_a_function_that_cannot_take_a_batch(one_worker):
+    """What comes after it does not wait for its program."""
+    coordinator = ClusterCoordinator(one_worker)
+
+    def step(batch):
+        x = next(batch)
+        if x.shape == (2,):
+            raise ValueError("of two rows")
+        return x.sum()
+
+    def sizes():
+        for i in range(6):
+            yield np.ones(2 if i == 1 else 4, "float32")
+
+    iterator = iter(coordinator.create_per_worker_dataset(sizes))
+    with pytest.raises(ValueError, match="of two rows"):
+        for _ in range(6):
+            coordinator.schedule(step, (iterator,))
+        coordinator.join()
+    assert coordinator.schedule(step, (iterator,)).fetch() == 4.0

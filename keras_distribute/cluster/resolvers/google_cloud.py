@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import http.client
-import importlib
 import os
 import urllib.request
 from typing import Any
@@ -21,7 +20,7 @@ from keras_distribute.cluster.resolvers.base import (
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.environment import json_value, number
 from keras_distribute.cluster.resolvers.topology import Topology
-from keras_distribute.errors import BackendError, ClusterError
+from keras_distribute.errors import ClusterError
 
 _LOCAL, _CPU = "local", "cpu"
 _CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # The chips of a TPU virtual machine.
@@ -326,14 +325,11 @@ class TPUClusterResolver(ClusterResolver):
 
 
 def _service(api: str, credentials: Any, url: str | None = None) -> Any:
-    try:
-        discovery = importlib.import_module("googleapiclient.discovery")
-    except ImportError as error:
-        raise BackendError(
-            "Google's cloud is asked through Google's own client.",
-            received=f"{error}.",
-            fix="pip install google-api-python-client",
-        ) from error
+    discovery = checks.imported(
+        "googleapiclient.discovery",
+        "Google's cloud is asked through Google's own client.",
+        "pip install google-api-python-client",
+    )
     options = {"discoveryServiceUrl": url} if url else {}
     if credentials != "default":  # Without any, the client takes the environment's.
         options["credentials"] = credentials

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-import importlib
 from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.cluster.resolvers.base import ClusterResolver, check_port
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
-from keras_distribute.errors import BackendError, ClusterError
+from keras_distribute.errors import ClusterError
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -100,15 +99,9 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def _logged_in(location: KubernetesExecutableLocation) -> Any:
-    try:
-        config = importlib.import_module("kubernetes.config")
-        client = importlib.import_module("kubernetes.client")
-    except ImportError as error:
-        raise BackendError(
-            "The pods are asked for by Kubernetes' own client.",
-            received=f"{error}.",
-            fix="pip install kubernetes",
-        ) from error
+    what = "The pods are asked for by Kubernetes' own client."
+    config = checks.imported("kubernetes.config", what, "pip install kubernetes")
+    client = checks.imported("kubernetes.client", what, "pip install kubernetes")
     try:
         if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
             config.load_incluster_config()

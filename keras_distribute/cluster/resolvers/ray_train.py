@@ -8,10 +8,11 @@ import socket
 import sys
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.resolvers.launched import NumberedResolver
-from keras_distribute.errors import BackendError, ClusterError
+from keras_distribute.errors import ClusterError
 
 
 class RayTrainClusterResolver(NumberedResolver):
@@ -38,16 +39,10 @@ class RayTrainClusterResolver(NumberedResolver):
     """
 
     def __init__(self) -> None:
-        try:
-            train = importlib.import_module("ray.train")
-            collective = importlib.import_module("ray.train.collective")
-        except ImportError as error:
-            raise BackendError(
-                "RayTrainClusterResolver needs Ray Train, version 2.",
-                received=f"{error}.",
-                fix="pip install 'keras-distribute[ray]', without "
-                "RAY_TRAIN_V2_ENABLED=0.",
-            ) from error
+        what = "RayTrainClusterResolver needs Ray Train, version 2."
+        fix = "pip install 'keras-distribute[ray]', without RAY_TRAIN_V2_ENABLED=0."
+        train = checks.imported("ray.train", what, fix)
+        collective = checks.imported("ray.train.collective", what, fix)
         context = _context(train)
         if context is None:
             raise ClusterError(

@@ -1,6 +1,7 @@
 """Steps of `fit`, `evaluate` and `predict` as functions that are scheduled on workers.
 
-Each batch travels with its step, and counts once. A worker has two steps at most, so
+Each batch travels with its step, and counts once; of a `DatasetCreator` each step takes
+the next one of its worker. A worker has two steps at most, so
 that the logs, `stop_training` and the learning rate mean something; nobody waits for
 logs that no callback looks at.
 """
@@ -19,7 +20,11 @@ from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import traces
 from keras_distribute.scheduling.programs import Traced
-from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.scheduling.values import (
+    IteratorArgument,
+    PerWorkerIterator,
+    RemoteValue,
+)
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 2  # Steps of each worker.
@@ -49,17 +54,24 @@ class ScheduledStep:
 
         Args:
             state: What Keras hands to steps; the variables have their values.
-            data: A batch on the host.
+            data: A batch on the host, or an iterator of the workers.
 
         Returns:
             What callbacks and `predict` see, which waits when it is looked at, and
             `state`.
         """
-        return self._scheduled([self._call(data)]), state
+        iterators = [data] if isinstance(data, PerWorkerIterator) else []
+        return self._scheduled([self._call(data)], iterators), state
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
-        """Schedules a step for each batch: those of one form together."""
+        """Schedules a step for each batch: those of one form together; what workers
+        read themselves is of any form, and goes one by one.
+        """
         logs: Any = None
+        if isinstance(data[0], PerWorkerIterator):
+            for each in data:
+                logs, state = self(state, each)
+            return logs, state
         left = list(map(self._call, data))
         while left:
             group = [left.pop(0)]
@@ -71,10 +83,15 @@ class ScheduledStep:
         return logs, state
 
     def _call(self, data: Any) -> Call:
-        data = jax.tree.map(np.asarray, data)
+        if isinstance(data, PerWorkerIterator):
+            data = data.dataset.argument(0)
+        else:
+            data = jax.tree.map(np.asarray, data)
         return Call((data,), {}, self._strategy.replica_mesh)
 
-    def _scheduled(self, calls: Sequence[Call]) -> Any:
+    def _scheduled(
+        self, calls: Sequence[Call], iterators: Sequence[PerWorkerIterator] = ()
+    ) -> Any:
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.queue.check()
         program = cluster.program(strategy, self._traced, calls[0])
@@ -83,7 +100,7 @@ class ScheduledStep:
             self._check_order(program.ordered)
             most = 1
         cluster.queue.wait(lambda: cluster.queue.num_pending < most)
-        result = cluster.schedule(strategy, program, self._traced, calls)
+        result = cluster.schedule(strategy, program, self._traced, calls, iterators)
         if self._kind == "predict":
             return _late(program, result)
         if not program.num_results:
@@ -105,6 +122,8 @@ class ScheduledStep:
 
     def _traced(self, data: Any) -> Any:
         """Keras's step, with assignments in the place of the state that it returns."""
+        if isinstance(data, IteratorArgument):
+            data = next(data)
         scope = traces.current_scope()
         groups = compat.state_variables(self._trainer, self._kind)
         state = groups._make([scope.get_current_value(v) for v in g] for g in groups)

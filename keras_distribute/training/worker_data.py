@@ -1,0 +1,137 @@
+"""Data of `fit` and `evaluate` that workers read themselves: an adapter whose batches
+are iterators, which stand for the next batch of whichever worker runs the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_distribute._compat import adapters as compat
+from keras_distribute.coordinator import ClusterCoordinator
+from keras_distribute.errors import ContextError, InputError
+from keras_distribute.input.creator import DatasetCreator
+from keras_distribute.input.options import InputContext, InputOptions
+from keras_distribute.input.source import Batch, Position, Reader
+from keras_distribute.scheduling.values import PerWorkerDataset, PerWorkerIterator
+from keras_distribute.servers.current_worker import current_index
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
+
+
+class WorkerDataAdapter(compat.DataAdapter):
+    """A `DatasetCreator` as the `x` of `fit` and `evaluate` on workers.
+
+    Args:
+        creator: Makes the dataset of a worker.
+        strategy: Whose workers they are.
+        method: Of the model: `"fit"`, ...
+
+    Raises:
+        ContextError: For what cannot be done with data of the workers.
+        InputError: For a dataset without a batch, or one that cannot be pickled.
+    """
+
+    def __init__(
+        self, creator: DatasetCreator, strategy: ParameterServerStrategy, method: str
+    ) -> None:
+        _check(creator, strategy, method)
+        made = functools.partial(
+            _batches, creator.dataset_fn, len(strategy.cluster.workers)
+        )
+        coordinator = ClusterCoordinator(strategy)
+        self._dataset: PerWorkerDataset = coordinator.create_per_worker_dataset(made)
+
+    def look(self) -> Any:
+        """A batch of the form that the workers read."""
+        return self._dataset.example()
+
+    def open(self) -> Reader:
+        """A new pass, for which each worker makes the dataset."""
+        return _Turns(iter(self._dataset))
+
+    @property
+    def num_batches(self) -> int | None:
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return None
+
+
+class _Turns(Reader):
+    """Whose batch is next: that of the worker that runs the step.
+
+    Its position is nothing: who goes on from one lets the workers make their datasets
+    again, as after a worker has died.
+    """
+
+    kind = "a DatasetCreator"
+
+    def __init__(self, iterator: PerWorkerIterator) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Batch:
+        return Batch(self._iterator, 0)
+
+    def position(self) -> Position:
+        return {}
+
+
+def check_steps(creator: DatasetCreator, steps: int | None) -> None:
+    """Raises `InputError` unless the number of steps is known."""
+    if steps is None:
+        raise InputError(
+            "How many steps to take of a DatasetCreator is not known: its datasets may "
+            "have no end.",
+            received=f"{creator!r}, and no number of steps.",
+            fix="model.fit(creator, steps_per_epoch=100), with validation_steps=10 for "
+            "one as validation_data; model.evaluate(creator, steps=10)",
+        )
+
+
+def _check(
+    creator: DatasetCreator, strategy: ParameterServerStrategy, method: str
+) -> None:
+    if method == "predict":
+        raise ContextError(
+            "predict returns rows in the order of the data, and rows that several "
+            "workers read have none.",
+            received=f"model.predict({creator!r}).",
+            fix="model.predict(dataset), whose batches travel to the workers.",
+        )
+    if method == "fit" and strategy.local_steps > 1:
+        raise ContextError(
+            "A group of local steps is made on any worker, and so its batches travel "
+            "with it.",
+            received=f"model.fit({creator!r}) with local_steps={strategy.local_steps}.",
+            fix="model.fit(dataset), or a strategy without local_steps.",
+        )
+    if creator.input_options not in (None, InputOptions()):
+        raise InputError(
+            "A worker takes each batch of its dataset as it is: no options apply.",
+            received=f"{creator.input_options!r}.",
+            fix="kd.experimental.DatasetCreator(dataset_fn)",
+        )
+
+
+def _batches(dataset_fn: Callable[[InputContext], Any], workers: int) -> Iterator[Any]:
+    """What a worker reads; runs there."""
+    worker, count = current_index() or 0, 0
+    for batch in dataset_fn(InputContext(workers, worker)):
+        yield batch
+        count += 1
+    raise InputError(
+        f"The dataset of the worker {worker} has ended after {count} batch(es), and "
+        "steps are left.",
+        received=f"what {dataset_fn!r} has made.",
+        fix="let it repeat: dataset.repeat() in dataset_fn.",
+    )
