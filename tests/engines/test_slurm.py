@@ -23,6 +23,7 @@ pytestmark = [
     ),
 ]
 ROOT = pathlib.Path(__file__).parents[2]
+PASSING = "train.sbatch, with --signal=B:TERM@120"
 PAGE = (ROOT / "docs/guide/slurm.md").read_text()
 # Steps as slow as wanted, who takes part, and the numbers to the bit.
 WATCH = """
@@ -199,12 +200,25 @@ def test_the_signal_before_the_end_of_the_time_saves_and_requeues(
 
 
 def test_a_signal_to_the_batch_file_is_passed_on(slurm, uninterrupted, tmp_path):
-    page, passing = block("train.sbatch"), block("train.sbatch, with a signal to itself")
+    page, passing = block("train.sbatch"), block(PASSING)
     own = re.sub(r"(?ms)^srun.*?^code=\$\?\n", lambda _: passing, page)
     assert own != page
     training = Training(slurm, tmp_path, own)
     training.submit("--time=2", "--signal=B:TERM@30", slow=True)
     wait(lambda: slurm.job(training.number)["Restarts"] == "1", "it", 150)
+    training.go_on()
+    training.end()
+    assert_went_on(training, uninterrupted)
+
+
+def test_where_slurm_ends_all_tasks_after_the_first_that_fails(
+    slurm, uninterrupted, tmp_path
+):
+    batch = block("train.sbatch").replace("srun ", "srun --kill-on-bad-exit=1 ")
+    training = Training(slurm, tmp_path, batch)
+    training.submit(slow=True).wait_for_step(10)
+    slurm.run("scancel", "--signal=TERM", training.number)  # As before its end.
+    wait(lambda: slurm.job(training.number)["Restarts"] == "1", "it", 100)
     training.go_on()
     training.end()
     assert_went_on(training, uninterrupted)
