@@ -37,7 +37,7 @@ while [ "${1#-}" != "$1" ]; do shift; done
 shift
 exec sh -c "$*"
 """
-# The callback of a program that waits to be killed.
+# A training that saves every second step, and waits after the sixth where it is told.
 WAITS = """
 import os
 import pathlib
@@ -46,14 +46,14 @@ import time
 
 class Waits(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 3:
-            pathlib.Path(f"process-{kd.process_index()}").write_text(str(os.getpid()))
-            time.sleep(0 if kd.process_index() == 2 else 0.1)
-        if batch > 3:
+        step = int(self.model.optimizer.iterations)
+        if step > 6 and os.path.exists("wait"):
+            pathlib.Path(f"process-{kd.process_index()}").write_text(f"{os.getpid()} ")
             time.sleep(1.0)
 
 
 strategy = ("""
+SAVES = 'callbacks=[kd.callbacks.BackupAndRestore("backup", save_freq=2), Waits()]'
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
@@ -143,28 +143,50 @@ def test_several_hosts(kind, environment, tmp_path):
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     options = [option.format(ssh=ssh) for option in OF_HOSTS[kind]]
-    # A shell in between, as in a batch file.
-    job = started(kind, environment, tmp_path, options=[*options])
+    job = started(kind, environment, tmp_path, options=options)
     output, errors = said(job)
     assert job.returncode == 0, errors
     assert losses(output) == losses(OUTPUT), errors
     assert re.search("4 replicas, by .*; coordinator (?!127)", errors), errors
 
 
-def test_a_process_that_is_killed_ends_the_job(kind, environment, tmp_path):
-    program = PROGRAM.replace("strategy = (", WAITS.strip()).replace(
-        "verbose=0", "verbose=0, callbacks=[Waits()]"
-    )
-    job = started(kind, environment, tmp_path, program)
-    file = tmp_path / "process-2"
+def waiting(kind, environment, folder):
+    """A training in the midst of its first epoch, and the numbers of its processes."""
+    (folder / "wait").touch()
+    program = PROGRAM.replace("strategy = (", WAITS.strip(), 1)
+    program = program.replace("verbose=0", f"verbose=0, {SAVES}")
+    job = started(kind, environment, folder, program)
+    files = [folder / f"process-{number}" for number in range(4)]
     end = time.monotonic() + 100
-    while not (file.exists() and file.read_text()) and time.monotonic() < end:
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end and job.poll() is None, said(job)
         time.sleep(0.1)
-    time.sleep(1.0)
-    os.kill(int(file.read_text()), signal.SIGKILL)
+    (folder / "wait").unlink()
+    return job, program, [int(file.read_text()) for file in files]
+
+
+def test_a_process_that_is_killed_ends_the_job_which_goes_on_when_started_again(
+    kind, environment, tmp_path
+):
+    job, program, processes = waiting(kind, environment, tmp_path)
+    os.kill(processes[2], signal.SIGKILL)
     start = time.monotonic()
     output, errors = said(job, 60)
     assert time.monotonic() - start < 15
     assert job.returncode != 0
-    print(output, errors)
+    assert re.search(r"rank 2 with PID|Killed \(signal 9\)", output + errors)
     assert losses(output) == []
+    output, errors = said(started(kind, environment, tmp_path, program))
+    assert losses(output) == losses(OUTPUT), errors
+
+
+def test_sigterm_to_the_mpirun_of_mpich_saves(kind, environment, tmp_path):
+    if kind == "openmpi":
+        pytest.skip("Open MPI kills the processes at once")
+    job, program, _ = waiting(kind, environment, tmp_path)
+    job.terminate()
+    output, errors = said(job, 60)
+    assert errors.count("a checkpoint is saved, and the program exits") == 4, errors
+    assert losses(output) == []
+    output, errors = said(started(kind, environment, tmp_path, program))
+    assert losses(output) == losses(OUTPUT), errors

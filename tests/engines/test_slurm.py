@@ -253,3 +253,89 @@ def test_a_node_that_is_set_down_and_comes_back(uninterrupted, training):
     training.go_on()
     training.end()
     assert_went_on(training, uninterrupted)
+
+
+RAISES = """
+class Raises(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4 and kd.process_index() == 3:
+            raise KeyError("label")
+
+
+strategy = ("""
+
+
+def test_an_error_in_a_task_is_named_by_all(slurm, tmp_path):
+    program = block("train.py").replace("strategy = (", RAISES.strip())
+    program = program.replace("callbacks=[backup]", "callbacks=[backup, Raises()]")
+    training = Training(slurm, tmp_path, program=program)
+    start = time.monotonic()
+    training.submit().end("FAILED", 60)
+    assert time.monotonic() - start < 50
+    named = re.findall("follow from another one: (process 3 has raised KeyError: .label.)", training.log)
+    assert len(named) == 3, training.log
+
+
+def test_two_jobs_share_the_nodes(slurm, uninterrupted, tmp_path):
+    jobs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        program = FROM + block("train.py") + TO
+        job = Training(slurm, tmp_path / name, program=program)
+        jobs.append(job.submit("--ntasks-per-node=1"))
+    for job in jobs:
+        job.end()
+    ports = {re.search(r"coordinator \S+:(\d+)", job.log)[1] for job in jobs}
+    assert len(ports) == 2
+    said = {re.search(r"^\['.*", job.log, re.MULTILINE)[0] for job in jobs}
+    assert len(said) == 1 and said.pop() in PAGE
+    ran = [[float(t) for t in re.findall(r"(?:from|to) (\d{9,}.*)", job.log)] for job in jobs]
+    assert max(first for first, _ in ran) < min(last for _, last in ran), "one by one"
+
+
+FROM = """
+import os
+import time
+
+if os.environ["SLURM_PROCID"] == "0":
+    print("from", time.time(), flush=True)
+"""
+TO = """
+kd.print_on_chief("to", time.time())
+"""
+PLACES = """
+import os
+
+import keras_distribute as kd
+
+resolver = kd.cluster_resolver.automatic_resolver()
+place = [os.environ[f"SLURM_{name}"] for name in ("PROCID", "NODEID", "LOCALID")]
+address = resolver.cluster_spec().task_address("worker", int(place[0]))
+print("place", *place, address, os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        (["--ntasks-per-node=2", "--gpus-per-task=1"], 1),
+        (["--ntasks-per-node=2", "--gpus-per-task=2"], 2),
+        (["--ntasks-per-node=2", "--gpus-per-node=4"], 2),
+        (["--ntasks-per-node=2", "--gres=gpu:4", "--gpu-bind=single:1"], 1),
+        (["--ntasks-per-node=1", "--gpus-per-task=4"], 4),
+        (["--ntasks-per-node=2", "--gpus-per-node=4", "--distribution=cyclic"], 2),
+        (["--ntasks-per-node=2", "--gpus-per-node=4", "--distribution=plane=1"], 2),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_each_task_has_its_place_and_gpus_of_its_own(slurm, tmp_path, options, gpus):
+    (tmp_path / "places.py").write_text(PLACES)
+    said = slurm.run("srun", "--nodes=2", *options, "python", f"{tmp_path}/places.py")
+    tasks = re.findall(r"^place (\d) (\d) (\d) node(\d):(\d+) (\S+)$", said, re.M)
+    assert len(tasks) == (2 if gpus == 4 else 4), said
+    base = min(int(port) for *_, port, _ in tasks)
+    for _, node, place, named, port, own in tasks:
+        assert (int(named), int(port)) == (int(node) + 1, base + int(place)), said
+        assert len(own.split(",")) == gpus, said
+    of_nodes = [(node, gpu) for _, node, *_, own in tasks for gpu in own.split(",")]
+    assert len(set(of_nodes)) == len(of_nodes), said
