@@ -9,7 +9,6 @@ import pathlib
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -104,7 +103,9 @@ class SlurmCluster:
         )
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(
-            "".join(f"Name=gpu Flags=nvidia_gpu_env File={device}\n" for device in devices)
+            "".join(
+                f"Name=gpu Flags=nvidia_gpu_env File={device}\n" for device in devices
+            )
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = folder / "munge" / "key"
@@ -155,9 +156,9 @@ class SlurmCluster:
             wait(lambda: not self.run("squeue", "-h").strip(), "the end of jobs", 30)
 
     def _start(self, name, *arguments, key=None):
-        log = open(self.folder / f"{key or name}.out", "ab")
-        with log:
-            self._services[key or name] = subprocess.Popen(
+        key = key or name
+        with open(self.folder / f"{key}.out", "ab") as log:
+            self._services[key] = subprocess.Popen(
                 [shutil.which(name, path=PLACES), *arguments],
                 env=self.environment,
                 stdout=log,
@@ -169,11 +170,6 @@ class SlurmCluster:
     def start_node(self, node):
         """Starts the slurmd of a node."""
         self._start("slurmd", "-D", "-N", node, key=node)
-
-    def kill_node(self, node):
-        """Ends the slurmd of a node, as where its host is gone."""
-        self._services[node].send_signal(signal.SIGKILL)
-        self._services[node].wait()
 
     def run(self, *command, cwd=None):
         """What a command of Slurm has written; an error has its text."""

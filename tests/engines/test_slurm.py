@@ -272,7 +272,10 @@ def test_an_error_in_a_task_is_named_by_all(slurm, tmp_path):
     start = time.monotonic()
     training.submit().end("FAILED", 60)
     assert time.monotonic() - start < 50
-    named = re.findall("follow from another one: (process 3 has raised KeyError: .label.)", training.log)
+    named = re.findall(
+        "follow from another one: (process 3 has raised KeyError: .label.)",
+        training.log,
+    )
     assert len(named) == 3, training.log
 
 
@@ -289,7 +292,10 @@ def test_two_jobs_share_the_nodes(slurm, uninterrupted, tmp_path):
     assert len(ports) == 2
     said = {re.search(r"^\['.*", job.log, re.MULTILINE)[0] for job in jobs}
     assert len(said) == 1 and said.pop() in PAGE
-    ran = [[float(t) for t in re.findall(r"(?:from|to) (\d{9,}.*)", job.log)] for job in jobs]
+    ran = [
+        [float(t) for t in re.findall(r"(?:from|to) (\d{9,}.*)", job.log)]
+        for job in jobs
+    ]
     assert max(first for first, _ in ran) < min(last for _, last in ran), "one by one"
 
 

@@ -43,7 +43,9 @@ class _MPIResolver(NumberedResolver):
         num_processes, process_id = _number(size), _number(rank)
         self._is_guess = not coordinator and num_processes > 1
         if not coordinator:
-            coordinator = self._found(num_processes) if self._is_guess else "localhost:0"
+            coordinator = (
+                self._found(num_processes) if self._is_guess else "localhost:0"
+            )
         super().__init__(process_id, [coordinator], num_processes)
 
     def _found(self, num_processes: int) -> str:
