@@ -15,6 +15,7 @@ import numpy as np
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
+from keras_distribute.input.arrays import ArrayDataset
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.generators import Stream
 from keras_distribute.input.kinds import source_of_adapter
@@ -88,6 +89,14 @@ def choose_adapter(
     Args:
         arguments: The others of `fit` that concern data.
     """
+    if isinstance(x, ArrayDataset):
+        raise InputError(
+            "fit, evaluate and predict take arrays themselves, or a distributed "
+            "dataset.",
+            received=f"a kd.ArrayDataset of {x.rows} rows, which is neither.",
+            fix="model.fit(x, y, batch_size=64), or "
+            "model.fit(strategy.experimental_distribute_dataset(dataset)).",
+        )
     if isinstance(x, DistributedDataset):
         for name in ("y", "sample_weight", "class_weight"):
             if arguments.get(name) is not None:
