@@ -230,7 +230,6 @@ def test_a_job_that_is_requeued_goes_on(uninterrupted, training):
     wait(lambda: training.slurm.job(training.number)["Restarts"] == "1", "it", 150)
     training.go_on()
     training.end()
-    print(training.log)
     assert_went_on(training, uninterrupted)
 
 
@@ -240,7 +239,6 @@ def test_a_task_that_is_killed_is_named_and_all_end(training):
     start = time.monotonic()
     training.end("FAILED", 60)
     assert time.monotonic() - start < 45
-    print(time.monotonic() - start, training.log)
     assert re.search(r"process 2 ", training.log), training.log
 
 
