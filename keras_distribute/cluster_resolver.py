@@ -15,8 +15,9 @@ from keras_distribute.cluster.resolvers.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
-from keras_distribute.cluster.resolvers.launched import (
-    KerasClusterResolver,
+from keras_distribute.cluster.resolvers.launched import KerasClusterResolver
+from keras_distribute.cluster.resolvers.mpi import (
+    MPICHClusterResolver,
     OpenMPIClusterResolver,
 )
 from keras_distribute.cluster.resolvers.ray_train import RayTrainClusterResolver
@@ -37,6 +38,7 @@ __all__ = [
     "KerasClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
+    "MPICHClusterResolver",
     "OpenMPIClusterResolver",
     "RayClusterResolver",
     "RayTrainClusterResolver",

@@ -43,6 +43,8 @@ LONGEST = [
     "programs/test_programs.py",
     "engines/test_ray_train.py",
     "engines/test_ray_servers.py",
+    "engines/test_slurm.py",
+    "engines/test_mpi.py",
     "parameter_server/test_kill_matrix.py",
     "checkpoint/test_killed.py",
     "checkpoint/test_preemption.py",

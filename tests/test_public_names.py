@@ -97,6 +97,7 @@ def test_the_public_names_are_these():
         "KerasClusterResolver",
         "KubernetesClusterResolver",
         "KubernetesExecutableLocation",
+        "MPICHClusterResolver",
         "OpenMPIClusterResolver",
         "RayClusterResolver",
         "RayTrainClusterResolver",

@@ -873,8 +873,11 @@ TARGETS: dict[str, Target] = {
         override_client=anything,
         executable_location=of(cr.KubernetesExecutableLocation),
     ),
+    "cluster_resolver.MPICHClusterResolver": made(
+        cr.MPICHClusterResolver, coordinator=text(none=True), auto_set_gpu=flag
+    ),
     "cluster_resolver.OpenMPIClusterResolver": made(
-        cr.OpenMPIClusterResolver, coordinator=text(none=True)
+        cr.OpenMPIClusterResolver, coordinator=text(none=True), auto_set_gpu=flag
     ),
     "cluster_resolver.RayClusterResolver": made(
         cr.RayClusterResolver,
@@ -910,7 +913,7 @@ TARGETS: dict[str, Target] = {
         cr.SlurmClusterResolver,
         lambda: {"gpus_per_node": 0},
         jobs=lambda v: v is None or (None if isinstance(v, dict) else False),
-        port_base=integer(1, most=65535),
+        port_base=integer(1, most=65535, none=True),
         gpus_per_node=integer(0, none=True),
         gpus_per_task=integer(0, none=True),
         tasks_per_node=lambda v: (
@@ -1304,7 +1307,16 @@ def test_every_public_parameter_is_in_the_table():
         assert hasattr(owner, last) or "implementation" in last, name
 
 
-CLUSTER = ("KERAS_DISTRIBUTION_", "OMPI_", "SLURM_", "SM_", "TPU_", "MEGASCALE_")
+CLUSTER = (
+    "KERAS_DISTRIBUTION_",
+    "OMPI_",
+    "PMI_",
+    "MPI_LOCAL",
+    "SLURM_",
+    "SM_",
+    "TPU_",
+    "MEGASCALE_",
+)
 STEP = {
     "SLURM_PROCID": "0",
     "SLURM_STEP_NUM_TASKS": "1",
@@ -1312,7 +1324,12 @@ STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-MPI = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "PMI_SIZE": "1",
+    "PMI_RANK": "0",
+}
 
 
 @pytest.fixture
@@ -1446,6 +1463,11 @@ ENVIRONMENTS = {
         SLURM_STEP_NUM_TASKS=TEXTS,
         SLURM_STEP_NODELIST=NODES | TEXTS,
         SLURM_STEP_TASKS_PER_NODE=COUNTS | TEXTS,
+        SLURM_JOB_ID=TEXTS,
+        SLURM_STEP_ID=TEXTS,
+        SLURM_GPUS_ON_NODE=TEXTS,
+        SLURM_DISTRIBUTION=st.sampled_from(["block", "cyclic:block", "plane"]) | TEXTS,
+        SLURM_DIST_PLANESIZE=TEXTS,
     ),
     "SageMaker": texts_of(
         SM_HOSTS=st.lists(LEAVES, max_size=3).map(as_json) | TEXTS,
@@ -1466,6 +1488,12 @@ ENVIRONMENTS = {
         ),
         PMIX_NAMESPACE=TEXTS,
     ),
+    "MPICH": texts_of(
+        PMI_SIZE=TEXTS,
+        PMI_RANK=TEXTS,
+        MPI_LOCALNRANKS=TEXTS,
+        MPI_LOCALRANKID=TEXTS,
+    ),
     "TPU": texts_of(
         TPU_WORKER_HOSTNAMES=ADDRESSES,
         TPU_WORKER_ID=TEXTS,
@@ -1481,6 +1509,7 @@ RESOLVERS = {
     "SageMaker": cr.SageMakerClusterResolver,
     "KERAS_DISTRIBUTION": cr.KerasClusterResolver,
     "Open MPI": cr.OpenMPIClusterResolver,
+    "MPICH": cr.MPICHClusterResolver,
     "TPU": cr.TPUClusterResolver,
 }
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-from keras import Layer, Sequential
+from keras import Layer, Sequential, StatelessScope
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras import StatelessScope
 from keras.src.models.functional import Functional
 from keras.utils import unpack_x_y_sample_weight
 

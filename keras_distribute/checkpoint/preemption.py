@@ -103,6 +103,7 @@ class Watch:
         self._all_know = False
         self._received: float | None = None
         self._saved = self._done = self._stopped = self._has_signal = False
+        self._leaves = False
         self._previous: Any = None
         self._step_seconds = self._save_seconds = 0.0
 
@@ -135,7 +136,9 @@ class Watch:
         self._stopped = True
         if self._has_signal and threading.current_thread() is threading.main_thread():
             before = signal.SIG_DFL if self._previous is None else self._previous
-            signal.signal(signal.SIGTERM, before)
+            # Launchers signal those that are left when the first process has exited,
+            # which is not to change with which status.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self._leaves else before)
             self._has_signal = False
             if self._received is not None and not self._done:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -202,6 +205,7 @@ class Watch:
             _log.warning(
                 "Training was preempted; a checkpoint is saved, and the program exits."
             )
+            self._leaves = self.config.exit_fn is None and self._num_processes() > 1
             (self.config.exit_fn or _exit)()
 
     def _poll(self) -> None:

@@ -137,7 +137,7 @@ class Channel:
                 "checkpoint.",
             ) from error
         if ended:
-            what, fix = f"Process {process} has ended.", f"{look} program to its end."
+            what, fix = f"Process {process} has ended.", f"{look} to its end."
             raise ClusterError(what, received=f"{waits}.", fix=fix) from error
         if waited > most:
             raise ClusterError(

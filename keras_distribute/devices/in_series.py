@@ -285,7 +285,9 @@ class _Part:
             else:
                 once = all(alike) and not replication_proof.differs(op.eqn)
                 flags = [once] * len(op.outputs)
-                if op.eqn.primitive.name in _LIGHT and all(map(self._is_free, op.inputs)):
+                if op.eqn.primitive.name in _LIGHT and all(
+                    map(self._is_free, op.inputs)
+                ):
                     self._anywhere.update(dict.fromkeys(op.outputs, op))
                 else:
                     (self._once if once else self._each).append(op)

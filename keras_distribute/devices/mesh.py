@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ from keras_distribute.devices.axes import REPLICA_AXIS as REPLICA_AXIS
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.series import Series
 from keras_distribute.errors import DeviceError
-
 
 _SERIES = "series_of_"  # How the name of that axis begins.
 

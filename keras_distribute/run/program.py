@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
+from keras_distribute.devices import replication_proof
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, copied_to_devices
 from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import AggregationError
-from keras_distribute.devices import replication_proof
 from keras_distribute.run import tracing
 from keras_distribute.run.arguments import Call, Static
 from keras_distribute.run.traces import Trace

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from keras_distribute.devices.jaxprs import part_of
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run.arguments import Call
-from keras_distribute.devices.jaxprs import part_of
 from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 from keras_distribute.scheduling.traces import Form, Trace

@@ -12,8 +12,8 @@ from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.errors import DeviceError
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
-from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 from keras_distribute.strategies.deterministic import mesh_of
+from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 from keras_distribute.values.reductions import NcclAllReduce
 
 # Gloo sums each array by itself, and takes about 0.4 ms or more for it

@@ -66,9 +66,7 @@ def of_devices(devices: Sequence[DeviceFacts], rows: Sequence[int]) -> Table:
     if any(device.bytes_in_use is not None for device in devices):
         columns["memory in use"] = [_memory(device) for device in devices]
     if rows:
-        columns["rows of the batch"] = [
-            str(device.rows_of(rows)) for device in devices
-        ]
+        columns["rows of the batch"] = [str(device.rows_of(rows)) for device in devices]
     lines = tuple(zip(*columns.values(), strict=True))
     right = frozenset({0, *range(3, len(columns))})
     return Table("Replicas", tuple(columns), lines, right)

@@ -15,6 +15,7 @@ import numpy as np
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
+from keras_distribute.input.arrays import ArrayDataset
 from keras_distribute.input.creator import DatasetCreator
 from keras_distribute.input.datasets import DistributedDataset
 from keras_distribute.input.generators import Stream
@@ -93,6 +94,14 @@ def choose_adapter(
         arguments: The others of `fit` that concern data.
         method: Of the model: `"fit"`, ...
     """
+    if isinstance(x, ArrayDataset):
+        raise InputError(
+            "fit, evaluate and predict take arrays themselves, or a distributed "
+            "dataset.",
+            received=f"a kd.ArrayDataset of {x.rows} rows, which is neither.",
+            fix="model.fit(x, y, batch_size=64), or "
+            "model.fit(strategy.experimental_distribute_dataset(dataset)).",
+        )
     if isinstance(x, DatasetCreator):
         _refuse_more("A DatasetCreator's dataset", x, arguments)
         check_steps(x, arguments.get("steps_per_epoch"))

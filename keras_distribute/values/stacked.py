@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from keras_distribute import checks, context
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
-from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.values.arrays import checked_arrays
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 

@@ -14,6 +14,7 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.checkpoint import preemption
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
 from .interrupting import assert_same, fit_arrays, run
@@ -109,6 +110,23 @@ def test_a_save_that_fails_before_the_exit_is_what_is_seen(tmp_path: Any) -> Non
             backup={"save_freq": False},
             callbacks=[Blocking("on_train_batch_end", 2)],
         )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_does_not_change_how_a_process_exits(processes: int) -> None:
+    """Slurm and `mpirun` end those that are left when the first one has exited."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        watch = preemption.Watch(None, lambda: processes)
+        watch.start()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit, match="42"):
+            watch.save_and_react(preemption.Reaction.EXIT, lambda: None)
+        watch.stop()
+        ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ignored == (processes > 1)
 
 
 def test_a_notice_that_comes_with_the_end_of_fit(tmp_path: Any) -> None:

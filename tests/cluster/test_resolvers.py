@@ -1,8 +1,13 @@
 """Resolvers that TensorFlow has not, what the environment chooses, and the errors."""
 
+import os
+import socket
+import subprocess
+
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.cluster.resolvers import mpi, slurm
 from keras_distribute.cluster.resolvers.slurm import (
     expand_hostlist,
     expand_tasks_per_node,
@@ -17,6 +22,8 @@ LAUNCHERS = (
     "TPU_",
     "TF_CONFIG",
     "PMIX_",
+    "PMI_",
+    "MPI_LOCAL",
     "CUDA_VISIBLE",
 )
 KERAS = {
@@ -38,14 +45,20 @@ SLURM = {
     "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }
+MPICH = {
+    "PMI_SIZE": "3",
+    "PMI_RANK": "1",
+    "MPI_LOCALNRANKS": "3",
+    "MPI_LOCALRANKID": "1",
+}
+PARENT = 2**16 - 4096 + os.getppid() % 4096
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}
 TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    import os
-
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [host])
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
@@ -64,6 +77,7 @@ def test_the_environment_chooses_and_the_innermost_launcher_wins(environment):
         (TPU, CR.TPUClusterResolver, CR.Topology(1, 2, "t0:8476")),
         (SAGEMAKER, CR.SageMakerClusterResolver, CR.Topology(0, 2, "algo-1:2223")),
         (SLURM, CR.SlurmClusterResolver, CR.Topology(1, 2, "n1:8888")),
+        (MPICH, CR.MPICHClusterResolver, CR.Topology(1, 3, f"127.0.0.1:{PARENT}")),
         (MPI, CR.OpenMPIClusterResolver, CR.Topology(2, 3, "10.96.0.1:62624")),
         (TF_CONFIG, CR.TFConfigClusterResolver, CR.Topology(0, 2, "c:1")),
         (KERAS, CR.KerasClusterResolver, CR.Topology(1, 2, "a:1")),
@@ -112,7 +126,7 @@ def test_open_mpi_names_its_host_or_is_told(environment):
         }
     )
     local = CR.OpenMPIClusterResolver().topology().coordinator
-    assert local.startswith("localhost:") and 61440 <= int(local.split(":")[1]) < 65536
+    assert local.startswith("127.0.0.1:") and 61440 <= int(local.split(":")[1]) < 65536
     environment({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
     with pytest.raises(
         kd.errors.ClusterError,
@@ -120,6 +134,74 @@ def test_open_mpi_names_its_host_or_is_told(environment):
     ):
         CR.OpenMPIClusterResolver()
     assert CR.OpenMPIClusterResolver("h:5").topology() == CR.Topology(2, 3, "h:5")
+
+
+def test_mpich_finds_the_host_that_mpirun_was_started_on(
+    environment, monkeypatch, tmp_path
+):
+    environment(MPICH, {"MPI_LOCALNRANKS": "2"})
+    with pytest.raises(
+        kd.errors.ClusterError,
+        match=r'(?s)which host process 0.*MPICHClusterResolver\("host0:1234"\)',
+    ):
+        CR.MPICHClusterResolver()
+    monkeypatch.setattr(mpi, "_PROCESSES", tmp_path)
+    for process, words, parent in (
+        (os.getpid(), "python", 7),
+        (7, "sh -c", 8),
+        (8, "hydra_pmi_proxy --control-port n1:33000 --proxy-id 0", 1),
+    ):
+        folder = tmp_path / str(process)
+        folder.mkdir()
+        (folder / "cmdline").write_text(words.replace(" ", "\0"))
+        (folder / "stat").write_text(f"{process} (a) b) S {parent} 1 1")
+    port = 2**16 - 4096 + 33000 % 4096
+    assert CR.MPICHClusterResolver().topology() == CR.Topology(1, 3, f"n1:{port}")
+    environment({"MPI_LOCALNRANKS": "3"})
+    local = CR.Topology(1, 3, f"127.0.0.1:{port}")
+    assert CR.MPICHClusterResolver().topology() == local
+    assert CR.MPICHClusterResolver("h:5").topology() == CR.Topology(1, 3, "h:5")
+    monkeypatch.delenv("PMI_RANK")
+    with pytest.raises(kd.errors.ClusterError, match="(?s)PMI_RANK is not in.*mpirun"):
+        CR.MPICHClusterResolver()
+
+
+def test_a_first_process_elsewhere_than_mpirun_is_an_error_at_once(
+    environment, monkeypatch
+):
+    monkeypatch.undo()
+    environment(MPI, {"OMPI_COMM_WORLD_RANK": "0"})
+    with pytest.raises(
+        kd.errors.ClusterError,
+        match=r"(?s)Process 0 does not run on.*10\.96\.0\.1 as the address of mpirun"
+        r'.*OpenMPIClusterResolver\("host0:1234"\)',
+    ):
+        CR.OpenMPIClusterResolver().topology()
+    for known in ("127.0.0.1", "localhost"):
+        uri = f"1531576320.0;tcp://{known}:34911"
+        environment({"OMPI_MCA_orte_hnp_uri": uri})
+        CR.OpenMPIClusterResolver().topology()
+
+
+@pytest.mark.parametrize("resolver", ["OpenMPI", "MPICH"])
+def test_the_processes_of_mpirun_share_the_gpus_of_their_host(environment, resolver):
+    environment(
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"},
+        {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {"PMI_SIZE": "4", "PMI_RANK": "3"},
+        {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+        {"CUDA_VISIBLE_DEVICES": "4,6,5,7"},
+    )
+    make = getattr(CR, f"{resolver}ClusterResolver")
+    make("h:5", auto_set_gpu=False).topology()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6,5,7"
+    shared = make("h:5")
+    for _ in range(2):
+        shared.topology()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
+    environment({"CUDA_VISIBLE_DEVICES": "3"})
+    make("h:5").topology()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_the_keras_variables_must_agree(environment):
@@ -168,9 +250,96 @@ def test_slurm_lists():
         expand_tasks_per_node("3(x")
 
 
-def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
-    import subprocess
+def a_step(rank, tasks_per_node, **more):
+    """The variables of a task on the nodes n1, n2 and so on."""
+    counts = expand_tasks_per_node(tasks_per_node)
+    step = {
+        "PROCID": str(rank),
+        "STEP_NUM_TASKS": str(sum(counts)),
+        "STEP_NODELIST": f"n[1-{len(counts)}]",
+        "STEP_TASKS_PER_NODE": tasks_per_node,
+    }
+    return {f"SLURM_{name}": value for name, value in (step | more).items()}
 
+
+@pytest.mark.parametrize(
+    ("distribution", "places"),
+    [
+        ({}, "11 12 13 14 21 22"),
+        ({"DISTRIBUTION": "block:cyclic"}, "11 12 13 14 21 22"),
+        ({"DISTRIBUTION": "cyclic"}, "11 21 12 22 13 14"),
+        ({"DISTRIBUTION": "plane", "DIST_PLANESIZE": "2"}, "11 12 21 22 13 14"),
+    ],
+)
+def test_slurm_tasks_are_where_the_distribution_puts_them(
+    environment, distribution, places
+):
+    environment(a_step(3, "4,2", **distribution))
+    spec = CR.SlurmClusterResolver(gpus_per_node=0).cluster_spec()
+    expected = [f"n{node}:{8887 + int(task)}" for node, task in places.split()]
+    assert spec.job_tasks("worker") == expected
+
+
+def test_slurm_jobs_and_steps_have_ports_of_their_own(environment):
+    ports = []
+    for job, step in (("41", "0"), ("41", "1"), ("42", "0")):
+        environment(a_step(1, "1,1", JOB_ID=job, STEP_ID=step))
+        found = CR.SlurmClusterResolver(gpus_per_node=0).topology().coordinator
+        ports.append(int(found.removeprefix("n1:")))
+    assert ports == [64064, 64065, 64128]
+    given = CR.SlurmClusterResolver(gpus_per_node=0, port_base=8888)
+    assert given.topology().coordinator == "n1:8888"
+
+
+def test_slurm_gpus_that_are_those_of_one_task_stay(environment):
+    environment(a_step(1, "2", GPUS_ON_NODE="4"), {"CUDA_VISIBLE_DEVICES": "2,3"})
+    resolver = CR.SlurmClusterResolver()
+    resolver.cluster_spec()
+    assert resolver.num_accelerators() == {"GPU": 2}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})  # Those of both tasks.
+    resolver = CR.SlurmClusterResolver()
+    resolver.cluster_spec()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_slurm_knows_the_addresses_of_nodes_whose_names_have_none(
+    environment, monkeypatch
+):
+    known, said = {"10.0.0.7", "fd00::7"}, {"n1": "10.0.0.7"}
+
+    def resolve(host, *_, **__):
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+    def ask(command, **_):
+        assert command[1:4] == ["--oneliner", "show", "node"]
+        text = f"NodeName={command[4]} NodeAddr={said[command[4]]} NodeHostName=x"
+        return subprocess.CompletedProcess(command, 0, text)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", ask)
+    environment(SLURM)
+
+    def topology():
+        return CR.SlurmClusterResolver(gpus_per_node=0).topology()
+
+    assert topology() == CR.Topology(1, 2, "10.0.0.7:8888")
+    said["n1"] = "fd00::7"
+    assert topology() == CR.Topology(1, 2, "[fd00::7]:8888")
+    said["n1"] = "n1"
+    with pytest.raises(
+        kd.errors.ClusterError,
+        match=r"(?s)on the node 'n1', and this name has no address here.*scontrol.*"
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    ):
+        topology()
+    known.add("n1")
+    assert topology() == CR.Topology(1, 2, "n1:8888")
+
+
+def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
     environment(SLURM, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     resolver = CR.SlurmClusterResolver(tasks_per_node={"n1": 1, "n2": 1})
     assert resolver.num_accelerators() == {"GPU": 4}
@@ -195,8 +364,6 @@ def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
 def test_slurm_divides_the_gpus_that_are_visible(
     environment, gpus_per_node, place, own
 ):
-    import os
-
     step = {
         "STEP_NUM_TASKS": "2",
         "STEP_NODELIST": "n1",

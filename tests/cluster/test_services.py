@@ -2,6 +2,7 @@
 server.
 """
 
+import json
 import sys
 from unittest import mock
 
@@ -94,6 +95,35 @@ def test_kubernetes_is_asked_for_credentials_where_the_program_runs():
         load.assert_called_once_with()
     with pytest.raises(TypeError, match="one of KubernetesExecutableLocation"):
         CR.KubernetesClusterResolver(executable_location="here")
+
+
+def test_kubernetes_is_logged_in_to_by_the_file_of_kubectl(tmp_path):
+    config = pytest.importorskip("kubernetes.config.kube_config")
+    named, asked = {"name": "here"}, []
+
+    def answer(method, path, query, body):
+        asked.append((method, path, query["labelSelector"]))
+        return {"kind": "PodList", "metadata": {}, "items": [pod("train-0", 1)]}
+
+    with serving(answer) as address:
+        file = tmp_path / "config"
+        text = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "clusters": [named | {"cluster": {"server": f"http://{address}"}}],
+            "users": [named | {"user": {"token": "a token"}}],
+            "contexts": [named | {"context": {"cluster": "here", "user": "here"}}],
+        }
+        file.write_text(json.dumps(text))
+        with mock.patch.object(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(file)):
+            resolver = CR.KubernetesClusterResolver(
+                {"worker": ["job-name=train"]},
+                tf_server_port=1234,
+                executable_location=CR.KubernetesExecutableLocation.OFF_CLUSTER,
+            )
+        assert resolver.cluster_spec().as_dict() == {"worker": ["10.1.0.1:1234"]}
+    assert asked == [("GET", "/api/v1/pods", "job-name=train")]
 
 
 def google_service(api, address):

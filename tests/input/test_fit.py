@@ -427,3 +427,17 @@ def test_an_empty_generator_has_no_elements() -> None:
     assert list(dataset) == []
     with pytest.raises(errors.InputError, match="is known only when one has been read"):
         _ = dataset.element_spec
+
+
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_an_array_dataset_has_to_be_distributed_first(replicas: int | None) -> None:
+    strategy = mirrored(replicas) if replicas else kd.get_strategy()
+    with strategy.scope():
+        model = make()
+    for call in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(
+            errors.InputError,
+            match=r"(?s)arrays themselves.*ArrayDataset of 45 rows.*"
+            r"strategy\.experimental_distribute_dataset\(dataset\)",
+        ):
+            call(kd.ArrayDataset((X, Y), 8), verbose=0)

@@ -16,8 +16,9 @@ from keras_distribute.cluster.resolvers.google_cloud import (
     TPUClusterResolver,
     hosts_of_environment,
 )
-from keras_distribute.cluster.resolvers.launched import (
-    KerasClusterResolver,
+from keras_distribute.cluster.resolvers.launched import KerasClusterResolver
+from keras_distribute.cluster.resolvers.mpi import (
+    MPICHClusterResolver,
     OpenMPIClusterResolver,
 )
 from keras_distribute.cluster.resolvers.ray_train import (
@@ -39,14 +40,15 @@ def automatic_resolver() -> ClusterResolver:
        `KerasClusterResolver`.
     2. `TF_CONFIG`, unless it is empty: `TFConfigClusterResolver`.
     3. A function that Ray Train runs: `RayTrainClusterResolver`.
-    4. `OMPI_COMM_WORLD_SIZE` (`mpirun`): `OpenMPIClusterResolver`.
-    5. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
+    4. `OMPI_COMM_WORLD_SIZE` (Open MPI's `mpirun`): `OpenMPIClusterResolver`.
+    5. `PMI_SIZE` and `MPI_LOCALNRANKS` (MPICH's `mpirun`): `MPICHClusterResolver`.
+    6. `SLURM_STEP_NUM_TASKS` above 1 (`srun`; an allocation alone is no cluster):
        `SlurmClusterResolver`.
-    6. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
-    7. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
-    8. JAX's runtime of several processes, where the program has started it:
+    7. `SM_HOSTS` (SageMaker): `SageMakerClusterResolver`.
+    8. `TPU_WORKER_HOSTNAMES` with several hosts: `TPUClusterResolver`.
+    9. JAX's runtime of several processes, where the program has started it:
        `JaxClusterResolver`.
-    9. Otherwise this process is on its own.
+    10. Otherwise this process is on its own.
 
     Returns:
         A resolver; its `topology()` may still say that there is one process.
@@ -60,6 +62,8 @@ def automatic_resolver() -> ClusterResolver:
         return RayTrainClusterResolver()
     if "OMPI_COMM_WORLD_SIZE" in variables:
         return OpenMPIClusterResolver()
+    if {"PMI_SIZE", "MPI_LOCALNRANKS"} <= variables.keys():  # Not what srun sets.
+        return MPICHClusterResolver()
     tasks = "SLURM_STEP_NUM_TASKS"
     if {"SLURM_PROCID", tasks} <= variables.keys() and environment.number(tasks) > 1:
         return SlurmClusterResolver()

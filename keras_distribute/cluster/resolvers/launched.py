@@ -1,11 +1,9 @@
-"""Clusters whose environment gives numbers: `KERAS_DISTRIBUTION_*` and Open MPI."""
+"""Clusters whose environment gives numbers, such as `KERAS_DISTRIBUTION_*`."""
 
 from __future__ import annotations
 
 import os
-import re
 
-from keras_distribute import checks
 from keras_distribute.cluster.resolvers import environment
 from keras_distribute.cluster.resolvers.base import ClusterResolver, check_task
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
@@ -13,8 +11,7 @@ from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
 
 _KERAS = "KERAS_DISTRIBUTION_"
-_MPI = "OMPI_COMM_WORLD_"
-_PORTS = 4096  # The last ports, from which a job's number chooses one; as JAX does.
+_COMMAND = "python -m keras_distribute.launch --nproc 2 script.py"
 
 
 class NumberedResolver(ClusterResolver):
@@ -72,7 +69,7 @@ class KerasClusterResolver(NumberedResolver):
         listed = os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",")
         addresses = [address.strip() for address in listed if address.strip()]
         if not addresses:
-            raise _missing(f"{_KERAS}JOB_ADDRESSES")
+            raise missing(f"{_KERAS}JOB_ADDRESSES")
         count = f"{_KERAS}NUM_PROCESSES"
         num_processes = _number(count) if count in os.environ else len(addresses)
         if len(addresses) not in (1, num_processes):
@@ -84,67 +81,16 @@ class KerasClusterResolver(NumberedResolver):
         super().__init__(_number(f"{_KERAS}PROCESS_ID"), addresses, num_processes)
 
 
-class OpenMPIClusterResolver(NumberedResolver):
-    """Reads the cluster from the environment of Open MPI's `mpirun`.
-
-    The first process is looked for on the host that `mpirun` was started on, at a port
-    chosen by the number of the job: JAX's convention. Where process 0 runs on another
-    host, or Open MPI does not say, name its address.
-
-    Args:
-        coordinator: The address of process 0, `host:port`.
-
-    Raises:
-        ClusterError: Outside of `mpirun`, and where the address of the first process is
-            not known.
-
-    Example:
-        >>> import os, keras_distribute as kd
-        >>> os.environ |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-        >>> kd.cluster_resolver.OpenMPIClusterResolver("10.0.0.1:1234").topology()
-        Topology(process_id=1, num_processes=2, coordinator='10.0.0.1:1234')
-        >>> del os.environ["OMPI_COMM_WORLD_SIZE"], os.environ["OMPI_COMM_WORLD_RANK"]
-    """
-
-    def __init__(self, coordinator: str | None = None) -> None:
-        what, fix = "The coordinator is an address.", '"10.0.0.1:1234"'
-        checks.instance("coordinator", coordinator, str | None, what, fix)
-        num_processes = _number(f"{_MPI}SIZE")
-        if not coordinator:
-            coordinator = _launcher_address() if num_processes > 1 else "localhost:0"
-        super().__init__(_number(f"{_MPI}RANK"), [coordinator], num_processes)
-
-
-def _launcher_address() -> str:
-    uri = os.environ.get("OMPI_MCA_orte_hnp_uri", "")  # noqa: SIM112 - Open MPI's spelling.
-    match = re.match(
-        r"([0-9]{1,18})\.\d+;.*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri
-    )
-    if match is not None:
-        job, host, host6 = match.groups()
-        port = 65536 - _PORTS + int(job) // _PORTS % _PORTS
-        return f"{host}:{port}" if host else f"[{host6}]:{port}"
-    local = os.environ.get(f"{_MPI}LOCAL_SIZE") == os.environ.get(f"{_MPI}SIZE")
-    if local:
-        # Newer versions do not say where they were started. On one host it is here.
-        job = os.environ.get("PMIX_NAMESPACE", "0")
-        return f"localhost:{65536 - _PORTS + sum(map(ord, job)) % _PORTS}"
-    raise ClusterError(
-        "Open MPI does not say on which host process 0 runs.",
-        received=f"OMPI_MCA_orte_hnp_uri={uri!r}.",
-        fix='kd.cluster_resolver.OpenMPIClusterResolver("host0:1234")',
-    )
-
-
 def _number(name: str) -> int:
     if name not in os.environ:
-        raise _missing(name)
+        raise missing(name)
     return environment.number(name)
 
 
-def _missing(name: str) -> ClusterError:
+def missing(name: str, command: str = _COMMAND) -> ClusterError:
+    """The error for a variable that is not in the environment."""
     return ClusterError(
         f"{name} is not in the environment.",
         received="a process that was not started as one of several.",
-        fix="python -m keras_distribute.launch --nproc 2 script.py",
+        fix=command,
     )

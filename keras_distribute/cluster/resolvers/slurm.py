@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,12 +19,17 @@ from keras_distribute.cluster.resolvers.base import (
     check_task,
 )
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
+from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError, ValueStructureError
 
 _HOSTS = re.compile(r"([^,\[\]]*)(?:\[([^\[\]]+)\])?(?:,|$)")
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,9})\))?$")
 _DIGITS = re.compile(r"[0-9]{1,18}")
 _MOST = 2**20  # Hosts or tasks: a larger number is a typing error.
+_PORT = 8888
+_PORTS = 4096  # The last ports, of which each step has its own; as JAX chooses.
+_OF_JOB = 64  # How far the ports of a job are from those of the next one.
+_ASK_SECONDS = 60
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -67,19 +75,24 @@ class SlurmClusterResolver(ClusterResolver):
     """Reads the cluster from the environment of a Slurm job step (`srun`).
 
     Tasks are numbered as Slurm numbers them: node after node in the order of its node
-    list. Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Differs from
-    TF: nodes are not sorted by their names, where `n10` comes before `n9` and Slurm's
-    task 0 would be looked for on another node; nodes without GPUs work; where
-    `CUDA_VISIBLE_DEVICES` names GPUs, tasks share those, not the first ones of the
-    node; and each task gets its place in the constructor.
+    list, or as `--distribution` says. Source:
+    `tf.distribute.cluster_resolver.SlurmClusterResolver`. Differs from TF: nodes are
+    not sorted by their names, where `n10` comes before `n9` and Slurm's task 0 would be
+    looked for on another node; nodes without GPUs work; where `CUDA_VISIBLE_DEVICES`
+    names GPUs, tasks share those, not the first ones of the node, and where Slurm gives
+    each task its own (`--gpus-per-task`), it keeps them; ports are of the job's own; a
+    node whose name has no address is asked for with `scontrol`; and each task gets its
+    place in the constructor.
 
     Args:
         jobs: The number of tasks of each job; by default all are workers. Jobs take the
             tasks in the order of their names.
         port_base: The port of the first task of a node; the others have the ports that
-            follow.
+            follow. By default a port that the numbers of the job and of the step
+            choose, so that jobs that share a node do not meet; 8888 where Slurm says
+            none.
         gpus_per_node: By default what `CUDA_VISIBLE_DEVICES` or `nvidia-smi` names.
-        gpus_per_task: By default an even share of them.
+        gpus_per_task: By default those that Slurm gives this task, or an even share.
         tasks_per_node: A number, or a dict by host; by default what Slurm says.
         auto_set_gpu: Whether to set `CUDA_VISIBLE_DEVICES` to the GPUs of this task, if
             there are any, when `cluster_spec` is called.
@@ -105,14 +118,15 @@ class SlurmClusterResolver(ClusterResolver):
     def __init__(
         self,
         jobs: dict[str, int] | None = None,
-        port_base: int = 8888,
+        port_base: int | None = None,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
         tasks_per_node: int | dict[str, int] | None = None,
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        check_port("port_base", port_base)
+        if port_base is not None:
+            check_port("port_base", port_base)
         checks.flag("auto_set_gpu", auto_set_gpu)
         self._set_task(None, None, rpc_layer)
         _check_tasks("jobs", jobs)
@@ -122,9 +136,12 @@ class SlurmClusterResolver(ClusterResolver):
         self._rank = _number("PROCID")
         self._jobs = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else jobs
         self._jobs = dict(sorted(self._jobs.items()))
-        self._port_base, self._auto_set_gpu = port_base, auto_set_gpu
+        self._auto_set_gpu = auto_set_gpu
         self._tasks_of_host = _tasks_of_hosts(tasks_per_node)
+        self._nodes: dict[str, str] = {}
         most = max(self._tasks_of_host.values())
+        port_base = _port_of_step(most) if port_base is None else port_base
+        self._port_base = port_base
         self._share_gpus(gpus_per_node, gpus_per_task, most)
         tasks, of_jobs = sum(self._tasks_of_host.values()), sum(self._jobs.values())
         if of_jobs != tasks:
@@ -158,6 +175,10 @@ class SlurmClusterResolver(ClusterResolver):
         visible: list[str] = []
         if per_node is None or "CUDA_VISIBLE_DEVICES" in os.environ:
             visible = gpus()
+        if per_node is None and per_task is None and _are_of_this_task(visible):
+            self._auto_set_gpu = False
+            self._gpus, self._gpus_per_task = visible, len(visible)
+            return
         per_node = len(visible) if per_node is None else per_node
         enough = len(visible) >= per_node
         self._gpus = visible if enough else [str(i) for i in range(per_node)]
@@ -171,9 +192,7 @@ class SlurmClusterResolver(ClusterResolver):
             )
 
     def cluster_spec(self) -> ClusterSpec:
-        tasks = [
-            (h, i) for h, count in self._tasks_of_host.items() for i in range(count)
-        ]
+        tasks = _in_order(self._tasks_of_host)
         addresses = [f"{host}:{self._port_base + index}" for host, index in tasks]
         if self._auto_set_gpu and self._gpus_per_task:
             first = tasks[self._rank][1] * self._gpus_per_task
@@ -183,6 +202,20 @@ class SlurmClusterResolver(ClusterResolver):
         for job, count in self._jobs.items():
             cluster[job], addresses = addresses[:count], addresses[count:]
         return ClusterSpec(cluster)
+
+    def topology(self) -> Topology:
+        """The place of this process among those that train together.
+
+        Raises:
+            ClusterError: Where the first one's node has no address that is known here.
+        """
+        found = super().topology()
+        if found.coordinator is None:
+            return found
+        node, _, port = found.coordinator.rpartition(":")
+        if node not in self._nodes:
+            self._nodes[node] = _address_of(node)
+        return dataclasses.replace(found, coordinator=f"{self._nodes[node]}:{port}")
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The type and the number of this task."""
@@ -196,6 +229,85 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> dict[str, int]:
         check_task(task_type, task_id)
         return {"GPU": self._gpus_per_task}
+
+
+def _port_of_step(most: int) -> int:
+    """The port of the first of at most so many tasks on a node."""
+    job, step = (os.environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID"))
+    if job is None or most > _PORTS:
+        return _PORT
+    number = environment.number("SLURM_JOB_ID", job) * _OF_JOB
+    number += environment.number("SLURM_STEP_ID", step or "0")
+    return 2**16 - _PORTS + number % (_PORTS - most + 1)
+
+
+def _are_of_this_task(visible: list[str]) -> bool:
+    """Whether Slurm lets this task see but a part of what the step has on the node."""
+    on_node = os.environ.get("SLURM_GPUS_ON_NODE")
+    if not visible or on_node is None:
+        return False
+    return len(visible) < environment.number("SLURM_GPUS_ON_NODE", on_node)
+
+
+def _in_order(tasks_of_host: dict[str, int]) -> list[tuple[str, int]]:
+    """The host of each task, and its place there, as `srun --distribution` has them:
+    all tasks of a node, then those of the next, or some at a time in turns.
+    """
+    kind = os.environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+    at_once = _MOST
+    if kind == "cyclic":
+        at_once = 1
+    elif kind == "plane":
+        at_once = max(_number("DIST_PLANESIZE"), 1)
+    tasks: list[tuple[str, int]] = []
+    placed = dict.fromkeys(tasks_of_host, 0)
+    while len(tasks) < sum(tasks_of_host.values()):
+        for host, count in tasks_of_host.items():
+            first = placed[host]
+            placed[host] = min(first + at_once, count)
+            tasks += [(host, index) for index in range(first, placed[host])]
+    return tasks
+
+
+def _address_of(node: str) -> str:
+    """The name of a node, or where it has no address, what Slurm says that it is."""
+    if _has_address(node):
+        return node
+    address = _said_by_slurm(node)
+    if address is None:
+        raise ClusterError(
+            f"The first task is on the node {node!r}, and this name has no address "
+            "here.",
+            received="none from the resolver of this host, nor from scontrol.",
+            fix="name an address that all nodes reach: "
+            'KERAS_DISTRIBUTION_JOB_ADDRESSES="10.0.0.1:1234", with _NUM_PROCESSES='
+            "$SLURM_NTASKS and _PROCESS_ID=$SLURM_PROCID.",
+        )
+    return f"[{address}]" if ":" in address else address
+
+
+def _has_address(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        return error.errno == socket.EAI_AGAIN  # It is too busy to say.
+    except UnicodeError:
+        return False
+    return True
+
+
+def _said_by_slurm(node: str) -> str | None:
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return None
+    command = [scontrol, "--oneliner", "show", "node", node]
+    options: Any = {"capture_output": True, "text": True, "timeout": _ASK_SECONDS}
+    try:
+        said = subprocess.run(command, check=True, **options).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"(?:^|\s)NodeAddr=(\S+)", said)
+    return found[1] if found and _has_address(found[1]) else None
 
 
 def _tasks_of_hosts(tasks_per_node: int | dict[str, int] | None) -> dict[str, int]:

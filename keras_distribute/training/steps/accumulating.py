@@ -50,7 +50,9 @@ def accumulating(
                 dict(zip(indices, shapes, strict=True)),
             )
         sums = {i: jnp.sum(state.slots[i], 0) for i in indices}
-        logs, new = global_step(state._replace(slots=with_changed(state.slots, sums)), data)
+        logs, new = global_step(
+            state._replace(slots=with_changed(state.slots, sums)), data
+        )
         state = TrainState(*new)
         first = {i: _of_first(state.slots[i], replicas) for i in indices}
         return logs, state._replace(slots=with_changed(state.slots, first))

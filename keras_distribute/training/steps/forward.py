@@ -27,9 +27,9 @@ from keras_distribute import context
 from keras_distribute._compat import rows as compat
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
+from keras_distribute.devices import replication_proof
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.devices.over_replicas import over_replicas
-from keras_distribute.devices import replication_proof
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batch_normalization
 from keras_distribute.values import reductions

@@ -64,7 +64,6 @@ class StepPlan:
             f"Faster: {self.remedy}."
         )
 
-
     def _text_in_series(self) -> str:
         if self.is_local:
             return (
