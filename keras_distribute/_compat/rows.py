@@ -90,7 +90,7 @@ def what_may_mix_rows(trainer: Any) -> Any | None:
 
 
 def _is_elementwise(operation: Any) -> bool:
-    """Whether it is what Keras makes of `x + y` and its like, on tensors of one rank."""
+    """Whether it is what Keras makes of `x + y`, of tensors of one rank."""
     kind = type(operation)
     if kind.__module__ != "keras.src.ops.numpy" or kind.__name__ not in _ELEMENTWISE:
         return False

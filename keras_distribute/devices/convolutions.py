@@ -1,9 +1,9 @@
 """Convolutions in the bodies of loops, where XLA for CPUs leaves them as they are.
 
-Outside of loops and conditions it rewrites each to the one order of dimensions that its
-fast code takes (`ConvCanonicalization`, JAX 0.10, looks at the entry computation alone);
-inside, the gradient of a kernel, whose dimensions are in another order, is a plain loop,
-15 times slower. So the rewriting is done here.
+Outside of loops and conditions it rewrites each to the one order of dimensions that
+its fast code takes (`ConvCanonicalization`, JAX 0.10, looks at the entry computation
+alone); inside, the gradient of a kernel, whose dimensions are in another order, is a
+plain loop, 15 times slower. So the rewriting is done here.
 """
 
 from __future__ import annotations
