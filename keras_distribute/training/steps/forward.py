@@ -49,7 +49,7 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
     """
 
     def forward(weights: list[Any], others: list[Any], x: Any) -> Any:
-        return compat.forward(trainer, restore(weights), others, x)
+        return compat.forward(trainer, restore(weights), others, x, training=True)
 
     return forward
 
