@@ -9,8 +9,9 @@ shapes, with nothing around it that depends on the number of devices, and sums o
 replicas follow one binary tree (`tree_sums.py`): the results have the same bits on any
 number of devices.
 
-The compiler must not know the length of a loop: one of a single turn it takes apart,
-and fuses the body with what is around it.
+What is computed once is the body of a loop, too, of one turn: XLA compiles each body by
+itself. It must not know the length of a loop, or it would take one of a single turn
+apart, and fuse the body with what is around it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from keras_distribute.errors import ContextError
 
 
 def run(
-    series: Series, program: core.ClosedJaxpr, inputs: Sequence[Value]
+    series: Series, program: core.ClosedJaxpr, inputs: Sequence[Value], zero: Any
 ) -> list[Value]:
     """The outputs of a replica's program on this device, inside a program over
     all devices.
@@ -42,11 +43,12 @@ def run(
     Args:
         program: Traced for one replica, with an axis of all replicas.
         inputs: What the device's replicas get.
+        zero: As the compiler does not know it (`unknown_zero`).
 
     Raises:
         ContextError: For a communication that is none over all replicas.
     """
-    part = _Part(series, program, inputs)
+    part = _Part(series, program, inputs, zero)
     for level in range(part.num_levels):
         part.compute_equal(level)
         part.loop(level)
@@ -78,9 +80,13 @@ class _Part:
     """
 
     def __init__(
-        self, series: Series, program: core.ClosedJaxpr, inputs: Sequence[Value]
+        self,
+        series: Series,
+        program: core.ClosedJaxpr,
+        inputs: Sequence[Value],
+        zero: Any,
     ) -> None:
-        self._series = series
+        self._series, self._zero = series, zero
         self._known: dict[int, Value] = {}
         self._constants: dict[int, Any] = {}
         self._avals: list[Any] = []
@@ -119,7 +125,7 @@ class _Part:
             forms.update((number, _form(own[number])) for number in leaving)
             return [_flat(own[number]) for number in leaving]
 
-        results = lax.fori_loop(0, unknown(1), turn, self._zeros(leaving))
+        results = lax.fori_loop(0, 1 + self._zero, turn, self._zeros(leaving))
         for number, array in zip(leaving, results, strict=True):
             self._known[number] = Value(_formed(array, forms[number]), True)
 
@@ -156,7 +162,7 @@ class _Part:
             ]
 
         none = [_stacked_flat(jnp.tile(z, each)) for z in self._zeros(leaving)]
-        results = lax.fori_loop(0, unknown(each), turn, none)
+        results = lax.fori_loop(0, each + self._zero, turn, none)
         for number, flat in zip(leaving, results, strict=True):
             form = forms[number]
             form = dataclasses.replace(form, shape=(each, *form.shape))
@@ -335,7 +341,7 @@ class _Part:
         def branch_of(program: core.ClosedJaxpr) -> Callable[..., Any]:
             def branch(*arrays: Any) -> list[Any]:
                 values = map(Value, arrays, [v.is_equal for v in operands])
-                return self._arrays(run(self._series, program, list(values)), flags)
+                return self._arrays(self._run(program, list(values)), flags)
 
             return branch
 
@@ -355,7 +361,7 @@ class _Part:
         def step(arrays: Any, sliced: Any) -> Any:
             own = [*map(Value, arrays, carried)]
             own += map(Value, sliced, [v.is_equal for v in rows])
-            results = run(self._series, body, [*consts, *own])
+            results = self._run(body, [*consts, *own])
             return (
                 self._arrays(results[:num_carry], carried),
                 self._arrays(results[num_carry:], stacked),
@@ -385,15 +391,19 @@ class _Part:
 
         def goes_on(arrays: Any) -> Any:
             values = [*given[:begin], *map(Value, arrays, flags)]
-            found = run(self._series, params["cond_jaxpr"], values)
+            found = self._run(params["cond_jaxpr"], values)
             return self._arrays(found, [True])[0]
 
         def step(arrays: Any) -> Any:
             values = [*given[begin:end], *map(Value, arrays, flags)]
-            return self._arrays(run(self._series, params["body_jaxpr"], values), flags)
+            return self._arrays(self._run(params["body_jaxpr"], values), flags)
 
         carry = self._arrays(given[end:], flags)
         return list(map(Value, lax.while_loop(goes_on, step, carry), flags))
+
+    def _run(self, program: core.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """What is inside of an operation that communicates."""
+        return run(self._series, program, inputs, self._zero)
 
     def _arrays(self, values: Sequence[Value], equal: Sequence[bool]) -> list[Any]:
         each = self._series.each
@@ -472,6 +482,16 @@ def _is_key(array: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def unknown(value: Any) -> Any:
-    """A number that the compiler does not know."""
-    return lax.optimization_barrier(jnp.asarray(value))
+def unknown_zero(arrays: Sequence[Any]) -> Any:
+    """A zero of which the compiler does not know that it is one.
+
+    Args:
+        arrays: Arguments of the program: a number is never 1 and 2, which XLA does not
+            find out. What no argument is a part of, as a barrier, it sees through.
+    """
+    known = (a for a in arrays if jnp.size(a) and not _is_key(a))
+    some = next((a for a in known if a.dtype != jnp.bool_), None)
+    if some is None:
+        return lax.optimization_barrier(jnp.int32(0))
+    first = lax.slice(jnp.ravel(some), (0,), (1,))[0]
+    return ((first == 1) & (first == 2)).astype("int32")

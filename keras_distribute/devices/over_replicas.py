@@ -82,7 +82,8 @@ def _in_series(
                 Value(_apart(array, each), False) if split else Value(array, True)
                 for array, split in zip(arrays, map(_is_split, given), strict=True)
             ]
-            outputs = in_series.run(series, program, inputs)
+            zero = in_series.unknown_zero(arrays)
+            outputs = in_series.run(series, program, inputs, zero)
             return [
                 _together(value.stacked(each)) if split else value.alone()
                 for value, split in zip(outputs, map(_is_split, returned), strict=True)

@@ -41,7 +41,7 @@ class Series:
         algorithms by how fast they were, and add in any order
         (https://openxla.org/xla/determinism).
         """
-        options: dict[str, Any] = {"xla_disable_hlo_passes": "cse"}
+        options: dict[str, Any] = {"xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion"}
         if self.platform == "gpu":
             options["xla_gpu_deterministic_ops"] = True
             options["xla_gpu_autotune_level"] = 0
