@@ -1,0 +1,163 @@
+"""`deterministic=True`: the same bits on any number of devices and processes."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_distribute as kd
+from keras_distribute.training.steps.plan import plan_of
+from tests.support import mirrored
+
+from . import drawn_runs, training
+
+EVERY_CASE = bool(os.environ.get("EVERY_CASE"))
+# In one child of the tests: what takes long is to start, and to compile.
+SEEDS = range(200) if EVERY_CASE else (2, 7, 9, 16)
+EACH = 10 if EVERY_CASE else len(SEEDS)
+DEVICES = "1,2,4,8" if EVERY_CASE else "1,4,8"
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("begin", range(0, len(SEEDS), EACH))
+def test_drawn_trainings_have_the_same_bits(begin):
+    """Compiled as for users, unlike what runs in the tests' own processes."""
+    unlike = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+    environment = {k: v for k, v in os.environ.items() if k not in unlike}
+    seeds = map(str, SEEDS[begin : begin + EACH])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.certainty.drawn_runs", DEVICES, *seeds],
+        cwd=ROOT,
+        env=environment | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=880,
+    )
+    lines = [line for line in done.stdout.splitlines() if ": model=" in line]
+    assert len(lines) == len(SEEDS[begin : begin + EACH]), done.stderr[-2000:]
+    assert [line for line in lines if not line.startswith("same")] == []
+    assert done.returncode == 0
+
+
+class Stopped(Exception):
+    pass
+
+
+class StopsAt(keras.callbacks.Callback):
+    def __init__(self, batch):
+        self.left = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise Stopped
+
+
+def deterministic(devices, **options):
+    return mirrored(devices, deterministic=True, **options)
+
+
+def moved(folder, choice):
+    """A training of 12 steps that goes on from one number of devices to another, where
+    it was stopped.
+    """
+    callbacks, stops = [kd.callbacks.BackupAndRestore(folder, save_freq=1)], []
+    for devices in (1, 8, 2, 4):
+        model = training.built(deterministic(devices))
+        last = devices == 4
+        stop = [] if last else [StopsAt(choice.randint(1, 3))]
+        try:
+            training.fitted(model, *callbacks, *stop, epochs=2)
+        except Stopped:
+            stops.append(int(model.optimizer.iterations))
+    assert len(stops) == 3 and int(model.optimizer.iterations) == 12
+    return model
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_training_that_moves_has_the_bits_of_one_that_stays(seed, tmp_path):
+    model = training.built(deterministic(2))
+    training.fitted(model, epochs=2)
+    assert training.bits_of(moved(tmp_path, random.Random(seed))) == training.bits_of(
+        model
+    )
+
+
+def bits_in_a_process(devices):
+    """Of a deterministic training over all processes."""
+    training.without_tensorflow()
+    strategy = kd.MultiWorkerMirroredStrategy(deterministic=True)
+    assert strategy.replica_mesh.mesh.size == devices
+    model = training.built(strategy)
+    history = training.fitted(model, epochs=2).history
+    predicted = model.predict(training.X, batch_size=8, verbose=0)
+    return [*training.bits_of(model), str(history), predicted.tobytes()]
+
+
+@pytest.mark.timeout(240)
+def test_processes_have_the_bits_of_one():
+    model = training.built(deterministic(1))
+    history = training.fitted(model, epochs=2).history
+    predicted = model.predict(training.X, batch_size=8, verbose=0)
+    alone = [*training.bits_of(model), str(history), predicted.tobytes()]
+    environment = {"NPROC": os.environ["NPROC"]}
+    for found in kd.testing.run_in_processes(
+        bits_in_a_process, 2, 4, cpu_devices=2, timeout=200, environment=environment
+    ):
+        assert found == alone
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "embedding"])
+def test_the_numbers_are_those_of_one_device(name):
+    """Without random layers and batch normalization."""
+    drawn = drawn_runs.Drawn(0)
+    drawn.model, drawn.policy, drawn.accumulation = name, "float32", None
+    found = []
+    for strategy in (deterministic(2), kd.get_strategy()):
+        model = drawn.compiled_on(strategy)
+        if name == "mlp":
+            model.layers[1].rate = 0.0
+        x, y, weight = drawn_runs.data_of(name, 37)
+        options = {"batch_size": 16, "verbose": 0, "shuffle": False}
+        model.fit(x, y, sample_weight=weight, epochs=2, **options)
+        del options["shuffle"]
+        evaluated = model.evaluate(x, y, sample_weight=weight, **options)
+        found.append([evaluated, *[v.numpy() for v in model.trainable_variables]])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_the_plan_says_what_each_device_computes():
+    strategy = deterministic(2)
+    assert str(plan_of(training.built(strategy), strategy)) == (
+        "The training step computes the gradients of one replica's rows after the "
+        "other's, and has the same bits on any number of devices."
+    )
+    with strategy.scope():
+        model = drawn_runs.Subclassed()
+        model.compile("sgd", "mse")
+    assert str(plan_of(model, strategy)) == (
+        "The training step is computed whole on each device, and has the same bits on "
+        "any number of devices, because the model `subclassed` (Subclassed) may mix "
+        "rows in its `call`. Faster: keras.Sequential or a functional model."
+    )
+
+
+def test_replicas_and_devices_are_shown():
+    strategy = deterministic(2)
+    assert strategy.num_replicas_in_sync == 8
+    text = strategy.summary(batch_size=37).text()
+    assert "8 replicas on 2 devices" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[0] for line in lines if "cpu:0" in line or "cpu:1" in line] == [
+        "0-3",
+        "4-7",
+    ]
