@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, replication_proof
+from keras_distribute.devices import convolutions, own_index, replication_proof
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import COLLECTIVES, OVER_AN_OWN_AXIS
 from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called
@@ -188,15 +188,11 @@ class _Part:
         replica: Any = None,
     ) -> None:
         """Adds the results of operations to what is known inside of a loop."""
+        rule = convolutions.in_a_loop if self._series.on_cpu else bound
+        if replica is not None:
+            rule = own_index.with_index(rule, jnp.int32(replica))
         for op in operations:
-            if op.eqn.primitive.name == "axis_index":
-                own[op.outputs[0]] = jnp.int32(replica)
-                continue
-            given = [self._read(number, own) for number in op.inputs]
-            if self._series.on_cpu:
-                results = convolutions.in_a_loop(op.eqn, given)
-            else:
-                results = bound(op.eqn, given)
+            results = rule(op.eqn, [self._read(number, own) for number in op.inputs])
             own.update(zip(op.outputs, results, strict=True))
 
     def _read(self, number: int, own: dict[int, Any]) -> Any:
