@@ -169,4 +169,4 @@ OVER_AN_OWN_AXIS: dict[str, Callable[..., Any]] = {
     "pmax": jnp.max,
     "pmin": jnp.min,
 }
-"""Those that may reduce dimensions of a replica's own value as well, and how it does."""
+"""Those that may reduce dimensions of a replica's own value as well, and how."""
