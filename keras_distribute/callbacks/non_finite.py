@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import sparse
 
 from keras_distribute.cluster import agreement, processes
-from keras_distribute.devices.mesh import ReplicaMesh, mesh_of_array
+from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.errors import NonFiniteError
 from keras_distribute.training import calls
 from keras_distribute.training.batches import WHOLE, Placed
@@ -111,12 +111,30 @@ def _found_in(placed: Placed) -> list[str]:
                 continue
             mesh = ReplicaMesh(mesh_of_array(array))
             for shard in array.addressable_shards:
-                if not np.isfinite(_true_part(shard, rows)).all():
-                    replica = mesh.replica_at(mesh.devices.index(shard.device))
-                    process = shard.device.process_index
-                    name = _name_of(path)
-                    found[f"{name} of replica {replica} (process {process})"] = None
+                place = mesh.replica_at(mesh.devices.index(shard.device))
+                process, name = shard.device.process_index, _name_of(path)
+                for replica in _not_finite(_true_part(shard, rows), array, mesh):
+                    at = place + replica
+                    found[f"{name} of replica {at} (process {process})"] = None
     return list(found)
+
+
+def _not_finite(
+    part: np.ndarray[Any, Any], array: jax.Array, mesh: ReplicaMesh
+) -> list[int]:
+    """Which of a device's replicas have values that are not finite; 0 where all have
+    the same.
+
+    Args:
+        part: The true rows of the device.
+        array: Of all devices.
+    """
+    wrong = ~np.isfinite(part)
+    split = getattr(array.sharding, "spec", ())[:1] == (REPLICA_AXIS,)
+    if not split:
+        return [0] if wrong.any() else []
+    each = array.shape[0] // mesh.num_replicas
+    return sorted({int(row) // each for row in np.nonzero(wrong)[0]})
 
 
 def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:

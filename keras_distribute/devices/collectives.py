@@ -1,8 +1,9 @@
 """What replicas do together, where a device has several: from the values of a device's
 replicas to what each of them gets, inside a program over all devices.
 
-Sums follow one binary tree over the replicas, whatever the number of devices: over
-those of a device first, then over the devices, which have whole branches of it.
+Sums, maxima and minima follow one binary tree over the replicas, whatever the number of
+devices: over those of a device first, then over the devices, which have whole branches
+of it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from keras_distribute.devices.series import Series, Value
 _SMALL = 16384
 _BITS_OF_16 = {"bfloat16": (8, 7), "float16": (5, 10)}
 
+_OfTwo = Callable[[Any, Any], Any]
 
-def _tree_sum(stacked: Any) -> Any:
-    """The sum along axis 0, whose length is a power of two."""
+
+def _tree(of_two: _OfTwo, stacked: Any) -> Any:
+    """The sum, or the like, along axis 0, whose length is a power of two."""
     while stacked.shape[0] > 1:
-        stacked = _added(stacked[0::2], stacked[1::2])
+        stacked = of_two(stacked[0::2], stacked[1::2])
     return stacked[0]
 
 
@@ -40,29 +43,41 @@ def _added(a: Any, b: Any) -> Any:
     return lax.reduce_precision(wide, *bits).astype(a.dtype)
 
 
+def _larger(a: Any, b: Any) -> Any:
+    """The larger number, or what is none. XLA may forget that one was none, and choose
+    either of two zeros.
+    """
+    return jnp.where((a >= b) | (a != a), a, b)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return jnp.where((a <= b) | (a != a), a, b)
+
+
+def _of_replicas(of_two: _OfTwo, series: Series, value: Value) -> Value:
+    """By one tree over the replicas."""
+    total, devices = _tree(of_two, value.array), series.num_devices
+    if devices == 1 or not total.size:
+        return Value(total, True)
+    if total.nbytes * devices <= _SMALL:
+        return Value(_tree(of_two, lax.all_gather(total, REPLICA_AXIS)), True)
+    flat = total.ravel()
+    flat = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
+    pieces = lax.all_to_all(flat, REPLICA_AXIS, 0, 0, tiled=True)
+    whole = lax.all_gather(_tree(of_two, pieces), REPLICA_AXIS, tiled=True)
+    return Value(whole[: total.size].reshape(total.shape), True)
+
+
 def _psum(series: Series, params: Any, value: Value) -> Value:
     if value.is_equal:
         array = jnp.asarray(value.array)
         return Value(array * jnp.asarray(series.num_replicas, array.dtype), True)
-    total, devices = _tree_sum(value.array), series.num_devices
-    if devices == 1 or not total.size:
-        return Value(total, True)
-    if total.nbytes * devices <= _SMALL:
-        return Value(_tree_sum(lax.all_gather(total, REPLICA_AXIS)), True)
-    flat = total.ravel()
-    flat = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
-    pieces = lax.all_to_all(flat, REPLICA_AXIS, 0, 0, tiled=True)
-    whole = lax.all_gather(_tree_sum(pieces), REPLICA_AXIS, tiled=True)
-    return Value(whole[: total.size].reshape(total.shape), True)
+    return _of_replicas(_added, series, value)
 
 
-def _extreme(over_axis: Any, over_devices: Any) -> Callable[..., Value]:
+def _extreme(of_two: _OfTwo) -> Callable[..., Value]:
     def rule(series: Series, params: Any, value: Value) -> Value:
-        if value.is_equal:
-            return value
-        own = over_axis(value.array, 0)
-        whole = series.num_devices > 1 and own.size
-        return Value(over_devices(own, REPLICA_AXIS) if whole else own, True)
+        return value if value.is_equal else _of_replicas(of_two, series, value)
 
     return rule
 
@@ -113,11 +128,11 @@ def _reduce_scatter(series: Series, params: Any, value: Value) -> Value:
 
 
 def _all_to_all(series: Series, params: Any, value: Value) -> Value:
+    # Also where it is called untiled: JAX adds and takes away the dimension around it.
     whole, count = _of_all(series, value), series.num_replicas
-    parts = _taken_apart(whole, params["split_axis"], params["tiled"], count, 1)
+    parts = _taken_apart(whole, params["split_axis"], True, count, 1)
     received = jnp.swapaxes(parts, 0, 1)  # Of each replica, from each.
-    axis, tiled = params["concat_axis"], params["tiled"]
-    return Value(_in_place(series.own(received), axis, tiled, 1), False)
+    return Value(_in_place(series.own(received), params["concat_axis"], True, 1), False)
 
 
 def _ppermute(series: Series, params: Any, value: Value) -> Value:
@@ -136,8 +151,8 @@ def _unchanged(series: Series, params: Any, value: Value) -> Value:
 COLLECTIVES: dict[str, Callable[[Series, Any, Value], Value]] = {
     "psum": _psum,
     "psum_invariant": _psum,
-    "pmax": _extreme(jnp.max, lax.pmax),
-    "pmin": _extreme(jnp.min, lax.pmin),
+    "pmax": _extreme(_larger),
+    "pmin": _extreme(_smaller),
     "all_gather": _all_gather,
     "all_gather_invariant": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -148,3 +163,10 @@ COLLECTIVES: dict[str, Callable[[Series, Any, Value], Value]] = {
     "pvary": _unchanged,
 }
 """By the name of the operation; each operand by itself."""
+
+OVER_AN_OWN_AXIS: dict[str, Callable[..., Any]] = {
+    "psum": jnp.sum,
+    "pmax": jnp.max,
+    "pmin": jnp.min,
+}
+"""Those that may reduce dimensions of a replica's own value as well, and how."""

@@ -27,8 +27,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, replication_proof
-from keras_distribute.devices.collectives import COLLECTIVES
+from keras_distribute.devices import convolutions, own_index, replication_proof
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.collectives import COLLECTIVES, OVER_AN_OWN_AXIS
 from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called
 from keras_distribute.devices.series import Series, Value
 from keras_distribute.errors import ContextError
@@ -193,15 +194,11 @@ class _Part:
         replica: Any = None,
     ) -> None:
         """Adds the results of operations to what is known inside of a loop."""
+        rule = convolutions.in_a_loop if self._series.on_cpu else bound
+        if replica is not None:
+            rule = own_index.with_index(rule, jnp.int32(replica))
         for op in operations:
-            if op.eqn.primitive.name == "axis_index":
-                own[op.outputs[0]] = jnp.int32(replica)
-                continue
-            given = [self._read(number, own) for number in op.inputs]
-            if self._series.on_cpu:
-                results = convolutions.in_a_loop(op.eqn, given)
-            else:
-                results = bound(op.eqn, given)
+            results = rule(op.eqn, [self._read(number, own) for number in op.inputs])
             own.update(zip(op.outputs, results, strict=True))
 
     def _read(self, number: int, own: dict[int, Any]) -> Any:
@@ -251,6 +248,9 @@ class _Part:
             if key is not None and key in self._seen:
                 numbers.update(zip(eqn.outvars, self._seen[key], strict=True))
                 continue
+            own = _own_axes(eqn)
+            if own:
+                eqn, given = self._reduced(eqn, given, own, operations)
             body = called(eqn)
             whole = eqn.primitive.name in RECOMPUTED
             if body is None or (whole and not replication_proof.communicates(eqn)):
@@ -262,6 +262,25 @@ class _Part:
                 self._seen[key] = results
             numbers.update(zip(eqn.outvars, results, strict=True))
         return list(map(number_of, jaxpr.outvars))
+
+    def _reduced(
+        self,
+        eqn: Any,
+        given: Sequence[int],
+        axes: tuple[int, ...],
+        operations: list[_Operation],
+    ) -> tuple[Any, list[int]]:
+        """A collective that reduces dimensions of each replica's value, too, as one
+        over the replicas alone, and its operands, which have lost those dimensions.
+        """
+        reduce = OVER_AN_OWN_AXIS[eqn.primitive.name]
+
+        def own(*arrays: Any) -> list[Any]:
+            return [reduce(a, axes).astype(a.dtype) for a in arrays]
+
+        program = jax.make_jaxpr(own)(*(_shape_of(atom) for atom in eqn.invars))
+        params = {**eqn.params, "axes": (REPLICA_AXIS,)}
+        return eqn.replace(params=params), self._opened(program, given, operations)
 
     def _constant(self, value: Any, aval: Any) -> int:
         key: Hashable | None = None
@@ -327,7 +346,7 @@ class _Part:
         if rule is None or eqn.params.get("axis_index_groups") is not None:
             raise ContextError(
                 "With deterministic=True, replicas communicate with all others.",
-                received=f"the operation {name!r}, or one among some of the replicas.",
+                received=f"the operation {name!r}{_groups_of(eqn)}.",
                 fix="kd.get_replica_context().all_reduce or all_gather; or a strategy "
                 "without deterministic=True.",
             )
@@ -422,6 +441,25 @@ def _key(eqn: Any, inputs: Sequence[int]) -> Hashable | None:
         return None
     alike = replication_proof.is_stateful(eqn) or replication_proof.communicates(eqn)
     return None if alike else key
+
+
+def _groups_of(eqn: Any) -> str:
+    groups = eqn.params.get("axis_index_groups")
+    return "" if groups is None else f" with axis_index_groups={groups}"
+
+
+def _own_axes(eqn: Any) -> tuple[int, ...]:
+    """Of a collective, the dimensions of a replica's own value that it reduces: an
+    axis of `jax.vmap` that it names beside the replicas.
+    """
+    axes = eqn.params.get("axes", ())
+    if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
+        return ()
+    return tuple(axis for axis in axes if isinstance(axis, int))
+
+
+def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def _at(operations: Sequence[_Operation], level: int) -> Iterator[_Operation]:

@@ -402,8 +402,9 @@ def copies(array: jax.Array) -> tuple[jax.Array, ...]:
     """
     sharding, shards = array.sharding, array.addressable_shards
     if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
-        first = set(ReplicaMesh(mesh_of_array(array)).first_devices)
-        shards = [shard for shard in shards if shard.device in first]
+        mesh = ReplicaMesh(mesh_of_array(array))
+        own = {shard.device: shard.data for shard in shards}
+        return tuple(own[mesh.device_of(replica)] for replica in mesh.local_replicas)
     return tuple(shard.data for shard in shards)
 
 

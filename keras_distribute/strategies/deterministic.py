@@ -46,11 +46,14 @@ def mesh_of(
             "get the same bits.",
         )
     if count % len(devices):
-        least = max(count, 1 << (len(devices) - 1).bit_length())
+        fewer = min(count, 1 << (len(devices).bit_length() - 1))
+        fix = f"{fewer} devices"
+        if not len(devices) & (len(devices) - 1):
+            fix += f", or num_replicas={len(devices)} on every machine that is to get "
+            fix += "the same bits"
         raise DeviceError(
             "Each device of a deterministic strategy has equally many of the replicas.",
             received=f"{count} replicas on {len(devices)} devices.",
-            fix=f"{1 << (len(devices).bit_length() - 1)} devices, or "
-            f"num_replicas={least} on every machine that is to get the same bits.",
+            fix=f"{fix}.",
         )
     return ReplicaMesh.in_series(devices, count)

@@ -151,11 +151,11 @@ class PerReplica(DistributedValues):
             fitting(np.asarray(c)) if not isinstance(c, jax.Array) else c
             for c in components
         ]
-        devices = mesh.local_devices[:: mesh.num_logical]
         if len({(len(shape), dtype) for shape, dtype in forms}) > 1:
             return PerReplica(
                 components=tuple(
-                    jax.device_put(a, d) for a, d in zip(arrays, devices, strict=True)
+                    jax.device_put(array, mesh.device_of(replica))
+                    for replica, array in zip(mesh.local_replicas, arrays, strict=True)
                 )
             )
         shapes = [shape for shape, _ in forms]
