@@ -21,6 +21,7 @@ NAMES = (
     "checkpoints",
     "dry_run",
     "consistency",
+    "deterministic",
     "kill_matrix",
 )
 
