@@ -6,8 +6,8 @@ same on every replica is computed once on each device; everything else between t
 communications is the body of a loop over the device's replicas, whose values that are
 needed later are stacked. So a replica's part is compiled as one computation of its own
 shapes, with nothing around it that depends on the number of devices, and sums over the
-replicas follow one binary tree (`tree_sums.py`): the results have the same bits on any
-number of devices.
+replicas follow one binary tree (`collectives.py`): the results have the same bits on
+any number of devices.
 
 What is computed once is the body of a loop, too, of one turn: XLA compiles each body by
 itself. It must not know the length of a loop, or it would take one of a single turn
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,18 @@ from jax.extend import core
 
 from keras_distribute.devices import convolutions, own_index, replication_proof
 from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.collectives import COLLECTIVES, OVER_AN_OWN_AXIS
+from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
+from keras_distribute.devices.communication import Communication
+from keras_distribute.devices.flat_arrays import (
+    Form,
+    flattened,
+    form_of,
+    formed,
+    is_key,
+    of_several,
+)
 from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called
 from keras_distribute.devices.series import Series, Value
-from keras_distribute.errors import ContextError
 
 
 def run(
@@ -118,17 +126,17 @@ class _Part:
         taken = self._taken(operations)
 
         given = [self._known[number].array for number in taken]
-        flat, forms = list(map(_flat, given)), dict[int, Any]()
+        flat, forms = list(map(flattened, given)), dict[int, Any]()
 
         def turn(_: Any, results: list[Any]) -> list[Any]:
-            own = dict(zip(taken, map(_formed, flat, map(_form, given)), strict=True))
+            own = dict(zip(taken, map(formed, flat, map(form_of, given)), strict=True))
             self._compute(operations, own)
-            forms.update((number, _form(own[number])) for number in leaving)
-            return [_flat(own[number]) for number in leaving]
+            forms.update((number, form_of(own[number])) for number in leaving)
+            return [flattened(own[number]) for number in leaving]
 
         results = lax.fori_loop(0, 1 + self._zero, turn, self._zeros(leaving))
         for number, array in zip(leaving, results, strict=True):
-            self._known[number] = Value(_formed(array, forms[number]), True)
+            self._known[number] = Value(formed(array, forms[number]), True)
 
     def loop(self, level: int) -> None:
         """Does what is each replica's own, one replica after the other."""
@@ -140,51 +148,55 @@ class _Part:
         first, each = self._series.first, self._series.each
         given = [self._known[number] for number in taken]
         stacks = [
-            _flat(value.array) if value.is_equal else self._stack(number)
+            flattened(value.array) if value.is_equal else self._stack(number)
             for number, value in zip(taken, given, strict=True)
         ]
-        forms: dict[int, _Form] = {}
+        forms: dict[int, Form] = {}
 
         def turn(j: Any, results: list[Any]) -> list[Any]:
             own: dict[int, Any] = {}
             for number, value, flat in zip(taken, given, stacks, strict=True):
-                form = _form(value.array)
+                form = form_of(value.array)
                 if not value.is_equal:
                     form = dataclasses.replace(form, shape=form.shape[1:])
                     size = (flat.size - 1) // each
                     flat = lax.dynamic_slice(flat, (j * size,), (size,))
-                own[number] = _formed(flat, form)
+                own[number] = formed(flat, form)
             self._compute(operations, own, first + j)
-            forms.update((number, _form(own[number])) for number in leaving)
-            left = [_flat(own[number]) for number in leaving]
+            forms.update((number, form_of(own[number])) for number in leaving)
+            left = [flattened(own[number]) for number in leaving]
             return [
                 lax.dynamic_update_slice(stack, flat, (j * flat.size,))
                 for stack, flat in zip(results, left, strict=True)
             ]
 
-        none = [_stacked_flat(jnp.tile(z, each)) for z in self._zeros(leaving)]
+        none = [of_several(jnp.tile(z, each)) for z in self._zeros(leaving)]
         results = lax.fori_loop(0, each + self._zero, turn, none)
         for number, flat in zip(leaving, results, strict=True):
             form = forms[number]
             form = dataclasses.replace(form, shape=(each, *form.shape))
             self._stacks[number] = flat
-            self._known[number] = Value(_formed(flat[:-1], form), False)
+            self._known[number] = Value(formed(flat[:-1], form), False)
 
     def _stack(self, number: int) -> Any:
         """The values of the device's replicas as a loop takes them."""
         if number not in self._stacks:
-            self._stacks[number] = _stacked_flat(_flat(self._known[number].array))
+            self._stacks[number] = of_several(flattened(self._known[number].array))
         return self._stacks[number]
 
     def _zeros(self, numbers: Sequence[int]) -> list[Any]:
         avals = [self._avals[number] for number in numbers]
-        shapes = [jax.eval_shape(_flat, aval) for aval in avals]
+        shapes = [jax.eval_shape(flattened, aval) for aval in avals]
         return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
     def communicate(self, level: int) -> None:
         """Does what the replicas do together, and what holds it."""
+        together = Communication(
+            self._series,
+            lambda program, inputs: run(self._series, program, inputs, self._zero),
+        )
         for op in _at(self._together, level):
-            results = self._communicated(op.eqn, list(map(self._value, op.inputs)))
+            results = together(op.eqn, list(map(self._value, op.inputs)))
             self._known.update(zip(op.outputs, results, strict=True))
 
     def _compute(
@@ -337,100 +349,6 @@ class _Part:
         needed = dict.fromkeys(itertools.chain(self._outputs, wanted))
         return [number for number in needed if number in made]
 
-    def _communicated(self, eqn: Any, given: list[Value]) -> list[Value]:
-        name = eqn.primitive.name
-        holds = {"cond": self._cond, "scan": self._scan, "while": self._while}
-        if name in holds:
-            return holds[name](eqn, given)
-        rule = COLLECTIVES.get(name)
-        if rule is None or eqn.params.get("axis_index_groups") is not None:
-            raise ContextError(
-                "With deterministic=True, replicas communicate with all others.",
-                received=f"the operation {name!r}{_groups_of(eqn)}.",
-                fix="kd.get_replica_context().all_reduce or all_gather; or a strategy "
-                "without deterministic=True.",
-            )
-        return [rule(self._series, eqn.params, value) for value in given]
-
-    def _cond(self, eqn: Any, given: list[Value]) -> list[Value]:
-        """A choice that is the same on every replica."""
-        index, *operands = given
-        flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
-
-        def branch_of(program: core.ClosedJaxpr) -> Callable[..., Any]:
-            def branch(*arrays: Any) -> list[Any]:
-                values = map(Value, arrays, [v.is_equal for v in operands])
-                return self._arrays(self._run(program, list(values)), flags)
-
-            return branch
-
-        branches = list(map(branch_of, eqn.params["branches"]))
-        results = lax.switch(index.array, branches, *(v.array for v in operands))
-        return list(map(Value, results, flags))
-
-    def _scan(self, eqn: Any, given: list[Value]) -> list[Value]:
-        """A loop of a known length."""
-        params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-        flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
-        carried, stacked = flags[:num_carry], flags[num_carry:]
-        consts, carry = given[:num_consts], given[num_consts : num_consts + num_carry]
-        rows = given[num_consts + num_carry :]
-
-        def step(arrays: Any, sliced: Any) -> Any:
-            own = [*map(Value, arrays, carried)]
-            own += map(Value, sliced, [v.is_equal for v in rows])
-            results = self._run(body, [*consts, *own])
-            return (
-                self._arrays(results[:num_carry], carried),
-                self._arrays(results[num_carry:], stacked),
-            )
-
-        last, made = lax.scan(
-            step,
-            self._arrays(carry, carried),
-            [v.array if v.is_equal else jnp.moveaxis(v.array, 0, 1) for v in rows],
-            length=params["length"],
-            reverse=params["reverse"],
-        )
-        made = [
-            array if same else jnp.moveaxis(array, 1, 0)
-            for array, same in zip(made, stacked, strict=True)
-        ]
-        return list(map(Value, [*last, *made], flags))
-
-    def _while(self, eqn: Any, given: list[Value]) -> list[Value]:
-        """A loop whose length is the same on every replica."""
-        params, flags = (
-            eqn.params,
-            replication_proof.equal_results(eqn, [v.is_equal for v in given]),
-        )
-        begin = params["cond_nconsts"]
-        end = begin + params["body_nconsts"]
-
-        def goes_on(arrays: Any) -> Any:
-            values = [*given[:begin], *map(Value, arrays, flags)]
-            found = self._run(params["cond_jaxpr"], values)
-            return self._arrays(found, [True])[0]
-
-        def step(arrays: Any) -> Any:
-            values = [*given[begin:end], *map(Value, arrays, flags)]
-            return self._arrays(self._run(params["body_jaxpr"], values), flags)
-
-        carry = self._arrays(given[end:], flags)
-        return list(map(Value, lax.while_loop(goes_on, step, carry), flags))
-
-    def _run(self, program: core.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """What is inside of an operation that communicates."""
-        return run(self._series, program, inputs, self._zero)
-
-    def _arrays(self, values: Sequence[Value], equal: Sequence[bool]) -> list[Any]:
-        each = self._series.each
-        return [
-            value.alone() if same else value.stacked(each)
-            for value, same in zip(values, equal, strict=True)
-        ]
-
 
 def _key(eqn: Any, inputs: Sequence[int]) -> Hashable | None:
     """What is equal for two operations that give the same; `None`: nothing."""
@@ -441,11 +359,6 @@ def _key(eqn: Any, inputs: Sequence[int]) -> Hashable | None:
         return None
     alike = replication_proof.is_stateful(eqn) or replication_proof.communicates(eqn)
     return None if alike else key
-
-
-def _groups_of(eqn: Any) -> str:
-    groups = eqn.params.get("axis_index_groups")
-    return "" if groups is None else f" with axis_index_groups={groups}"
 
 
 def _own_axes(eqn: Any) -> tuple[int, ...]:
@@ -478,48 +391,6 @@ def _needed(
     return needed[::-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """What is lost of an array that is made flat.
-
-    Args:
-        keys: How keys of random numbers are made of numbers; `None` for other arrays.
-    """
-
-    shape: tuple[int, ...]
-    keys: Any = None
-
-
-def _form(array: Any) -> _Form:
-    keys = jax.random.key_impl(array) if _is_key(array) else None
-    return _Form(jnp.shape(array), keys)
-
-
-def _flat(array: Any) -> Any:
-    """An array as it enters and leaves a loop: XLA has no choice then of how it lies in
-    memory, on which the order of a sum depends.
-    """
-    return jnp.ravel(jax.random.key_data(array) if _is_key(array) else array)
-
-
-def _stacked_flat(flat: Any) -> Any:
-    """Those of several replicas, and one element more: what one replica takes is a part
-    of them, also where a device has one replica alone.
-    """
-    return jnp.concatenate([flat, jnp.zeros(1, flat.dtype)])
-
-
-def _formed(flat: Any, form: _Form) -> Any:
-    if form.keys is None:
-        return flat.reshape(form.shape)
-    return jax.random.wrap_key_data(flat.reshape((*form.shape, -1)), impl=form.keys)
-
-
-def _is_key(array: Any) -> bool:
-    dtype = getattr(array, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def unknown_zero(arrays: Sequence[Any]) -> Any:
     """A zero of which the compiler does not know that it is one.
 
@@ -527,7 +398,7 @@ def unknown_zero(arrays: Sequence[Any]) -> Any:
         arrays: Arguments of the program: a number is never 1 and 2, which XLA does not
             find out. What no argument is a part of, as a barrier, it sees through.
     """
-    known = (a for a in arrays if jnp.size(a) and not _is_key(a))
+    known = (a for a in arrays if jnp.size(a) and not is_key(a))
     some = next((a for a in known if a.dtype != jnp.bool_), None)
     if some is None:
         return lax.optimization_barrier(jnp.int32(0))
