@@ -296,7 +296,7 @@ def test_communication_among_some_is_refused(strategies):
     def fn(x):
         return lax.psum(x, AXIS, axis_index_groups=groups)
 
-    for strategy in (strategies[0], strategies[3]):
+    for strategy in (strategies[0], strategies[-1]):
         with pytest.raises(errors.ContextError) as caught:
             strategy.run(fn, args=(distributed(strategy, X),))
         assert str(caught.value) == (
@@ -485,7 +485,9 @@ def test_a_custom_loop(strategies):
 
 
 def test_a_custom_loop_is_as_on_one_device(strategies):
-    found = [trained(strategy, random=False) for strategy in strategies[::2]]
+    found = [
+        trained(strategy, random=False) for strategy in (strategies[0], strategies[-1])
+    ]
     assert_same_bits(found[0], found[1:])
     for a, b in zip(found[0], trained(mirrored(1), random=False), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-5)
@@ -494,7 +496,7 @@ def test_a_custom_loop_is_as_on_one_device(strategies):
 def test_the_replica_with_what_is_no_number_is_named(strategies):
     rows = ROWS[:32].copy()
     rows[11] = np.nan
-    for strategy in strategies[1], strategies[3]:
+    for strategy in strategies[1:]:
         with strategy.scope():
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
             model.compile("sgd", "mse")

@@ -540,6 +540,8 @@ TARGETS: dict[str, Target] = {
         cross_device_ops=of(kd.CrossDeviceOps, none=True),
         shard_optimizer_state=flag,
         communication_dtype=lambda v: v is None,
+        deterministic=flag,
+        num_replicas=lambda v: v is None,
     ),
     "MultiWorkerMirroredStrategy": made(
         kd.MultiWorkerMirroredStrategy,
@@ -547,6 +549,8 @@ TARGETS: dict[str, Target] = {
         communication_options=communication,
         shard_optimizer_state=flag,
         communication_dtype=lambda v: v is None,
+        deterministic=flag,
+        num_replicas=lambda v: v is None,
     ),
     "OneDeviceStrategy": made(kd.OneDeviceStrategy, device=lambda v: False),
     "ParameterServerStrategy": made(kd.ParameterServerStrategy, **parameter_servers),
