@@ -175,6 +175,30 @@ class _Whole:
         return logs, new._replace(slots=accumulating.with_changed(new.slots, first))
 
 
+def _loss(
+    trainer: Any,
+    state: TrainState | TestState,
+    data: Any,
+    predictions: Any,
+    others: list[Any],
+    losses: list[Any],
+    *,
+    training: bool,
+) -> Any:
+    """The loss of all rows, and the values of weights, others and metrics after it."""
+    x, y, weight = compat.unpack_x_y_sample_weight(data)
+    return compat.stateless_loss(
+        trainer,
+        losses,
+        (state.weights, others, state.metrics),
+        x=x,
+        y=y,
+        y_pred=predictions,
+        sample_weight=weight,
+        training=training,
+    )
+
+
 def _train(
     trainer: Any, strategy: Strategy, batch: _Batch, accumulators: Sequence[int]
 ) -> Callable[..., Any]:
@@ -198,15 +222,8 @@ def _train(
 
         def loss_of(outputs: list[Any], losses: list[Any]) -> Any:
             predictions = batch.forward.predictions(outputs, masks)
-            loss, (_, new, metrics) = compat.stateless_loss(
-                trainer,
-                losses,
-                (state.weights, others, state.metrics),
-                x=x,
-                y=y,
-                y_pred=predictions,
-                sample_weight=weight,
-                training=True,
+            loss, (_, new, metrics) = _loss(
+                trainer, state, data, predictions, others, losses, training=True
             )
             scaled = compat.scaled_loss(trainer, loss, state.slots)
             return scaled, (loss, predictions, new, metrics)
@@ -246,15 +263,8 @@ def _test(
         predictions = batch.forward.predictions(
             batch.gathered(outputs), batch.gathered(masks)
         )
-        loss, (_, others, metrics) = compat.stateless_loss(
-            trainer,
-            losses,
-            (state.weights, others, state.metrics),
-            x=x,
-            y=y,
-            y_pred=predictions,
-            sample_weight=weight,
-            training=False,
+        loss, (_, others, metrics) = _loss(
+            trainer, state, data, predictions, others, losses, training=False
         )
         logs, metrics = compat.update_metrics(
             trainer, metrics, loss, x, y, predictions, weight
