@@ -109,6 +109,8 @@ class Frame:
         gradients: Called with an optimizer, gradients and variables, in place of the
             optimizer's `apply`: a parameter server will make the update.
         updates: Whether optimizers make their updates here after all.
+        gather: From a variable that is divided over the replicas, and what this program
+            has of it, to the whole value, in the dtype that is read.
     """
 
     strategy: AnyStrategy
@@ -121,6 +123,7 @@ class Frame:
     ragged: Any = None
     gradients: Callable[[Any, list[Any], list[Any] | None], None] | None = None
     updates: bool = False
+    gather: Callable[[Any, Any], Any] | None = None
 
 
 class _Stack(threading.local):
@@ -176,6 +179,14 @@ def placement_of(strategy: AnyStrategy) -> Placement | None:
         if entry.placement is not None and entry.strategy is strategy:
             return entry.placement
     return None
+
+
+def without_gathering() -> contextlib.AbstractContextManager[Any]:
+    """Variables that are divided over the replicas are read in their parts."""
+    current = frame()
+    if current.gather is None:
+        return contextlib.nullcontext()
+    return entered(dataclasses.replace(current, gather=None))
 
 
 def gradients_taker() -> Callable[..., None] | None:

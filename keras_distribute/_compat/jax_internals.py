@@ -116,6 +116,22 @@ def go_back_to(trace: Any) -> None:
         core.trace_ctx.set_axis_env(axes)
 
 
+@contextlib.contextmanager
+def traced_where(array: Any) -> Generator[None]:
+    """What is computed inside belongs to the trace that `array` is of: a function that
+    is traced inside of that one (a scan's body) finds it made.
+    """
+    if not isinstance(array, core.Tracer):
+        yield
+        return
+    before = core.trace_ctx.trace
+    core.trace_ctx.set_trace(array._trace)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_trace(before)
+
+
 @functools.lru_cache(maxsize=256)
 def _form(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.core.ShapedArray(shape, dtype)

@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from keras_distribute.devices.mesh import ReplicaMesh
+
+MIN_SHARD_BYTES = 16 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Placement:
             `None`: none is.
         shard_optimizer_state: Whether each replica keeps a part of the optimizer's
             state, not all of it.
+        shard_variables: Whether it keeps a part of each large variable.
+        min_shard_bytes: How many bytes such a part has at least.
         communication_dtype: In which gradients are summed over the replicas; `None`:
             in the one that they have.
         memory_kind: The memory that mirrored variables are in between two programs;
@@ -59,10 +65,34 @@ class Placement:
     mesh: ReplicaMesh
     layouts: Layouts | None = None
     shard_optimizer_state: bool = False
+    shard_variables: bool = False
+    min_shard_bytes: int = MIN_SHARD_BYTES
     communication_dtype: str | None = None
     memory_kind: str | None = None
     parameter_device: jax.Device | None = None
     is_on_servers: bool = False
+
+    def divides(self, shape: Sequence[int], dtype: Any) -> bool:
+        """Whether each replica keeps a part of a variable of this form, by its size.
+
+        Args:
+            dtype: Its name.
+        """
+        if not self.shard_variables:
+            return False
+        size = math.prod(shape) * jnp.dtype(dtype).itemsize
+        return size >= self.min_shard_bytes * self.mesh.num_replicas
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """How steps are compiled here, where not as XLA likes.
+
+        XLA for CPUs would begin whatever it can as early as it can: with divided
+        weights, gather those of the last layer while the first one is computed.
+        """
+        if self.shard_variables and self.mesh.devices[0].platform == "cpu":
+            return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        return self.mesh.compiler_options
 
     @property
     def rests_elsewhere(self) -> bool:

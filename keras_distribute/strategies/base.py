@@ -15,7 +15,7 @@ from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.consistency import ConsistencyReport
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.devices.placement import Placement
+from keras_distribute.devices.placement import MIN_SHARD_BYTES, Placement
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
@@ -56,6 +56,8 @@ class Strategy(DeprecatedMethods):
         cross_device_ops: CrossDeviceOps | None = None,
         shard_optimizer_state: bool = False,
         communication_dtype: str | None = None,
+        shard_variables: bool = False,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
         checks.instance(
@@ -74,6 +76,8 @@ class Strategy(DeprecatedMethods):
             "kd.ReductionToOneDevice(), or None.",
         )
         checks.flag("shard_optimizer_state", shard_optimizer_state)
+        checks.flag("shard_variables", shard_variables)
+        checks.count("min_shard_bytes", min_shard_bytes, 1)
         check_communication_dtype(communication_dtype)
         self._placement = None
         if mesh is not None:
@@ -81,6 +85,8 @@ class Strategy(DeprecatedMethods):
                 mesh,
                 shard_optimizer_state=shard_optimizer_state,
                 communication_dtype=communication_dtype,
+                shard_variables=shard_variables,
+                min_shard_bytes=min_shard_bytes,
             )
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(

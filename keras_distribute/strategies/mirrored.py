@@ -8,6 +8,7 @@ import jax
 
 from keras_distribute import config
 from keras_distribute.devices.names import parse_devices
+from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.deterministic import mesh_of
 from keras_distribute.values.reductions import CrossDeviceOps
@@ -73,6 +74,8 @@ class MirroredStrategy(Strategy):
         communication_dtype: str | None = None,
         deterministic: bool = False,
         num_replicas: int | None = None,
+        shard_variables: bool = False,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
     ) -> None:
         found = parse_devices(devices)
         if found[0].platform == "cpu":
@@ -82,4 +85,6 @@ class MirroredStrategy(Strategy):
             cross_device_ops,
             shard_optimizer_state,
             communication_dtype,
+            shard_variables,
+            min_shard_bytes,
         )

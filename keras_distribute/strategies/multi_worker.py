@@ -10,6 +10,7 @@ from keras_distribute import checks, config
 from keras_distribute.cluster import processes
 from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.base import ClusterResolver
+from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.errors import DeviceError
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
 from keras_distribute.strategies.deterministic import mesh_of
@@ -73,6 +74,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_dtype: str | None = None,
         deterministic: bool = False,
         num_replicas: int | None = None,
+        shard_variables: bool = False,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
     ) -> None:
         checks.instance(
             "cluster_resolver",
@@ -113,6 +116,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             ops,
             shard_optimizer_state,
             communication_dtype,
+            shard_variables,
+            min_shard_bytes,
         )
 
     @property

@@ -47,7 +47,8 @@ def apply_gradients(
     if taker is not None:
         return taker(optimizer, grads, variables)
     if not in_replica():
-        return original(optimizer, grads, variables)
+        with context.without_gathering():
+            return original(optimizer, grads, variables)
     compat.build(optimizer, variables)
     targets = (
         list(variables) if variables is not None else compat.built_variables(optimizer)

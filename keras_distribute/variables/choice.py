@@ -44,10 +44,11 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
             f"scope of {context.get_strategy()!r}.",
             fix='synchronization="auto", "on_write" or "on_read".',
         )
+    placement = context.get_strategy().placement
     if synchronization == "on_read":
         return SyncOnReadVariable
     if synchronization == "auto":
-        if thread.creates_accumulators:
+        if thread.creates_accumulators and not placement.shard_variables:
             return SyncOnReadVariable
         untrained = not arguments.get("trainable", True) and aggregation in (
             "none",
@@ -60,7 +61,6 @@ def choose_class(arguments: dict[str, Any]) -> type[DistributedVariable] | None:
             and keras.backend.is_float_dtype(dtype)
         ):
             return SyncOnReadVariable
-    placement = context.get_strategy().placement
     if placement.is_on_servers:
         return DrawnVariable
     if placement.rests_elsewhere:

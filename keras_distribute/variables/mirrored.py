@@ -46,7 +46,7 @@ class MirroredVariable(DistributedVariable):
         """Where the parts of the array are: the whole on every device, unless it is
         divided among them.
         """
-        if self._divided:
+        if self.is_divided:
             return self.replica_mesh.divided(self.shape, self.logical_axes)
         if any(self.logical_axes):
             return NamedSharding(
@@ -55,12 +55,18 @@ class MirroredVariable(DistributedVariable):
         return self.replica_mesh.replicated
 
     @property
+    def is_divided(self) -> bool:
+        """Whether each replica keeps a part only, where the shape allows it."""
+        placement = self._strategy.placement
+        return self._divided or placement.divides(self.shape, self._dtype)
+
+    @property
     def value_sharding(self) -> NamedSharding:
         return self.sharding
 
     @property
     def is_read_together(self) -> bool:
-        return self._divided or any(self.logical_axes)
+        return self.is_divided or any(self.logical_axes)
 
     def divide(self) -> None:
         """From now on each replica keeps its part only, where the shape allows it."""
@@ -95,6 +101,8 @@ class MirroredVariable(DistributedVariable):
         return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
+        if current.gather is not None and self.is_divided:
+            return current.gather(self, scoped)
         return scoped
 
     def _write_in_program(self, value: Any, current: Frame) -> Any:

@@ -24,7 +24,7 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     mirrored = [
         v
         for v in variables
-        if isinstance(v, MirroredVariable) and v.is_initialized and not v._divided
+        if isinstance(v, MirroredVariable) and v.is_initialized and not v.is_divided
     ]
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:

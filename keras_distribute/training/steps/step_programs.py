@@ -142,7 +142,7 @@ class StepPrograms:
                 program,
                 donate_argnums=self._strategy.placement.donated,
                 out_shardings=(outputs, shardings),
-                compiler_options=self._mesh.compiler_options,
+                compiler_options=self._strategy.placement.compiler_options,
             ),
             found,
         )

@@ -1,0 +1,184 @@
+"""A traced program whose large inputs are made whole where they are used, each time.
+
+Weights that are divided over the replicas are gathered in the program. Written down
+plainly, all of them are gathered before the first layer, and kept for the backward
+pass: the whole model on every device. Here what depends on such inputs alone (the
+gather, a cast, a transposition, what LoRA adds) is not computed where the program
+says, but before each operation that takes other values, too, and not before those
+others are known. So one layer's weights are whole at a time, in the forward and, once
+more, in the backward pass.
+
+Known as stage 3 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054)
+and as fully sharded data parallel (Zhao et al., 2023,
+https://arxiv.org/abs/2304.11277).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+
+Tie = Callable[[Any, Any], Any]
+
+
+class Input:
+    """An input that is late: what is computed from it waits until it is used."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+class Unknown:
+    """A value that is not there: neither is what depends on it."""
+
+
+UNKNOWN = Unknown()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Fixed:
+    """A value that depends on no input that changes from batch to batch."""
+
+    array: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Operation:
+    """An operation that waits."""
+
+    eqn: Any
+    operands: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Result:
+    """A result of an operation that waits."""
+
+    of: _Operation
+    index: int
+
+
+def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[Any]:
+    """The outputs of a program, each an array, `UNKNOWN`, or late.
+
+    Args:
+        program: Traced, with `jax.make_jaxpr`.
+        inputs: Arrays, `Input`s, `fixed` values, `UNKNOWN`, or late outputs of another
+            program.
+        tie: From a late input and a value to an array like the input that there is not
+            before the value, and of which the compiler does not know that it is equal.
+    """
+
+    def rule(eqn: Any, given: list[Any]) -> list[Any]:
+        operands = [
+            _Fixed(value) if isinstance(atom, core.Literal) else value
+            for atom, value in zip(eqn.invars, given, strict=True)
+        ]
+        inner = jaxprs.called(eqn)
+        if inner is not None and eqn.primitive.name in jaxprs.CALLS:
+            return run(inner, operands)
+        if any(value is UNKNOWN for value in operands):
+            return [UNKNOWN] * len(eqn.outvars)
+        if all(isinstance(value, _Fixed) for value in operands):
+            results = jaxprs.bound(eqn, [value.array for value in operands])
+            return list(map(_Fixed, results))
+        known = [value for value in operands if not _waits(value)]
+        if all(isinstance(value, _Fixed) for value in known):
+            waiting = _Operation(eqn, operands)
+            return [_Result(waiting, i) for i in range(len(eqn.outvars))]
+        return jaxprs.bound(eqn, _together(operands, tie))
+
+    def run(called: core.ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
+        consts = [c if isinstance(c, _Fixed) else _Fixed(c) for c in called.consts]
+        found = jaxprs.evaluated(core.ClosedJaxpr(called.jaxpr, consts), given, rule)
+        return [
+            _Fixed(value) if isinstance(atom, core.Literal) else value
+            for atom, value in zip(called.jaxpr.outvars, found, strict=True)
+        ]
+
+    return run(program, inputs)
+
+
+def fixed(array: Any) -> Any:
+    """An input that is the same for all batches, and small: what is computed from it
+    and from late ones waits, too.
+    """
+    return _Fixed(array)
+
+
+def is_known(value: Any) -> bool:
+    """Whether an output depends on more than late and fixed inputs."""
+    return not (_waits(value) or isinstance(value, _Fixed) or value is UNKNOWN)
+
+
+def now(value: Any) -> Any:
+    """An output as an array; a late one is computed."""
+    return _computed(value, {}, lambda array: array)
+
+
+def tied_by_select(array: Any, value: Any) -> Any:
+    """A `tie` for compilers that drop barriers (XLA for CPUs): an element of `value` is
+    never 1 and 2, which XLA does not find out.
+    """
+    first = lax.slice(jnp.ravel(value), (0,), (1,))[0]
+    never = (first == 1) & (first == 2)
+    return jnp.where(never, jnp.zeros((), array.dtype), array)
+
+
+def tied_by_barrier(array: Any, value: Any) -> Any:
+    """A `tie` for all others."""
+    return lax.optimization_barrier((array, value))[0]
+
+
+def _waits(value: Any) -> bool:
+    return isinstance(value, Input | _Result)
+
+
+def _together(operands: Sequence[Any], tie: Tie) -> list[Any]:
+    """The operands of an operation, with those that waited computed for it."""
+    made: dict[Any, Any] = {}
+    after = next(
+        (
+            value
+            for value in operands
+            if not (_waits(value) or isinstance(value, _Fixed)) and _can_tie(value)
+        ),
+        None,
+    )
+
+    def leaf(array: Any) -> Any:
+        return array if after is None else tie(array, after)
+
+    return [
+        value.array if isinstance(value, Input) else _computed(value, made, leaf)
+        for value in operands
+    ]
+
+
+def _can_tie(value: Any) -> bool:
+    return jnp.size(value) > 0 and not jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+
+
+def _computed(value: Any, made: dict[Any, Any], leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(value, _Fixed):
+        return value.array
+    if isinstance(value, Input):
+        if value not in made:
+            made[value] = leaf(value.array)
+        return made[value]
+    if isinstance(value, _Result):
+        if value.of not in made:
+            operands = [_computed(each, made, leaf) for each in value.of.operands]
+            made[value.of] = jaxprs.bound(value.of.eqn, operands)
+        return made[value.of][value.index]
+    return value
