@@ -310,8 +310,8 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
     def divided(self, shape: Sequence[int], axes: Sequence[Any] = ()) -> NamedSharding:
-        """The longest axis that the number of replicas divides split over them; without
-        one, as `axes` say.
+        """The first axis that the number of replicas divides split over them, since a
+        part is then one piece of memory; without one, as `axes` say.
 
         Args:
             shape: Of the array.
@@ -319,14 +319,10 @@ class ReplicaMesh:
                 axes or `None`; missing ones too.
         """
         own: list[Any] = [*axes, *[None] * (len(shape) - len(axes))]
-        taken = [axis is not None for axis in own]
-        sizes = zip(shape, taken, strict=True)
-        lengths = [
-            n if n and n % self._num_groups == 0 and not used else 0
-            for n, used in sizes
-        ]
-        if any(lengths):
-            own[lengths.index(max(lengths))] = REPLICA_AXIS
+        for i, size in enumerate(shape):
+            if size and size % self._num_groups == 0 and own[i] is None:
+                own[i] = REPLICA_AXIS
+                break
         if any(own):
             return NamedSharding(self.mesh, PartitionSpec(*own))
         return self.replicated

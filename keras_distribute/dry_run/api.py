@@ -49,6 +49,7 @@ def dry_run(
     largest_batch: bool = False,
     memory_limit: int | None = None,
     shard_optimizer_state: bool = False,
+    shard_variables: bool = False,
 ) -> DryRunReport:
     """Compiles a training step for hardware that need not be there, and says what it
     would take. Nothing is run.
@@ -85,6 +86,7 @@ def dry_run(
             is known of the hardware.
         shard_optimizer_state: For a model that a function makes, as for
             `kd.MirroredStrategy`.
+        shard_variables: Likewise.
 
     Returns:
         A `kd.DryRunReport`. A batch that does not fit has one, too: with what is needed
@@ -111,10 +113,15 @@ def dry_run(
     """
     checks.flag("largest_batch", largest_batch)
     checks.flag("shard_optimizer_state", shard_optimizer_state)
+    checks.flag("shard_variables", shard_variables)
     target = targets.parse(topology)
     limit = _checked_limit(target, memory_limit, largest_batch)
     devices = target.devices()
-    model, strategy = models.with_strategy(model_or_builder, shard_optimizer_state)
+    model, strategy = models.with_strategy(
+        model_or_builder,
+        shard_optimizer_state=shard_optimizer_state,
+        shard_variables=shard_variables,
+    )
     example = examples.batch_of(model, batch)
     planning.build(model, strategy, example)
     mesh = _mesh_like(strategy.replica_mesh, devices, topology)

@@ -13,12 +13,10 @@ from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.training import adoption
 
 
-def with_strategy(
-    model_or_builder: Any, shard_optimizer_state: bool
-) -> tuple[Any, Strategy]:
+def with_strategy(model_or_builder: Any, **options: Any) -> tuple[Any, Strategy]:
     """A compiled model, and the strategy that its variables belong to. A model without
-    a strategy is made once more from its configuration; `shard_optimizer_state` is for
-    those that are made here.
+    a strategy is made once more from its configuration; `options` of a
+    `MirroredStrategy` are for those that are made here.
 
     Raises:
         StructureTypeError: For anything but a compiled model whose step is traced.
@@ -38,7 +36,7 @@ def with_strategy(
         "kd.dry_run(build_model, 256), where build_model() returns a compiled model.",
     )
     # Variables need a device while they are made; the step will be traced for others.
-    strategy = MirroredStrategy(["cpu:0"], shard_optimizer_state=shard_optimizer_state)
+    strategy = MirroredStrategy(["cpu:0"], **options)
     with strategy.scope():
         model = _clone(model_or_builder) if is_model else model_or_builder()
     checks.instance(

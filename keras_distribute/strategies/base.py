@@ -32,6 +32,7 @@ from keras_distribute.strategies.extended import (
     check_arguments,
     is_value,
 )
+from keras_distribute.strategies.layout_maps import LayoutMap, LayoutMapLayouts
 from keras_distribute.summary import StrategySummary
 from keras_distribute.summary.facts import groups_of
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
@@ -58,6 +59,7 @@ class Strategy(DeprecatedMethods):
         communication_dtype: str | None = None,
         shard_variables: bool = False,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        layout_map: LayoutMap | None = None,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
         checks.instance(
@@ -81,8 +83,17 @@ class Strategy(DeprecatedMethods):
         check_communication_dtype(communication_dtype)
         self._placement = None
         if mesh is not None:
+            if mesh.series and shard_variables:
+                raise ValueStructureError(
+                    "A deterministic strategy computes with whole weights.",
+                    received="deterministic=True and shard_variables=True.",
+                    fix="shard_optimizer_state=True with deterministic=True; or "
+                    "shard_variables=True alone.",
+                )
+            layouts = layout_map and LayoutMapLayouts(layout_map, mesh)
             self._placement = Placement(
                 mesh,
+                layouts=layouts or None,
                 shard_optimizer_state=shard_optimizer_state,
                 communication_dtype=communication_dtype,
                 shard_variables=shard_variables,

@@ -9,12 +9,13 @@ import jax
 from keras_distribute import config
 from keras_distribute.devices.names import parse_devices
 from keras_distribute.devices.placement import MIN_SHARD_BYTES
-from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.deterministic import mesh_of
+from keras_distribute.strategies.layout_maps import LayoutMap
+from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
+from keras_distribute.strategies.meshes import mesh_of
 from keras_distribute.values.reductions import CrossDeviceOps
 
 
-class MirroredStrategy(Strategy):
+class MirroredStrategy(LogicalDevicesStrategy):
     """Trains one model on several devices of one host, each with a copy of the
     variables and a part of each batch.
 
@@ -24,7 +25,8 @@ class MirroredStrategy(Strategy):
     returns `PerReplica` values all the same.
 
     Args:
-        devices: Names or `jax.Device`s, one for each replica; by default all
+        devices: Names or `jax.Device`s, `num_logical_devices` for each replica; by
+            default all
             accelerators of this host, else all its CPU devices.
         cross_device_ops: How `run` reduces gradients and values over the replicas; by
             default each by itself, as XLA does best.
@@ -49,10 +51,28 @@ class MirroredStrategy(Strategy):
             must be equal beside.
         num_replicas: With `deterministic`: a power of two, and a multiple of the number
             of devices; by default 8.
+        shard_variables: Whether each replica keeps only its part of each large weight
+            and of its slots and gradient; a program gathers a weight where a layer
+            needs it, in the dtype that the layer computes with, and again in the
+            backward pass. The numbers are the same; weights and slots take `1 /
+            num_replicas` of the memory, and about half as many bytes more travel.
+            For `fit`, `evaluate` and `predict`; in `run` each replica gathers all of
+            them for the time of the step. Differs from TF, which has it not; known as
+            fully sharded data parallel, or stage 3 of ZeRO.
+        min_shard_bytes: With `shard_variables`: variables whose parts would have fewer
+            bytes stay whole, as those of which the number of replicas divides no
+            dimension.
+        num_logical_devices: Of how many devices each replica consists; neighbours in
+            `devices`. It divides their number.
+        layout_map: How variables are divided over the logical devices of a replica, as
+            of `kd.TPUStrategy`.
 
     Raises:
         DeviceError: For devices that do not exist, are named twice, or are of different
-            kinds; for `num_replicas` that cannot be divided over them.
+            kinds; for `num_replicas` that cannot be divided over them, and
+            `num_logical_devices` that does not divide them.
+        ValueStructureError: For layouts of axes that do not exist; for
+            `shard_variables` with `deterministic`.
         StructureTypeError: For another `communication_dtype`.
 
     Example:
@@ -76,15 +96,18 @@ class MirroredStrategy(Strategy):
         num_replicas: int | None = None,
         shard_variables: bool = False,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        num_logical_devices: int = 1,
+        layout_map: LayoutMap | None = None,
     ) -> None:
         found = parse_devices(devices)
         if found[0].platform == "cpu":
             config.check_pool(len(found))
         super().__init__(
-            mesh_of(found, deterministic, num_replicas),
+            mesh_of(found, deterministic, num_replicas, num_logical_devices),
             cross_device_ops,
             shard_optimizer_state,
             communication_dtype,
             shard_variables,
             min_shard_bytes,
+            layout_map,
         )

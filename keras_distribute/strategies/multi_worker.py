@@ -12,8 +12,10 @@ from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.errors import DeviceError
-from keras_distribute.strategies.base import Strategy, check_communication_dtype
-from keras_distribute.strategies.deterministic import mesh_of
+from keras_distribute.strategies.base import check_communication_dtype
+from keras_distribute.strategies.layout_maps import LayoutMap
+from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
+from keras_distribute.strategies.meshes import mesh_of
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
 from keras_distribute.values.reductions import NcclAllReduce
 
@@ -22,7 +24,7 @@ from keras_distribute.values.reductions import NcclAllReduce
 _CPU_PACK_BYTES = 4 * 2**20
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
     """Trains one model on the devices of several processes, each with a copy of the
     variables and a part of each batch.
 
@@ -49,6 +51,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: As of `kd.MirroredStrategy`: the same bits on any number of
             devices and processes.
         num_replicas: As of `kd.MirroredStrategy`, of all processes.
+        shard_variables: As of `kd.MirroredStrategy`. Then a read of a divided variable
+            involves all processes, as saving does.
+        min_shard_bytes: As of `kd.MirroredStrategy`.
+        num_logical_devices: As of `kd.MirroredStrategy`; all of a replica belong to one
+            process.
+        layout_map: As of `kd.TPUStrategy`.
 
     Raises:
         ClusterError: Where the cluster makes no sense, JAX has started already, or the
@@ -76,6 +84,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         num_replicas: int | None = None,
         shard_variables: bool = False,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        num_logical_devices: int = 1,
+        layout_map: LayoutMap | None = None,
     ) -> None:
         checks.instance(
             "cluster_resolver",
@@ -112,12 +122,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         packed = _CPU_PACK_BYTES if platform == "cpu" and jax.process_count() > 1 else 0
         ops = NcclAllReduce(0, bytes_per_pack=options.bytes_per_pack or packed)
         super().__init__(
-            mesh_of(devices, deterministic, num_replicas),
+            mesh_of(devices, deterministic, num_replicas, num_logical_devices),
             ops,
             shard_optimizer_state,
             communication_dtype,
             shard_variables,
             min_shard_bytes,
+            layout_map,
         )
 
     @property

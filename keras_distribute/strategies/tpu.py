@@ -4,7 +4,6 @@ devices each.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +13,16 @@ from keras_distribute import checks, context
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.google_cloud import TPUClusterResolver
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.errors import DeviceError, ValueStructureError
 from keras_distribute.strategies import logical_devices
-from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.layout_maps import LayoutMap, LayoutMapLayouts
+from keras_distribute.strategies.layout_maps import LayoutMap
+from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
 from keras_distribute.tpu import system
 from keras_distribute.tpu.assignment import DeviceAssignment
 
 
-class TPUStrategy(Strategy):
+class TPUStrategy(LogicalDevicesStrategy):
     """Trains one model on the devices of a TPU: of one chip, one host, or a slice of
     many.
 
@@ -53,6 +53,9 @@ class TPUStrategy(Strategy):
             weights.
         shard_optimizer_state: As of `kd.MirroredStrategy`: the slots are divided among
             the replicas, too.
+        shard_variables: As of `kd.MirroredStrategy`: weights, too, in another of their
+            dimensions than `layout_map` divides.
+        min_shard_bytes: As of `kd.MirroredStrategy`.
 
     Raises:
         DeviceError: Where there is no TPU, or the assignment is for another one, or has
@@ -90,6 +93,8 @@ class TPUStrategy(Strategy):
         tpu: str | None = None,
         layout_map: LayoutMap | None = None,
         shard_optimizer_state: bool = False,
+        shard_variables: bool = False,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
     ) -> None:
         if tpu is not None and tpu_cluster_resolver is not None:
             raise ValueStructureError(
@@ -119,23 +124,19 @@ class TPUStrategy(Strategy):
             else _assigned(experimental_device_assignment, devices)
         )
         mesh = ReplicaMesh.of_groups(groups)
-        super().__init__(mesh, shard_optimizer_state=shard_optimizer_state)
-        if layout_map is not None:
-            layouts = LayoutMapLayouts(layout_map, mesh)
-            self._placement = dataclasses.replace(self.placement, layouts=layouts)
+        super().__init__(
+            mesh,
+            shard_optimizer_state=shard_optimizer_state,
+            shard_variables=shard_variables,
+            min_shard_bytes=min_shard_bytes,
+            layout_map=layout_map,
+        )
         self._spmd = spmd
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that named the TPU."""
         return self._resolver
-
-    @property
-    def num_logical_devices(self) -> int:
-        """How many logical devices each replica has: the product of
-        `partition_dimensions`. Not in TensorFlow.
-        """
-        return self.replica_mesh.num_logical
 
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
@@ -180,52 +181,6 @@ class TPUStrategy(Strategy):
         return logical_devices.replicate(
             self.replica_mesh, tensor, "experimental_assign_to_logical_device"
         )
-
-    def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> Any:
-        """`tensor`, divided over the logical devices of its replica: each works on one
-        part.
-
-        In `run` the tensor is one replica's. In a step of `fit` it is the global batch,
-        whose rows stay divided over the replicas: `[1, 2, 1, 1]` divides the height of
-        images in both. Outside of programs the array is put on the devices like this,
-        the same on each replica. Source:
-        `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
-
-        Args:
-            tensor: An array, of any shape.
-            partition_dimensions: Into how many parts each dimension is divided; the
-                product is the number of logical devices of a replica.
-
-        Returns:
-            The same numbers.
-
-        Raises:
-            ValueStructureError: For another number of dimensions, another product, or a
-                dimension that does not divide.
-            StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
-        """
-        context.require_own("experimental_split_to_logical_devices", self)
-        return logical_devices.split(self.replica_mesh, tensor, partition_dimensions)
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, whole on every logical device of its replica: each works on all of
-        it.
-
-        Source: `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
-
-        Args:
-            tensor: An array, of any shape.
-
-        Returns:
-            The same numbers.
-
-        Raises:
-            StructureTypeError: For a symbolic tensor of Keras, and for a `PerReplica`.
-        """
-        context.require_own("experimental_replicate_to_logical_devices", self)
-        return logical_devices.replicate(self.replica_mesh, tensor)
 
     def __repr__(self) -> str:
         mesh = self.replica_mesh

@@ -29,6 +29,7 @@ from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.accumulation import micro_step
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
+from keras_distribute.variables import SyncOnReadVariable
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -147,6 +148,10 @@ def _accumulate(
     accumulation = compat.accumulation(optimizer)
     assert accumulation is not None
     num_steps, counter, accumulators = accumulation
+    summed_at_update = _sum
+    if not all(isinstance(each, SyncOnReadVariable) for each in accumulators):
+        # Divided ones have the sum of all replicas at each micro-step.
+        grads, summed_at_update = _summed(grads), list[Any]
     pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
     own = [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
     before = [accumulator.value for accumulator in own]
@@ -155,7 +160,7 @@ def _accumulate(
         [grad for grad, _ in pairs],
         counter.value,
         num_steps,
-        _sum,
+        summed_at_update,
         [value.shape for value in before],
     )
     with _updating():

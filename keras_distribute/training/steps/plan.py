@@ -34,6 +34,7 @@ class StepPlan:
         reason: Why the step is not local.
         remedy: What would make it local.
         in_series: Whether it has the same bits on any number of devices.
+        shards: Whether weights are divided over the replicas.
     """
 
     is_local: bool
@@ -43,10 +44,13 @@ class StepPlan:
     reason: str = ""
     remedy: str = ""
     in_series: bool = False
+    shards: bool = False
 
     def __str__(self) -> str:
         if self.in_series:
             return self._text_in_series()
+        if self.shards:
+            return self._text_of_shards()
         if self.accumulates:
             return (
                 "The training step adds up the gradients of each replica's rows on the "
@@ -62,6 +66,18 @@ class StepPlan:
         return (
             f"The training step runs over the global batch, because {self.reason}. "
             f"Faster: {self.remedy}."
+        )
+
+    def _text_of_shards(self) -> str:
+        text = (
+            "The training step gathers divided weights where a layer needs them, and "
+            "each replica keeps its part of the gradients' sum"
+        )
+        if self.is_local:
+            return f"{text}."
+        return (
+            f"{text}, as XLA divides the program over the global batch, because "
+            f"{self.reason}. Known to sum each gradient in parts: {self.remedy}."
         )
 
     def _text_in_series(self) -> str:
@@ -104,7 +120,8 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     reason, remedy = _obstacle(trainer, method)
     accumulators: tuple[int, ...] = ()
     accumulates = False
-    if not reason:
+    shards = strategy.placement.shard_variables
+    if not reason and not shards:
         accumulators = _accumulators(trainer.optimizer)
         accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
     if not reason and not accumulates:
@@ -112,7 +129,13 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     if strategy.num_replicas_in_sync == 1:
         return StepPlan(False, method is None, False, accumulators)
     return StepPlan(
-        not reason, method is None, accumulates, accumulators, reason, remedy
+        not reason,
+        method is None,
+        accumulates,
+        accumulators,
+        reason,
+        remedy,
+        shards=shards,
     )
 
 

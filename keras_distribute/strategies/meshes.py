@@ -1,4 +1,4 @@
-"""What `deterministic=True` asks of a strategy's devices."""
+"""The mesh of a strategy: which devices a replica has, or which replicas a device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ NUM_REPLICAS = 8
 
 
 def mesh_of(
-    devices: Sequence[jax.Device], deterministic: bool, num_replicas: int | None
+    devices: Sequence[jax.Device],
+    deterministic: bool,
+    num_replicas: int | None,
+    num_logical_devices: int,
 ) -> ReplicaMesh:
-    """The mesh of a strategy: a replica on each device, or as many as it is told, in
-    series.
+    """The mesh of a strategy: a replica on each device, or on as many logical devices
+    as it is told; or so many replicas, in series.
 
     Raises:
         DeviceError: Where the replicas cannot be divided over the devices.
         StructureTypeError: For arguments of other types.
     """
     checks.flag("deterministic", deterministic)
+    groups = _in_groups(devices, num_logical_devices)
     if not deterministic:
         if num_replicas is not None:
             raise DeviceError(
@@ -33,7 +37,13 @@ def mesh_of(
                 fix=f"deterministic=True, num_replicas={num_replicas!r}; or devices=, "
                 "which names as many devices.",
             )
-        return ReplicaMesh.of(devices)
+        return ReplicaMesh.of_groups(groups)
+    if num_logical_devices > 1:
+        raise DeviceError(
+            "The replicas of a deterministic strategy are on one device each.",
+            received=f"num_logical_devices={num_logical_devices}.",
+            fix="either of deterministic=True and num_logical_devices=.",
+        )
     count = NUM_REPLICAS
     if num_replicas is not None:
         count = checks.count("num_replicas", num_replicas, 1, error=DeviceError)
@@ -57,3 +67,25 @@ def mesh_of(
             fix=f"{fix}.",
         )
     return ReplicaMesh.in_series(devices, count)
+
+
+def _in_groups(
+    devices: Sequence[jax.Device], num_logical_devices: int
+) -> list[list[jax.Device]]:
+    """The logical devices of each replica: neighbours in `devices`.
+
+    Raises:
+        DeviceError: Where the devices cannot be divided so.
+    """
+    each = checks.count(
+        "num_logical_devices", num_logical_devices, 1, error=DeviceError
+    )
+    if len(devices) % each:
+        raise DeviceError(
+            "Each replica has equally many logical devices.",
+            received=f"num_logical_devices={each} for {len(devices)} device(s).",
+            fix="num_logical_devices="
+            f"{max(n for n in range(1, each) if len(devices) % n == 0)}, or other "
+            "devices.",
+        )
+    return [list(devices[i : i + each]) for i in range(0, len(devices), each)]

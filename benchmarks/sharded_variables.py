@@ -1,0 +1,287 @@
+"""A decoder of 60 million parameters on 8 devices, its weights divided among them and
+not: bytes on a device, time of a step, and how far the weights are from one device's.
+
+python benchmarks/sharded_variables.py  # writes results/sharded_variables.md and .json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import report
+
+import keras_distribute as kd
+
+DEVICES, LENGTH, WIDTH, HEADS, VOCABULARY = 8, 32, 512, 8, 22_000
+BATCH, LAYERS, ROUNDS, STEPS = 16, 12, 3, 3
+RATE = 1e-3
+
+kd.config.set_cpu_devices(DEVICES)
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from keras import layers
+
+from keras_distribute.devices.launches import Executable
+
+
+def decoder(num_layers: int) -> keras.Model:
+    """A decoder without dropout, whose head is not tied to its embedding."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, WIDTH)(ids)
+    for _ in range(num_layers):
+        normed = layers.LayerNormalization()(hidden)
+        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
+        attended = attention(normed, normed, use_causal_mask=True)
+        hidden = layers.Add()([hidden, attended])
+        normed = layers.LayerNormalization()(hidden)
+        wide = layers.Dense(4 * WIDTH, activation="gelu")(normed)
+        hidden = layers.Add()([hidden, layers.Dense(WIDTH)(wide)])
+    return keras.Model(
+        ids, layers.Dense(VOCABULARY)(layers.LayerNormalization()(hidden))
+    )
+
+
+def compiled(num_layers: int) -> keras.Model:
+    """The model, from the same seed."""
+    keras.utils.set_random_seed(0)
+    model = decoder(num_layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(RATE), loss)
+    return model
+
+
+def data(steps: int) -> tuple[Any, Any]:
+    """Tokens, and those that follow them."""
+    tokens = np.random.default_rng(0).integers(
+        0, VOCABULARY, (steps * BATCH, LENGTH + 1)
+    )
+    return tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
+
+
+def on_one_device(arrays: list[Any]) -> int:
+    """Their bytes on the first device."""
+    first = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for array in arrays
+        for shard in array.addressable_shards
+        if shard.device == first
+    )
+
+
+class Peaks:
+    """What compiled programs say of their memory, in order."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        compile_one: Callable[..., Any] = Executable.compile
+
+        def noting(executable: Executable) -> Any:
+            program = compile_one(executable)
+            self.found.append(program.memory_analysis())
+            return program
+
+        Executable.compile = noting
+
+
+class OfFit:
+    """`fit` of a Keras model, with its arrays."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.facts: dict[str, Any] = {}
+
+    def run(self, steps: int) -> None:
+        x, y = data(steps)
+        self._model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        jax.block_until_ready([v.value for v in self._model.variables])
+
+    def bytes(self) -> int:
+        optimizer = self._model.optimizer.variables
+        return on_one_device([v.value for v in [*self._model.variables, *optimizer]])
+
+    def weights(self) -> list[Any]:
+        return [np.asarray(weight) for weight in self._model.get_weights()]
+
+
+class ByHand:
+    """A loop in JAX on the same layers: `jax.jit` with divided parameters and slots."""
+
+    def __init__(self, num_layers: int) -> None:
+        model = compiled(num_layers)
+        mesh = Mesh(np.asarray(jax.devices()), ("replica",))
+        self._rows = NamedSharding(mesh, PartitionSpec("replica"))
+
+        def place(shape: tuple[int, ...]) -> NamedSharding:
+            spec: list[Any] = [None] * len(shape)
+            sizes = [n if n % DEVICES == 0 else 0 for n in shape]
+            if np.prod(shape) >= 32 * 1024:
+                spec[int(np.argmax(sizes))] = "replica"
+            return NamedSharding(mesh, PartitionSpec(*spec))
+
+        weights = [v.value for v in model.trainable_variables]
+        places = [place(weight.shape) for weight in weights]
+        put = [jax.device_put(w, p) for w, p in zip(weights, places, strict=True)]
+        zeros = [[jnp.zeros_like(w) for w in put] for _ in range(2)]
+        self._state: Any = (put, *zeros, jnp.zeros((), "int32"))
+
+        def loss_of(weights: Any, x: Any, y: Any) -> Any:
+            logits, _ = model.stateless_call(weights, [], x, training=True)
+            own = jax.nn.log_softmax(logits)
+            return -jnp.take_along_axis(own, y[..., None], -1).mean()
+
+        def step(state: Any, x: Any, y: Any) -> Any:
+            weights, first, second, count = state
+            loss, grads = jax.value_and_grad(loss_of)(weights, x, y)
+            count = count + 1
+            rate = RATE * jnp.sqrt(1 - 0.999**count) / (1 - 0.9**count)
+            first = [m + (g - m) * 0.1 for m, g in zip(first, grads, strict=True)]
+            second = [
+                v + (g * g - v) * 0.001 for v, g in zip(second, grads, strict=True)
+            ]
+            moved = zip(weights, first, second, strict=True)
+            weights = [w - rate * m / (jnp.sqrt(v) + 1e-7) for w, m, v in moved]
+            return loss, (weights, first, second, count)
+
+        where = (places, places, places, NamedSharding(mesh, PartitionSpec()))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(None, where))
+        x, y = self._batches(1)[0]
+        self._step = jitted.lower(self._state, x, y).compile()
+        self.facts = {"temporary": self._step.memory_analysis().temp_size_in_bytes}
+
+    def _batches(self, steps: int) -> list[tuple[Any, Any]]:
+        x, y = data(steps)
+        return [
+            (
+                jax.device_put(x[i : i + BATCH], self._rows),
+                jax.device_put(y[i : i + BATCH], self._rows),
+            )
+            for i in range(0, len(x), BATCH)
+        ]
+
+    def run(self, steps: int) -> None:
+        for x, y in self._batches(steps):
+            _, self._state = self._step(self._state, x, y)
+        jax.block_until_ready(self._state)
+
+    def bytes(self) -> int:
+        return on_one_device(jax.tree.leaves(self._state))
+
+    def weights(self) -> list[Any]:
+        return [np.asarray(weight) for weight in self._state[0]]
+
+
+def of_strategy(num_layers: int, peaks: Peaks, **options: Any) -> OfFit:
+    """`fit` under `MirroredStrategy`."""
+    names = [f"cpu:{i}" for i in range(DEVICES)]
+    with kd.MirroredStrategy(names, **options).scope():
+        contender = OfFit(compiled(num_layers))
+    peaks.found.clear()
+    contender.run(1)
+    analysis = max(peaks.found, key=lambda each: each.temp_size_in_bytes)
+    contender.facts["temporary"] = analysis.temp_size_in_bytes
+    return contender
+
+
+def of_model_parallel(num_layers: int) -> OfFit:
+    """`fit` under `keras.distribution.ModelParallel`, each weight divided alike."""
+    mesh = keras.distribution.DeviceMesh((DEVICES, 1), ["batch", "model"])
+    layout = keras.distribution.LayoutMap(mesh)
+    layout[".*(attention|multi_head).*kernel"] = ("batch", None, None)
+    layout[".*(dense|embedding).*(kernel|embeddings)"] = ("batch", None)
+    distribution = keras.distribution.ModelParallel(
+        layout_map=layout, batch_dim_name="batch"
+    )
+    keras.distribution.set_distribution(distribution)
+    try:
+        contender = OfFit(compiled(num_layers))
+        contender.run(1)
+        return contender
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+@contextlib.contextmanager
+def garbage() -> Any:
+    """What a contender leaves does not stay."""
+    yield
+    keras.utils.clear_session()
+    gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    peaks = Peaks()
+    makers: dict[str, Callable[[], Any]] = {
+        "by hand, `jit` with divided parameters": lambda: ByHand(options.layers),
+        "`shard_variables=True`": lambda: of_strategy(
+            options.layers, peaks, shard_variables=True
+        ),
+        "the same, replicated": lambda: of_strategy(options.layers, peaks),
+        "`keras.distribution.ModelParallel`": lambda: of_model_parallel(options.layers),
+    }
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    facts: dict[str, dict[str, Any]] = {}
+    weights: dict[str, list[Any]] = {}
+    contenders = {}
+    for name, make in makers.items():
+        contenders[name] = make()
+        facts[name] = dict(contenders[name].facts)
+        print(name, facts[name], flush=True)
+    for _ in range(options.rounds):
+        for name, contender in contenders.items():
+            begin = time.perf_counter()
+            contender.run(STEPS)
+            times[name].append((time.perf_counter() - begin) / STEPS)
+    for name, contender in contenders.items():
+        facts[name] |= {"bytes": contender.bytes(), "seconds": times[name]}
+        weights[name] = contender.weights()
+    hand = "by hand, `jit` with divided parameters"
+    whole = facts["the same, replicated"]["bytes"]
+    rows: list[list[str]] = []
+    for name, own in facts.items():
+        ratios = [a / b for a, b in zip(times[name], times[hand], strict=True)]
+        own["ratio"] = statistics.median(ratios)
+        temporary = own.get("temporary")
+        rows.append(
+            [
+                name,
+                f"{own['bytes'] / 1e6:.1f}",
+                f"{own['bytes'] / whole:.3f}",
+                "" if temporary is None else f"{temporary / 1e6:.1f}",
+                f"{own['ratio']:.2f}",
+            ]
+        )
+    table = report.table(
+        ["", "state, MB a device", "of replicated", "temporary, MB a device", "time"],
+        rows,
+        "lrrrr",
+    )
+    parameters = sum(np.size(weight) for weight in weights[hand])
+    note = (
+        f"A decoder of {parameters / 1e6:.0f} million parameters ({options.layers} "
+        f"layers, {WIDTH} wide, {VOCABULARY:,} tokens), Adam, float32, {BATCH} "
+        f"sequences of {LENGTH} tokens on {DEVICES} virtual CPU devices. State: "
+        "weights and slots, of live arrays. Temporary: what XLA says that the step's "
+        "program takes beside; activations, gradients, and the weights that are whole. "
+        f"Time: of a step, beside the loop by hand; medians of {options.rounds} "
+        f"rounds of {STEPS} steps, in turns."
+    )
+    report.write("sharded_variables", facts, f"{table}\n\n{note}")
+
+
+if __name__ == "__main__":
+    main()

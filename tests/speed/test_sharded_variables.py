@@ -1,0 +1,485 @@
+"""Weights that are divided over the replicas: the numbers of one device, an n-th of the
+memory, and what the programs communicate.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_distribute as kd
+from keras_distribute.devices.launches import Executable
+from tests.support import distributed, mirrored
+
+LENGTH, VOCABULARY, WIDTH, ROWS = 8, 64, 32, 21
+SMALL = {"shard_variables": True, "min_shard_bytes": 32}
+
+
+def decoder(dropout: float = 0.0, blocks: int = 1) -> keras.Model:
+    ids = keras.Input((LENGTH,), dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, WIDTH)(ids)
+    for _ in range(blocks):
+        normed = layers.LayerNormalization()(hidden)
+        attended = layers.MultiHeadAttention(4, 8)(normed, normed, use_causal_mask=True)
+        hidden = layers.Add()([hidden, attended])
+        wide = layers.Dense(64, activation="gelu")(layers.LayerNormalization()(hidden))
+        narrow = layers.Dense(WIDTH)(wide)
+        if dropout:
+            narrow = layers.Dropout(dropout)(narrow)
+        hidden = layers.Add()([hidden, narrow])
+    return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
+
+
+def tokens() -> tuple[Any, Any]:
+    found = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH + 1))
+    return found[:, :-1], found[:, 1:]
+
+
+def trained(strategy: Any, build: Any, optimizer: Any, epochs: int = 2) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = build()
+        model.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    x, y = tokens()
+    logs = model.fit(
+        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0
+    ).history
+    return model, logs
+
+
+def assert_like_one_device(
+    strategy: Any, build: Any, optimizer: Any, tolerance: float = 2e-5
+) -> keras.Model:
+    expected, logs = trained(kd.get_strategy(), build, optimizer)
+    model, own = trained(strategy, build, optimizer)
+    np.testing.assert_allclose(own["loss"], logs["loss"], rtol=tolerance)
+    np.testing.assert_allclose(own["accuracy"], logs["accuracy"], rtol=1e-6)
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+    x, y = tokens()
+    for kind in ("evaluate", "predict"):
+        arguments = (x, y) if kind == "evaluate" else (x,)
+        np.testing.assert_allclose(
+            getattr(model, kind)(*arguments, batch_size=8, verbose=0),
+            getattr(expected, kind)(*arguments, batch_size=8, verbose=0),
+            rtol=0,
+            atol=10 * tolerance,
+        )
+    return model
+
+
+def divided(variables: Any) -> list[Any]:
+    return [v for v in variables if not v.value.sharding.is_fully_replicated]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_weights_and_slots_are_divided_and_numbers_those_of_one_device(replicas):
+    model = assert_like_one_device(
+        mirrored(replicas, **SMALL), decoder, lambda: keras.optimizers.Adam(1e-3)
+    )
+    if replicas == 1:
+        assert not divided(model.variables)
+        return
+    for variable in divided([*model.variables, *model.optimizer.variables]):
+        part = variable.value.sharding.shard_shape(variable.shape)
+        assert np.prod(part) * replicas == np.prod(variable.shape)
+    kernels = [v for v in model.trainable_variables if np.prod(v.shape) >= 1024]
+    assert kernels and len(divided(kernels)) == len(kernels)
+    slots = [v for v in model.optimizer.variables if np.prod(v.shape) >= 1024]
+    assert len(slots) == 2 * len(kernels) and len(divided(slots)) == len(slots)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "global norm": lambda: keras.optimizers.AdamW(1e-3, global_clipnorm=0.3),
+    "clipped": lambda: keras.optimizers.Adam(1e-3, clipnorm=0.1),
+    "average": lambda: keras.optimizers.Adam(1e-3, use_ema=True, ema_momentum=0.9),
+    "accumulating": accumulating,
+    "adafactor": lambda: keras.optimizers.Adafactor(1e-2),
+    "lamb": lambda: keras.optimizers.Lamb(1e-3),
+    "muon": lambda: keras.optimizers.Muon(1e-3),
+    "lion": lambda: keras.optimizers.Lion(1e-3),
+    "ftrl": lambda: keras.optimizers.Ftrl(1e-2),
+    "nadam": lambda: keras.optimizers.Nadam(1e-3),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3),
+    "adagrad": lambda: keras.optimizers.Adagrad(1e-2),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0),
+    "adamax": lambda: keras.optimizers.Adamax(1e-3),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name):
+    # Lion moves by a sign, which rounding of a gradient near zero changes.
+    tolerance = {"lion": 4e-3, "muon": 1e-4, "adadelta": 1e-4}.get(name, 2e-5)
+    strategy = mirrored(4, **SMALL)
+    assert_like_one_device(strategy, decoder, OPTIMIZERS[name], tolerance)
+
+
+def test_random_layers_draw_what_one_device_draws():
+    def build() -> keras.Model:
+        return decoder(dropout=0.3)
+
+    strategy = mirrored(4, **SMALL)
+    model = assert_like_one_device(strategy, build, lambda: keras.optimizers.Adam(1e-3))
+    assert "because the layer `dropout" in str(strategy.summary(model))
+
+
+def test_an_own_step_gathers_what_its_layers_read():
+    class Own(keras.Model):
+        def train_step(self, state: Any, data: Any) -> Any:
+            trained, others, slots, metrics = state
+            x, y = data
+            step = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+            arguments = trained, others, metrics, x, y, None
+            (loss, aux), grads = step(
+                *arguments, training=True, optimizer_variables=slots
+            )
+            _, predictions, others, metrics = aux
+            trained, slots = self.optimizer.stateless_apply(slots, grads, trained)
+            logs, metrics = self._update_metrics_variables(
+                metrics, loss, x, y, predictions, None
+            )
+            return logs, (trained, others, slots, metrics)
+
+    def build() -> keras.Model:
+        plain = decoder()
+        return Own(plain.inputs, plain.outputs)
+
+    strategy = mirrored(4, **SMALL)
+    assert_like_one_device(strategy, build, lambda: keras.optimizers.Adam(1e-3))
+
+
+def test_frozen_weights_are_divided_and_adapters_train():
+    def build() -> keras.Model:
+        model = decoder()
+        for layer in model.layers:
+            if isinstance(layer, layers.Dense | layers.Embedding):
+                layer.enable_lora(4)
+            else:
+                layer.trainable = False
+        return model
+
+    model = assert_like_one_device(
+        mirrored(4, **SMALL), build, lambda: keras.optimizers.Adam(1e-2)
+    )
+    frozen = [v for v in model.non_trainable_variables if np.prod(v.shape) >= 1024]
+    assert frozen and len(divided(frozen)) == len(frozen)
+
+
+def test_a_quantized_base_is_divided():
+    def build() -> keras.Model:
+        model = decoder()
+        for layer in model.layers:
+            if isinstance(layer, layers.Dense):
+                layer.quantize("int8")
+                layer.enable_lora(4)
+        return model
+
+    model = assert_like_one_device(
+        mirrored(4, **SMALL), build, lambda: keras.optimizers.Adam(1e-3), 1e-4
+    )
+    base = [v for v in model.variables if v.dtype == "int8"]
+    assert base and len(divided(base)) == len(base)
+
+
+def test_rematerialized_blocks():
+    def build() -> keras.Model:
+        with keras.RematScope(mode="full"):
+            return wide(2)
+
+    assert_like_one_device(
+        mirrored(4, **SMALL), build, lambda: keras.optimizers.Adam(1e-3)
+    )
+
+
+def test_several_steps_in_one_dispatch():
+    x, y = tokens()
+    found = []
+    for strategy in (kd.get_strategy(), mirrored(4, **SMALL)):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = decoder()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("adam", loss, steps_per_execution=2)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def loops_of(strategy: Any, optimizer: Any) -> list[Any]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = decoder()
+        model.optimizer = None
+        rule = optimizer()
+        rule.build(model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, y = tokens()
+
+    def step(x: Any, y: Any) -> Any:
+        def of_rows() -> Any:
+            return loss(y, model(x, training=True))
+
+        value, grads = kd.value_and_grad(of_rows, model.trainable_variables)()
+        rule.apply(grads, model.trainable_variables)
+        return value
+
+    replicas = strategy.num_replicas_in_sync
+    rows = [distributed(strategy, np.split(each[:16], replicas)) for each in (x, y)]
+    for _ in range(2):
+        strategy.run(step, args=tuple(rows))
+    return [np.asarray(v) for v in model.trainable_variables], divided(
+        [*model.variables, *rule.variables]
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "accumulating", "global norm"])
+def test_a_loop_sees_whole_weights(name):
+    expected, _ = loops_of(mirrored(1), OPTIMIZERS[name])
+    found, parts = loops_of(mirrored(4, **SMALL), OPTIMIZERS[name])
+    assert parts
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def programs(monkeypatch: Any, lowered: bool = False) -> list[Any]:
+    """What is compiled from now on; or the programs before XLA has seen them."""
+    found: list[Any] = []
+    compile_one = Executable.compile
+
+    def noting(executable: Executable) -> Any:
+        before = executable.lowered
+        program = compile_one(executable)
+        found.append(before if lowered else program)
+        return program
+
+    monkeypatch.setattr(Executable, "compile", noting)
+    return found
+
+
+def test_no_gradient_is_whole_and_layers_are_gathered_one_after_the_other(monkeypatch):
+    compiled = programs(monkeypatch)
+    trained(mirrored(4, **SMALL), lambda: decoder(blocks=6), keras.optimizers.SGD, 1)
+    text = compiled[0].as_text()
+    assert text.count(" reduce-scatter(") >= 6 * 6 + 2
+    # Each weight in the forward pass; again in the backward pass, but for a table.
+    assert text.count(" all-gather(") >= 2 * 6 * 6
+    sums = [line for line in text.splitlines() if " all-reduce(" in line]
+    # Of biases and norms, the loss and its count: nothing of the size of a kernel.
+    assert all("[32,64]" not in line and "[64,32]" not in line for line in sums)
+
+
+def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
+    compiled = programs(monkeypatch)
+    temporary = []
+    for options in (SMALL, {}):
+        for blocks in (2, 10):
+            compiled.clear()
+            trained(
+                mirrored(4, **options),
+                lambda n=blocks: wide(n),
+                keras.optimizers.SGD,
+                1,
+            )
+            temporary.append(compiled[0].memory_analysis().temp_size_in_bytes)
+    few, many, few_whole, many_whole = temporary
+    weights = 8 * 2 * 4 * 256 * 256  # Bytes of one kernel more a block, of 8 blocks.
+    assert many - few < 0.5 * weights
+    assert many_whole - few_whole > 0.9 * weights
+
+
+def wide(blocks: int) -> keras.Model:
+    ids = keras.Input((LENGTH,), dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, 256)(ids)
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    for _ in range(blocks):
+        hidden = layers.Dense(256, "relu")(layers.Dense(256, "relu")(hidden))
+    hidden = layers.RepeatVector(LENGTH)(hidden)
+    return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
+
+
+def test_half_precision_travels_as_such(monkeypatch):
+    # XLA for CPUs widens what travels.
+    compiled = programs(monkeypatch, lowered=True)
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        trained(mirrored(4, **SMALL), decoder, keras.optimizers.SGD, 1)
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    lines = compiled[0].as_text().splitlines()
+    gathers = [line for line in lines if "stablehlo.all_gather" in line]
+    kernels = [line for line in gathers if "32x64x" in line]
+    assert kernels and all("32x64xbf16" in line for line in kernels)
+
+
+def test_saving_and_loading_on_other_numbers(tmp_path):
+    model, _ = trained(
+        mirrored(4, **SMALL), decoder, lambda: keras.optimizers.Adam(1e-3)
+    )
+    model.save(tmp_path / "model.keras")
+    x, y = tokens()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for strategy in (kd.get_strategy(), mirrored(8, **SMALL), mirrored(2)):
+        with strategy.scope():
+            other = keras.models.load_model(tmp_path / "model.keras")
+        other.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        for a, b in zip(other.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+    assert divided(model.variables)
+
+
+@pytest.mark.parametrize("replicas", [4, 2])
+def test_a_killed_fit_goes_on(tmp_path, replicas):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    x, y = tokens()
+
+    def run(count: int, *callbacks: Any) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        with mirrored(count, **SMALL).scope():
+            model = decoder()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("adam", loss)
+        model.fit(
+            x, y, batch_size=4, shuffle=False, verbose=0, callbacks=list(callbacks)
+        )
+        return model
+
+    def backup() -> Any:
+        return kd.callbacks.BackupAndRestore(tmp_path, save_freq=1)
+
+    expected = run(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(4, backup(), Stop())
+    resumed = run(replicas, backup())
+    for a, b in zip(resumed.get_weights(), expected.get_weights(), strict=True):
+        if replicas == 4:
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def test_small_variables_stay_whole():
+    strategy = mirrored(4, shard_variables=True, min_shard_bytes=1024)
+    with strategy.scope():
+        below = keras.Variable(np.ones((8, 127), "float32"))
+        above = keras.Variable(np.ones((8, 128), "float32"))
+        odd = keras.Variable(np.ones((33, 63), "float32"))
+        second = keras.Variable(np.ones((33, 64), "float32"))
+    assert below.value.sharding.is_fully_replicated
+    assert above.value.sharding.shard_shape(above.shape) == (2, 128)
+    assert odd.value.sharding.is_fully_replicated
+    assert second.value.sharding.shard_shape(second.shape) == (33, 16)
+
+
+def test_nothing_is_whole_while_a_model_is_made():
+    class Watched(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.most = 0
+
+        def build(self, _: Any) -> None:
+            for i in range(6):
+                self.add_weight(shape=(512, 256), name=f"kernel_{i}")
+                gc.collect()
+                held = sum(
+                    shard.data.nbytes
+                    for array in jax.live_arrays()
+                    for shard in array.addressable_shards
+                    if shard.device == jax.devices()[0]
+                )
+                self.most = max(self.most, held)
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    gc.collect()
+    before = sum(
+        shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    with mirrored(8, **SMALL).scope():
+        layer = Watched()
+        layer.build((1,))
+    kernel = 512 * 256 * 4
+    assert layer.most - before < 6 * kernel / 8 + 1.5 * kernel
+
+
+def test_deterministic_strategies_refuse():
+    with pytest.raises(kd.errors.ValueStructureError, match="whole weights") as raised:
+        mirrored(2, deterministic=True, shard_variables=True)
+    assert "shard_optimizer_state=True" in str(raised.value)
+
+
+def test_the_summary_says_how_the_step_is_made():
+    strategy = mirrored(4, **SMALL)
+    model, _ = trained(strategy, decoder, keras.optimizers.SGD, 1)
+    assert "gathers divided weights where a layer needs them" in str(
+        strategy.summary(model)
+    )
+
+
+LAYOUTS = {
+    ".*query/kernel": (None, "logical", None),
+    ".*/embeddings": ("logical", None),
+    ".*dense[_0-9]*/kernel": (None, "logical"),
+}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_logical_devices_of_any_strategy(replicas, shards):
+    strategy = mirrored(
+        2 * replicas,
+        num_logical_devices=2,
+        layout_map=LAYOUTS,
+        shard_variables=shards,
+        min_shard_bytes=32,
+    )
+    assert strategy.num_replicas_in_sync == replicas
+    assert strategy.num_logical_devices == 2
+    model = assert_like_one_device(
+        strategy, decoder, lambda: keras.optimizers.Adam(1e-3), 5e-5
+    )
+    parts = 2 * (replicas if shards else 1)
+    kernels = [v for v in model.trainable_variables if v.path.endswith("/embeddings")]
+    for variable in [*kernels, *model.optimizer.variables]:
+        if "embeddings" in variable.path:
+            own = variable.value.sharding.shard_shape(variable.shape)
+            assert np.prod(own) * parts == np.prod(variable.shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_logical_devices": 3}, "Each replica has equally many logical devices."),
+        (
+            {"num_logical_devices": 2, "deterministic": True},
+            "The replicas of a deterministic strategy are on one device each.",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_grouped(options, text):
+    with pytest.raises(kd.errors.DeviceError, match=text):
+        mirrored(4, **options)
