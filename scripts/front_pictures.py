@@ -63,8 +63,8 @@ BRANCHES = (
 )
 OPTIONS = (
     ("The optimizer's state is too large:", "shard_optimizer_state=True"),
-    ("The variables should be in host memory:", "CentralStorageStrategy"),
-    ("The bits must not depend on the devices:", "deterministic=True"),
+    ("The variables should be in host memory:", "experimental.CentralStorageStrategy"),
+    ("The bits must not depend on the number of devices:", "deterministic=True"),
     ("The weights do not fit on one device:", "keras.distribution.ModelParallel"),
 )
 
@@ -101,7 +101,7 @@ def same_curve() -> str:
     """The losses of both runs, and below them how far apart they are."""
     facts = json.loads((ROOT / "benchmarks/results/why.json").read_text("utf-8"))
     ours, plain = facts["curves"]["ours"]["loss"], facts["curves"]["plain"]["loss"]
-    left, right, top, bottom = 70.0, WIDTH - 20.0, 40.0, 220.0
+    left, right, top, bottom = 88.0, WIDTH - 20.0, 40.0, 220.0
     apart_top, apart_bottom = 262.0, 340.0
     epochs = len(ours)
 

@@ -29,7 +29,8 @@ def model(dropout: float = 0.2) -> keras.Model:
     made = keras.Sequential(
         [
             keras.Input((8,)),
-            keras.layers.Dense(16),
+            # A bias before a BatchNormalization has no gradient but rounding.
+            keras.layers.Dense(16, use_bias=False),
             keras.layers.BatchNormalization(synchronized=True),
             keras.layers.Dropout(dropout),
             keras.layers.Dense(1),
