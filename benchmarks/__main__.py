@@ -11,6 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NAMES = (
+    "why",
     "exactness",
     "step_time",
     "processes",

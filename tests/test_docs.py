@@ -163,13 +163,32 @@ def test_links_lead_to_files_and_headings(page):
 
 def test_links_to_the_repository_have_one_address():
     for page in [*PAGES, *NOTEBOOKS]:
+        text = page.read_text()
         for address in re.findall(
             r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/[\w-]+)",
-            page.read_text(),
+            # Threads of other projects, and files of theirs at a commit, are sources.
+            re.sub(r"https://github\.com/\S+/(issues/\d+|blob/[0-9a-f]{40}/)", "", text),
         ):
             assert SITE["REPOSITORY"].endswith(f"/{address}"), (
                 f"{page.name} links to {address}"
             )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_table_has_the_measured_numbers(page):
+    text = (ROOT / page).read_text()
+    table = text[text.index("| last batch that") : text.index("Numbers are the")]
+    measured = (ROOT / "benchmarks/results/why.md").read_text()
+    numbers = re.findall(r"\d\.\de-\d\d|\d+ steps for \d+|after \d+ steps", table)
+    numbers += re.findall(r"(\d\.\d\d) ×", table)
+    assert len(numbers) == 16
+    assert [number for number in numbers if number not in measured] == []
+    versions = re.search(r"Keras (\S+), JAX (\S+) and TensorFlow (\S+) on", text)
+    assert versions is not None
+    for name, version in zip(
+        ("keras", "jax", "tensorflow_cpu"), versions.groups(), strict=True
+    ):
+        assert f"{name} {version}" in measured
 
 
 @pytest.mark.parametrize(

@@ -70,4 +70,4 @@ def test_it_opens_in_colab_and_installs_from_the_repository(path):
     assert badge in "".join(cells[0]["source"])
     install = next(cell for cell in cells if cell["cell_type"] == "code")
     assert install["metadata"]["tags"] == ["skip-execution"]
-    assert f'@ git+{REPOSITORY}"' in "".join(install["source"])
+    assert f"raw.githubusercontent.com/{place}/main" in "".join(install["source"])
