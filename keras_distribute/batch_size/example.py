@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import types
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute._compat import adapters
 from keras_distribute.errors import InputError
+from keras_distribute.input.generators import Stream
 from keras_distribute.training import adoption, feeds
 from keras_distribute.training.fit_arguments import check_fit_arguments
 
@@ -22,11 +23,14 @@ def first_batch(x: Any, y: Any, sample_weight: Any) -> Any:
     Raises:
         InputError: For what `fit` cannot read, and for sparse arrays.
     """
-    check_fit_arguments(x, {"y": y, "sample_weight": sample_weight})
-    adapter = adapters.adapter_of(x, y, sample_weight)
-    batch: Any = None
-    with contextlib.closing(feeds.look(adapter)) as batches:
-        batch = next(batches, None)
+    if isinstance(x, types.GeneratorType):
+        stream = Stream.of(x)
+        batch = next(adapters.generator_batches(stream.read(x)), None)
+        stream.give_back(0 if batch is None else 1)
+    else:
+        check_fit_arguments(x, {"y": y, "sample_weight": sample_weight})
+        adapter = adapters.adapter_of(x, y, sample_weight)
+        batch = next(feeds.look(adapter), None)
     if batch is None:
         adoption.refuse_empty()
     leaves = jax.tree.leaves(batch, is_leaf=adapters.is_sparse)
@@ -54,6 +58,15 @@ def repeated(batch: Any, rows: int) -> Any:
     """A batch of so many rows, which are those of `batch` over and over."""
 
     def fill(leaf: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return leaf[np.arange(rows) % leaf.shape[0]] if leaf.ndim else leaf
+        if not leaf.ndim:
+            return leaf
+        filled = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
+        done = min(rows, leaf.shape[0])
+        filled[:done] = leaf[:done]
+        while done < rows:
+            more = min(done, rows - done)
+            filled[done : done + more] = filled[:more]
+            done += more
+        return filled
 
     return jax.tree.map(fill, batch)
