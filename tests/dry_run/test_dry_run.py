@@ -11,7 +11,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute._compat import compiling as seam
-from keras_distribute.dry_run import __main__ as command
+from keras_distribute.dry_run import command
 from keras_distribute.dry_run import api, compiling, targets
 from keras_distribute.errors import (
     BackendError,
