@@ -66,7 +66,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "keras-distribute")
             f"For help: {prog} --help\n"
         )
         return 2
-    module = importlib.import_module(COMMANDS[first].module)
+    try:
+        module = importlib.import_module(COMMANDS[first].module)
+    except ImportError as error:  # A Keras or JAX that cannot work, or none.
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     return module.main(given[1:], f"{prog} {first}")
 
 

@@ -218,9 +218,8 @@ def _largest(
 
 
 def _check(model: Any) -> None:
-    what, fix = "Batches are searched for a compiled Keras model.", (
-        'model.compile("adam", loss) first.'
-    )
+    what = "Batches are searched for a compiled Keras model."
+    fix = 'model.compile("adam", loss) first.'
     checks.instance("model", model, keras.Model, what, fix)
     if not model.compiled or model.optimizer is None:
         raise StructureTypeError(what, received=f"{model!r}.", fix=fix)

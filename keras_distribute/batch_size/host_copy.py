@@ -69,11 +69,13 @@ class HostCopy:
     def _put(self) -> None:
         for copy in self._copies:
             kind = copy.sharding.memory_kind
+            places = [
+                SingleDeviceSharding(device, memory_kind=kind)
+                for device, _ in copy.parts
+            ]
             parts = [
-                jax.device_put(
-                    part, SingleDeviceSharding(device, memory_kind=kind), may_alias=False
-                )
-                for device, part in copy.parts
+                jax.device_put(part, place, may_alias=False)
+                for (_, part), place in zip(copy.parts, places, strict=True)
             ]
             array = jax.make_array_from_single_device_arrays(
                 copy.shape, copy.sharding, parts
@@ -109,4 +111,5 @@ def _copied(variable: Any, array: jax.Array) -> _Copy:
 
 
 def _same_bits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    first, second = (array.reshape(-1).view(np.uint8) for array in (one, other))
+    return np.array_equal(first, second)

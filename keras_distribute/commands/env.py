@@ -49,11 +49,11 @@ def main(
 def tables(found: dict[str, Any]) -> list[Table]:
     """What `facts.gather` returned, in words."""
     return [
-        _pairs("versions", _versions(found["versions"])),
+        _pairs("versions", ("package", "version"), _versions(found["versions"])),
         _devices(found["devices"]),
-        _pairs("host", _host(found)),
-        _pairs("cluster", _cluster(found)),
-        _pairs("environment variables", found["environment"] or {"none": ""}),
+        _pairs("host", ("what", "how many"), _host(found)),
+        _pairs("cluster", ("what", "which"), _cluster(found)),
+        _pairs("environment", ("variable", "value"), found["environment"]),
     ]
 
 
@@ -106,8 +106,8 @@ def _cluster(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _pairs(title: str, pairs: dict[str, str]) -> Table:
-    return Table(title, ("", ""), tuple(pairs.items()), frozenset())
+def _pairs(title: str, header: tuple[str, str], pairs: dict[str, str]) -> Table:
+    return Table(title, header, tuple(pairs.items()), frozenset())
 
 
 def _bytes(count: int | None) -> str:

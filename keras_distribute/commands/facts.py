@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -43,8 +44,9 @@ OPTIONAL = (
     "rich",
 )
 _RELEVANT = re.compile(
-    r"(?:JAX|XLA|KERAS|TPU|LIBTPU|CUDA|NCCL|NVIDIA|TF|SLURM|OMPI_COMM_WORLD|PMI|MPI|SM"
-    r"|RAY|MEGASCALE|ROCR|HIP|GLOO)_.*|NPROC|OMP_NUM_THREADS|LD_PRELOAD|NO_PROXY"
+    r"(?:JAX|XLA|KERAS|TPU|LIBTPU|CUDA|NCCL|NVIDIA|SLURM|OMPI_COMM_WORLD|PMI|MPI|SM|RAY"
+    r"|MEGASCALE|ROCR|HIP|GLOO|TF_CPP|TF_GPU|TF_FORCE)_.*"
+    r"|TF_CONFIG|NPROC|OMP_NUM_THREADS|LD_PRELOAD"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|JWT|KEY|CERT", re.IGNORECASE)
 _IN_ADDRESS = re.compile(r"://[^/@\s]+@")
@@ -57,6 +59,9 @@ def gather(seconds: float) -> dict[str, Any]:
     Args:
         seconds: How long to wait for devices, and for what says who else takes part.
     """
+    variables = environment(os.environ)
+    # JAX would take three quarters of a GPU's memory, which others may be using.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cluster = _cluster(seconds)
     devices = _devices(seconds)
     return {
@@ -66,12 +71,12 @@ def gather(seconds: float) -> dict[str, Any]:
         "thread_pool": _thread_pool(),
         "cluster": cluster,
         "strategy": _strategy(devices, cluster),
-        "environment": environment(os.environ),
+        "environment": variables,
         "hangs": devices.pop("hangs") or cluster.pop("hangs"),
     }
 
 
-def environment(variables: Any) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter here; of what may be a secret, only that it is set."""
     found: dict[str, str] = {}
     for name in sorted(filter(_RELEVANT.fullmatch, variables)):

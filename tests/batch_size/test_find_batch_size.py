@@ -10,9 +10,9 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.batch_size import example, trials
-
 from tests.interruptions import Interrupter
 from tests.support import central, mirrored
+
 from .models import Hungry, X, Y, bits, build, trained
 
 STRATEGIES = {
