@@ -80,7 +80,7 @@ def usage(prog: str) -> str:
     lines = [
         "tf.distribute.Strategy for Keras 3 on JAX",
         "",
-        f"[bold green]Usage:[/] [bold cyan]{prog}[/] [cyan]<command> [options][/]",
+        f"[bold green]Usage:[/] [bold cyan]{prog}[/] [cyan]<command> \\[options][/]",
         "",
         "[bold green]Commands:[/]",
         *(
@@ -113,4 +113,4 @@ def _show(text: str) -> None:
 def _plain(text: str) -> str:
     for style in ("bold green", "bold cyan", "cyan", "/"):
         text = text.replace(f"[{style}]", "")
-    return text
+    return text.replace("\\[", "[")

@@ -85,7 +85,8 @@ def main(
     devices = jax.local_devices()
     note = f"{len(devices)} {devices[0].platform} device(s): {devices[0].device_kind}"
     # A collective that waits for ever holds a thread that nothing in Python ends.
-    faulthandler.dump_traceback_later(options.timeout, exit=True)
+    stderr = sys.__stderr__ or sys.stderr  # A file, whatever stands for it.
+    faulthandler.dump_traceback_later(options.timeout, exit=True, file=stderr)
     try:
         outcomes = run(lambda each: sys.stderr.write(f"{each} ...\n"))
     finally:

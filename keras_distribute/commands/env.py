@@ -32,6 +32,8 @@ def main(
     text = f"seconds to wait for devices and for the cluster (default: {_SECONDS:g})"
     parser.add_argument("--timeout", type=float, default=_SECONDS, help=text)
     options = parser.parse_args(arguments)
+    if options.timeout <= 0:
+        parser.error("--timeout is a number of seconds above 0")
     found = facts.gather(options.timeout)
     hangs = found.pop("hangs")
     if options.json:

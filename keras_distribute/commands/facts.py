@@ -155,7 +155,9 @@ def _cluster(seconds: float) -> dict[str, Any]:
 
 def _strategy(devices: dict[str, Any], cluster: dict[str, Any]) -> str:
     """The strategy to begin with here, as code."""
-    if cluster.get("num_processes", 1) > 1:
+    if cluster["problem"] or devices["problem"]:
+        return "not known before the problem is solved"
+    if cluster["num_processes"] > 1:
         return "kd.MultiWorkerMirroredStrategy()"
     if devices["backend"] == "tpu":
         return "kd.TPUStrategy()"
