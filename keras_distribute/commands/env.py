@@ -98,11 +98,13 @@ def _cluster(found: dict[str, Any]) -> dict[str, str]:
     cluster = found["cluster"]
     if cluster["problem"]:
         return {"problem": cluster["problem"], "strategy": found["strategy"]}
+    tasks = (f"{count} {job}" for job, count in cluster["tasks"].items())
     number, count = cluster["process_id"], cluster["num_processes"]
     return {
         "resolver": cluster["resolver"],
-        "environment": cluster["environment"] or "none",
-        "process": f"{number} of {count}",
+        "tasks": ", ".join(tasks) or "none",
+        "this task": cluster["task"] or "none",
+        "process": f"{number} of {count} that train together",
         "first process": cluster["coordinator"] or "this one",
         "strategy": found["strategy"],
     }

@@ -20,6 +20,7 @@ import jax
 from keras_distribute import config
 from keras_distribute._compat import versions
 from keras_distribute.cluster.resolvers.automatic import automatic_resolver
+from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.commands.waiting import ask
 
 REQUIRED = ("keras-distribute", "keras", "jax", "jaxlib", "numpy")
@@ -140,10 +141,14 @@ def _thread_pool() -> dict[str, Any]:
 def _cluster(seconds: float) -> dict[str, Any]:
     def found() -> dict[str, Any]:
         resolver = automatic_resolver()
-        topology = resolver.topology()
+        spec = resolver.cluster_spec()
+        kind, number = resolver.task_type, resolver.task_id
+        # Parameter servers train alone, whichever task this is.
+        topology = Topology() if "ps" in spec.jobs else resolver.topology()
         return {
             "resolver": type(resolver).__name__,
-            "environment": resolver.environment,
+            "task": f"{kind}:{number}" if kind else None,
+            "tasks": {job: spec.num_tasks(job) for job in spec.jobs},
             "process_id": topology.process_id,
             "num_processes": topology.num_processes,
             "coordinator": topology.coordinator,
@@ -157,6 +162,8 @@ def _strategy(devices: dict[str, Any], cluster: dict[str, Any]) -> str:
     """The strategy to begin with here, as code."""
     if cluster["problem"] or devices["problem"]:
         return "not known before the problem is solved"
+    if "ps" in cluster["tasks"]:
+        return "kd.ParameterServerStrategy() in the chief, kd.Server() elsewhere"
     if cluster["num_processes"] > 1:
         return "kd.MultiWorkerMirroredStrategy()"
     if devices["backend"] == "tpu":

@@ -1,5 +1,6 @@
 """`kd.find_batch_size`: what it finds, and that the model is left as it was."""
 
+import contextlib
 import gc
 import os
 
@@ -11,6 +12,7 @@ import pytest
 import keras_distribute as kd
 from keras_distribute.batch_size import example, trials
 from tests.interruptions import Interrupter
+from tests.logical import tpu_strategy
 from tests.support import central, mirrored
 
 from .models import Hungry, X, Y, bits, build, trained
@@ -103,6 +105,47 @@ def test_a_batch_in_parts(replicas):
     assert small.num_trials == 1
 
 
+def test_what_was_found_is_an_update_of_the_whole_batch():
+    """Its batch and its steps of accumulation, given to Keras."""
+    result = kd.find_batch_size(
+        trained(mirrored(4), Hungry(20)), X, Y, global_batch_size=96
+    )
+    weights = []
+    for size, parts in (
+        (96, None),
+        (result.recommended, result.gradient_accumulation_steps),
+    ):
+        keras.utils.set_random_seed(0)
+        with mirrored(4).scope():
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=parts)
+            model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
+            model.compile(optimizer, "mse")
+        model.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(*weights, atol=1e-6)
+
+
+def test_several_logical_devices():
+    """Weights that a layout map divides go back divided."""
+    strategy = tpu_strategy(2)
+    model = trained(strategy, Hungry(40))
+    before = bits(model)
+    result = kd.find_batch_size(model, X, Y, max_batch_size=64, steps_per_trial=1)
+    assert result.largest == 40 and strategy.num_replicas_in_sync == 4
+    assert bits(model) == before
+
+
+def test_copies_that_differ_stay_different():
+    model = trained(mirrored(2))
+    kernel = model.layers[0].kernel
+    kd.testing.Fault("flip", variable=kernel, replica=1, bit=3).now(0)
+    before = bits(model)
+    kd.find_batch_size(model, X, Y, max_batch_size=16, steps_per_trial=1)
+    assert bits(model) == before
+    with pytest.raises(kd.errors.ReplicaConsistencyError, match="bit 3"):
+        kernel.distribute_strategy.check_consistency(model)
+
+
 def test_accumulators_take_memory_too():
     """A limit with room for a batch alone, and not for accumulators beside it."""
     model = trained(mirrored(2))
@@ -141,8 +184,10 @@ def test_a_model_with_packed_state():
     assert bits(model) != before
 
 
-def test_a_model_that_is_not_built():
-    with mirrored(2).scope():
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_is_not_built(replicas):
+    scope = mirrored(2).scope() if replicas > 1 else contextlib.nullcontext()
+    with scope:
         model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
         model.compile("adam", "mse")
     result = kd.find_batch_size(model, X, Y, max_batch_size=64, steps_per_trial=1)

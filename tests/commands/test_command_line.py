@@ -154,7 +154,8 @@ def test_env_as_text_and_as_json():
     assert found["thread_pool"]["threads"] >= 12
     assert found["cluster"] == {
         "resolver": "KerasClusterResolver",
-        "environment": found["cluster"]["environment"],
+        "task": "worker:3",
+        "tasks": {"worker": 1},
         "process_id": 3,
         "num_processes": 4,
         "coordinator": "10.255.255.1:1234",
@@ -171,7 +172,7 @@ def test_env_as_text_and_as_json():
     for line in (
         r"cpu:2 +cpu +not known +not known",
         r"resolver +KerasClusterResolver",
-        r"process +3 of 4",
+        r"process +3 of 4 that train together",
         r"KERAS_DISTRIBUTE_JOB_TOKEN +\(set, not shown\)",
     ):
         assert re.search(line, text), line
@@ -187,7 +188,7 @@ def test_env_is_that_of_the_page():
         return [
             re.split(r"  +", line.strip())[0]
             for i, line in enumerate(lines)
-            if line and not line.startswith(" ") or "cpu:" in line
+            if (line and not line.startswith(" ")) or "cpu:" in line
         ]
 
     assert parts(done.stdout) == parts(shown_on_page("JAX_NUM_CPU_DEVICES=4 keras-distribute env"))
@@ -219,6 +220,19 @@ def test_env_shows_a_cluster_that_makes_no_sense():
     assert done.returncode == 1
     assert "ClusterError: TF_CONFIG is not JSON" in done.stdout
     assert "Fix: check TF_CONFIG." in done.stdout
+
+
+def test_env_of_parameter_servers():
+    jobs = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "ps": ["d:4"]}
+    task = {"type": "ps", "index": 0}
+    done = command("env", TF_CONFIG=json.dumps({"cluster": jobs, "task": task}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in (
+        r"tasks +1 chief, 2 worker, 1 ps\n",
+        r"this task +ps:0\n",
+        r"strategy +kd.ParameterServerStrategy\(\) in the chief, kd.Server\(\) elsewhere",
+    ):
+        assert re.search(line, done.stdout), line
 
 
 def test_an_answer_is_a_value_or_a_problem():
