@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -54,8 +54,9 @@ def find_batch_size(
     it had, bit for bit: weights, optimizer, metrics, seeds. Meanwhile they are in host
     memory, and no other thread can use the model.
 
-    Of several processes all call it, with data of one form, and get the same result:
-    that of the one with the least memory.
+    Of several processes all call it, with data of one form and the same numbers
+    (`memory_limit` may differ), and get the same result: that of the one with the least
+    memory.
 
     Sources: Accelerate's `find_executable_batch_size`, and Lightning's
     `Tuner.scale_batch_size`, whose `margin` and `steps_per_trial` these are.
@@ -123,31 +124,31 @@ def find_batch_size(
         raise ValueStructureError(what, received=f"margin={margin}.", fix=fix)
     checks.count("steps_per_trial", steps_per_trial, 1)
 
+    wanted = _Wanted(
+        starting_batch_size, max_batch_size, global_batch_size, margin, steps_per_trial
+    )
+
     def search() -> BatchSizeResult:
-        return _search(
-            model,
-            example.first_batch(x, y, sample_weight),
-            starting_batch_size,
-            max_batch_size,
-            global_batch_size,
-            memory_limit,
-            margin,
-            steps_per_trial,
-        )
+        batch = example.first_batch(x, y, sample_weight)
+        return _search(model, batch, wanted, memory_limit)
 
     return called(model, _NAME, search, (), {})
 
 
+class _Wanted(NamedTuple):
+    """The arguments that have to be the same in all processes."""
+
+    starting_batch_size: int | None
+    max_batch_size: int | None
+    global_batch_size: int | None
+    margin: float
+    steps_per_trial: int
+
+
 def _search(
-    model: Any,
-    batch: Any,
-    start: int | None,
-    most: int | None,
-    whole: int | None,
-    memory_limit: int | None,
-    margin: float,
-    count: int,
+    model: Any, batch: Any, wanted: _Wanted, memory_limit: int | None
 ) -> BatchSizeResult:
+    whole = wanted.global_batch_size
     strategy = adoption.strategy_of(model)
     building.build(model, batch)
     if strategy is not None:
@@ -155,14 +156,24 @@ def _search(
     unit = 1 if strategy is None else strategy.num_replicas_in_sync
     groups = compat.state_variables(model, "train")
     saved = HostCopy([variable for group in groups for variable in group])
-    trials = Trials(model, strategy, batch, saved, memory_limit, count)
-    highest = min((each for each in (most, whole) if each is not None), default=None)
+    trials = Trials(
+        model,
+        strategy,
+        batch,
+        saved,
+        memory_limit=memory_limit,
+        count=wanted.steps_per_trial,
+        asked=str(wanted),
+    )
+    ends = [each for each in (wanted.max_batch_size, whole) if each is not None]
+    highest = min(ends, default=None)
     _check_end(trials.limit, highest, unit)
     # Twice: an interruption of the first is made good by the second.
     try:
         try:
+            start = wanted.starting_batch_size or trials.rows
             largest, too_large, tried = _largest(
-                model, trials, unit, start or trials.rows, highest, whole
+                model, trials, unit, start, highest, whole
             )
         finally:
             saved.restore()
@@ -173,7 +184,7 @@ def _search(
     size, parts = recommended(
         largest,
         is_limited=too_large is not None,
-        margin=margin,
+        margin=wanted.margin,
         unit=unit,
         whole=whole,
     )
@@ -274,10 +285,10 @@ def _check_end(limit: int | None, highest: int | None, unit: int) -> None:
 
 
 def _nothing_fits(unit: int, limit: int | None) -> OutOfMemoryError:
-    known = "" if limit is None else f" {limit} bytes of each device"
+    known = "the memory of the devices" if limit is None else f"{limit} bytes of each"
     return OutOfMemoryError(
         f"Not even a batch of {unit} row(s), one a replica, has memory to train.",
-        received=f"{known or ' the memory of the devices'}."[1:],
+        received=f"{known}.",
         fix='keras.mixed_precision.set_dtype_policy("mixed_bfloat16"), or '
         "kd.MirroredStrategy(shard_optimizer_state=True), before the model is made; or "
         "a smaller model.",

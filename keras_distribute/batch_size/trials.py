@@ -36,6 +36,7 @@ class Trials:
         memory_limit: The bytes that a step may take of each device; `None` for what
             the devices have.
         count: How many steps to run.
+        asked: The user's arguments that decide which batches are tried.
 
     Attributes:
         limit: The bytes that there are; `None` where that is not known.
@@ -48,8 +49,10 @@ class Trials:
         strategy: Strategy | None,
         batch: Any,
         saved: HostCopy,
+        *,
         memory_limit: int | None,
         count: int,
+        asked: str,
     ) -> None:
         self._trainer, self._strategy = trainer, strategy
         self._batch, self._saved, self._count = batch, saved, count
@@ -59,13 +62,14 @@ class Trials:
         self._channel = Channel("find_batch_size", self._num_processes)
         limit = memory_limit or bytes_of(self._devices)
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-        form = str(example.form_of(batch, 1))
+        form = f"{example.form_of(batch, 1)}, {asked}"
         said = self._channel.exchange((form, rows, limit))
         if any(other != form for other, _, _ in said):
             raise InputError(
-                "The processes would train on batches of different forms.",
+                "The processes would try different batches.",
                 received="; ".join(f"process {i}: {s[0]}" for i, s in enumerate(said)),
-                fix="pass data of the same shapes and dtypes in every process.",
+                fix="pass data of the same shapes and dtypes in every process, and "
+                "the same numbers; memory_limit alone may differ.",
             )
         limits = [other for _, _, other in said if other is not None]
         self.limit: int | None = min(limits, default=None)

@@ -41,7 +41,9 @@ def test_the_largest_batch_that_ran(name):
     model, twin = (trained(strategy, Hungry(40)) for _ in range(2))
     before = bits(model)
     assert before == bits(twin)
-    result = kd.find_batch_size(model, X, Y, max_batch_size=64, steps_per_trial=1)
+    result = kd.find_batch_size(
+        model, X, Y, starting_batch_size=40, max_batch_size=48, steps_per_trial=1
+    )
     assert result.largest == 40
     assert result.too_large == 40 + replicas
     assert result.recommended == 38 // replicas * replicas
@@ -362,7 +364,7 @@ def test_errors_say_what_to_do():
     )
     text = raised(MemoryError, model, X, Y, memory_limit=10)
     assert text.startswith("Not even a batch of 2 row(s), one a replica, has memory")
-    assert "Received: 10 bytes of each device." in text
+    assert "Received: 10 bytes of each." in text
     assert 'set_dtype_policy("mixed_bfloat16")' in text
     plain = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
     assert 'model.compile("adam", loss) first' in raised(TypeError, plain, X, Y)

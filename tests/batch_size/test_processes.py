@@ -43,10 +43,12 @@ def searches() -> dict:
     found["kept"].append(bits(model) == before)
     model.fit(X, Y, batch_size=16, verbose=0)
     weights = (np.ones(len(X)),) if last else ()
-    try:
-        kd.find_batch_size(model, X, Y, *weights, max_batch_size=8)
-    except kd.errors.InputError as error:
-        found["error"] = str(error)
+    found["errors"] = []
+    for given, most in ((weights, 8), ((), 8 + last)):
+        try:
+            kd.find_batch_size(model, X, Y, *given, max_batch_size=most)
+        except kd.errors.InputError as error:
+            found["errors"].append(str(error))
     return found
 
 
@@ -66,7 +68,8 @@ def test_two_processes_agree():
     assert first["ran out"] == second["ran out"]
     assert first["ran out"].too_large is not None
     for found in (first, second):
-        assert found["error"].startswith(
-            "The processes would train on batches of different forms."
-        )
-        assert "Fix: pass data of the same shapes and dtypes" in found["error"]
+        assert len(found["errors"]) == 2
+        for text in found["errors"]:
+            assert text.startswith("The processes would try different batches.")
+            assert "Fix: pass data of the same shapes and dtypes" in text
+        assert "max_batch_size=9" in found["errors"][1]
