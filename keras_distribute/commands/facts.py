@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import keras
 
 from keras_distribute import config
 from keras_distribute._compat import versions
@@ -23,7 +24,7 @@ from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.commands.waiting import ask
 
-REQUIRED = ("keras-distribute", "keras", "jax", "jaxlib", "numpy")
+REQUIRED = ("keras-distribute", "jaxlib", "numpy")
 OPTIONAL = (
     "orbax-checkpoint",
     "pyzmq",
@@ -55,7 +56,7 @@ HIDDEN = "(set, not shown)"
 
 
 def gather(seconds: float) -> dict[str, Any]:
-    """All of it, as JSON can hold it.
+    """All of it, as JSON can hold it; with `"hangs"`, whether a thread still waits.
 
     Args:
         seconds: How long to wait for devices, and for what says who else takes part.
@@ -65,6 +66,7 @@ def gather(seconds: float) -> dict[str, Any]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cluster = _cluster(seconds)
     devices = _devices(seconds)
+    hang = [each.pop("hangs") for each in (devices, cluster)]
     return {
         "versions": _versions(),
         "devices": devices,
@@ -73,7 +75,7 @@ def gather(seconds: float) -> dict[str, Any]:
         "cluster": cluster,
         "strategy": _strategy(devices, cluster),
         "environment": variables,
-        "hangs": devices.pop("hangs") or cluster.pop("hangs"),
+        "hangs": any(hang),
     }
 
 
@@ -87,7 +89,13 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _versions() -> dict[str, Any]:
-    found = {"python": platform.python_version(), "os": platform.platform()}
+    # Of Keras and JAX as the modules say it: a nightly is another package.
+    found = {
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "keras": keras.__version__,
+        "jax": jax.__version__,
+    }
     missing: list[str] = []
     for name in (*REQUIRED, *OPTIONAL):
         try:

@@ -211,6 +211,7 @@ def test_env_does_not_wait_for_what_does_not_answer(what):
     )
     assert done.returncode == 1, done.stderr
     assert "no answer within 1 seconds" in done.stdout
+    assert "Traceback" not in done.stderr
     assert "not known before the problem is solved" in done.stdout
     assert "environment" in done.stdout.splitlines()
 
