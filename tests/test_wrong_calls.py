@@ -1228,6 +1228,7 @@ def compiled(**given: Any) -> None:
 
 # What a user does not make, or what has no parameter of its own.
 MADE_BY_THE_PACKAGE = {
+    "BatchSizeResult",
     "ConsistencyReport",
     "DistributedDataset",
     "DistributedIterator",
