@@ -71,8 +71,10 @@ def test_a_limit_in_bytes(replicas, compilations):
     assert sum(array.nbytes for array in jax.live_arrays()) <= held
     assert bits(model) == before
     assert result.too_large is not None
-    assert 0 < result.too_large - result.largest <= max(
-        2 * (replicas or 1), result.largest // 16
+    assert (
+        0
+        < result.too_large - result.largest
+        <= max(2 * (replicas or 1), result.largest // 16)
     )
     assert result.recommended <= 0.95 * result.largest
     if strategy is not None:  # Beside the batches that `fit` has ready.
@@ -334,7 +336,9 @@ def test_devices_that_say_what_they_have():
         def memory_stats(self):
             return self._stats
 
-    assert trials.bytes_of([Device({"bytes_limit": 9}), Device({"bytes_limit": 7})]) == 7
+    assert (
+        trials.bytes_of([Device({"bytes_limit": 9}), Device({"bytes_limit": 7})]) == 7
+    )
     assert trials.bytes_of([Device(None)]) is None
     assert trials.bytes_of([Device({})]) is None
 

@@ -53,9 +53,7 @@ def searches() -> dict:
 
 
 def test_two_processes_agree():
-    first, second = kd.testing.run_in_processes(
-        searches, 2, cpu_devices=2, timeout=250
-    )
+    first, second = kd.testing.run_in_processes(searches, 2, cpu_devices=2, timeout=250)
     assert first["limits"] == second["limits"]
     assert first["kept"] == second["kept"] == [True, True]
     alone = kd.find_batch_size(

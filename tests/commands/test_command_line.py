@@ -29,7 +29,8 @@ def environment(**variables):
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("KERAS_DISTRIBUT", "SLURM", "JAX_NUM")) and name != "NPROC"
+        if not name.startswith(("KERAS_DISTRIBUT", "SLURM", "JAX_NUM"))
+        and name != "NPROC"
     }
     light = {"TESTS_WITHOUT": "sklearn matplotlib tensorflow IPython"}
     return clean | {"JAX_PLATFORMS": "cpu", "COLUMNS": "80"} | light | variables
@@ -191,7 +192,9 @@ def test_env_is_that_of_the_page():
             if (line and not line.startswith(" ")) or "cpu:" in line
         ]
 
-    assert parts(done.stdout) == parts(shown_on_page("JAX_NUM_CPU_DEVICES=4 keras-distribute env"))
+    assert parts(done.stdout) == parts(
+        shown_on_page("JAX_NUM_CPU_DEVICES=4 keras-distribute env")
+    )
 
 
 @pytest.mark.parametrize("what", ["automatic_resolver", "jax.local_devices"])
@@ -392,7 +395,12 @@ def test_dry_run_is_the_dry_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Dry run: batch 16 on cpu:2")
     small = command(
-        "dry-run", *given, "--memory-limit", "10", module="keras_distribute", PYTHONPATH=path
+        "dry-run",
+        *given,
+        "--memory-limit",
+        "10",
+        module="keras_distribute",
+        PYTHONPATH=path,
     )
     assert small.returncode == 1, small.stderr
     missing = command("dry-run", module="keras_distribute")
