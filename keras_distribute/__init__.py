@@ -53,7 +53,9 @@ from keras_distribute.context import has_strategy as has_strategy
 from keras_distribute.context import (
     in_cross_replica_context as in_cross_replica_context,
 )
+from keras_distribute.dry_run import DryRunComparison as DryRunComparison
 from keras_distribute.dry_run import DryRunReport as DryRunReport
+from keras_distribute.dry_run import compare_dry_runs as compare_dry_runs
 from keras_distribute.dry_run import dry_run as dry_run
 from keras_distribute.input.arrays import ArrayDataset as ArrayDataset
 from keras_distribute.input.datasets import DistributedDataset as DistributedDataset
@@ -114,6 +116,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "DryRunComparison",
     "DryRunReport",
     "ElementSpec",
     "HierarchicalCopyAllReduce",
@@ -144,6 +147,7 @@ __all__ = [
     "barrier",
     "callbacks",
     "cluster_resolver",
+    "compare_dry_runs",
     "compat",
     "config",
     "coordinator",

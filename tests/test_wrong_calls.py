@@ -542,6 +542,10 @@ TARGETS: dict[str, Target] = {
         communication_dtype=lambda v: v is None,
         deterministic=flag,
         num_replicas=lambda v: v is None,
+        shard_variables=flag,
+        min_shard_bytes=integer(1),
+        num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
+        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
     ),
     "MultiWorkerMirroredStrategy": made(
         kd.MultiWorkerMirroredStrategy,
@@ -551,6 +555,10 @@ TARGETS: dict[str, Target] = {
         communication_dtype=lambda v: v is None,
         deterministic=flag,
         num_replicas=lambda v: v is None,
+        shard_variables=flag,
+        min_shard_bytes=integer(1),
+        num_logical_devices=lambda v: integer(1)(v) and 8 % int(v) == 0,
+        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
     ),
     "OneDeviceStrategy": made(kd.OneDeviceStrategy, device=lambda v: False),
     "ParameterServerStrategy": made(kd.ParameterServerStrategy, **parameter_servers),
@@ -621,6 +629,9 @@ TARGETS: dict[str, Target] = {
         cross_device_ops=lambda v: False,
         shard_optimizer_state=lambda v: False,
         communication_dtype=lambda v: False,
+        shard_variables=lambda v: False,
+        min_shard_bytes=lambda v: False,
+        layout_map=lambda v: False,
     ),
     "Strategy.distribute_datasets_from_function": method(
         strategy,
@@ -745,6 +756,8 @@ TARGETS: dict[str, Target] = {
         tpu=text(none=True),
         layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
         shard_optimizer_state=flag,
+        shard_variables=flag,
+        min_shard_bytes=integer(1),
     ),
     "TPUStrategy.experimental_assign_to_logical_device": method(
         tpu_strategy,
@@ -764,6 +777,17 @@ TARGETS: dict[str, Target] = {
         partition_dimensions=structure,
     ),
     "barrier": made(kd.barrier, name=text()),
+    "compare_dry_runs": made(
+        kd.compare_dry_runs,
+        lambda: {"build_model": model, "batch": 8, "topology": "cpu:2"},
+        build_model=lambda v: None if callable(v) else False,
+        batch=lambda v: True if integer(1)(v) else numbers(v),
+        topology=lambda v: False,
+        largest_batch=flag,
+        memory_limit=integer(1, none=True),
+        num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
+        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+    ),
     "dry_run": made(
         kd.dry_run,
         lambda: {"model_or_builder": model(), "batch": 8, "topology": "cpu:2"},
@@ -773,6 +797,7 @@ TARGETS: dict[str, Target] = {
         largest_batch=flag,
         memory_limit=integer(1, none=True),
         shard_optimizer_state=flag,
+        shard_variables=flag,
     ),
     "experimental_set_strategy": made(
         kd.experimental_set_strategy, strategy=of(kd.Strategy, none=True)
@@ -1232,6 +1257,7 @@ MADE_BY_THE_PACKAGE = {
     "ConsistencyReport",
     "DistributedDataset",
     "DistributedIterator",
+    "DryRunComparison",
     "DryRunReport",
     "ElementSpec",
     "Mirrored",
@@ -1300,6 +1326,9 @@ def public_parameters() -> set[tuple[str, str]]:
         "config.set_cpu_devices": kd.config.set_cpu_devices,
         "config.set_prefetch_steps": kd.config.set_prefetch_steps,
     }
+    for own in ("replicate_to", "split_to"):  # Of a base of three strategies.
+        name = f"experimental_{own}_logical_devices"
+        found[f"TPUStrategy.{name}"] = getattr(kd.TPUStrategy, name)
     for place, module in modules.items():
         for name in module.__all__:
             thing = getattr(module, name)

@@ -22,6 +22,8 @@
 - `core.trace_ctx`: what JAX traces at the moment. Its context managers are Python: an
   exception from outside that comes while one of them is being left would have all that
   follows traced, for ever.
+- `Tracer._trace`: what a traced array belongs to. A weight that is divided over the
+  replicas is gathered there, not in a loop that a layer runs. Goes when JAX has it.
 - `core.trace_state_clean`: whether anything is being traced, in less time than a read
   of a variable takes. Goes when `jax.core` has it.
 - `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many
@@ -83,6 +85,7 @@ def array_of_pieces(
 
 
 check(jax.stages.Compiled, "_call")
+check(core.Tracer, "_trace")
 
 
 def call_without_python(compiled: jax.stages.Compiled) -> Callable[..., Any] | None:

@@ -293,4 +293,3 @@ def _nothing_fits(unit: int, limit: int | None) -> OutOfMemoryError:
         "kd.MirroredStrategy(shard_optimizer_state=True), before the model is made; or "
         "a smaller model.",
     )
-

@@ -85,6 +85,28 @@ class Collective:
     waits_for: str
     num_replicas: int
 
+    @property
+    def bytes_sent(self) -> float:
+        """What each device sends each time, around a ring."""
+        return bytes_sent(self.kind, self.num_bytes, self.group_size)
+
+
+def bytes_sent(kind: str, num_bytes: float, group_size: int) -> float:
+    """What each device of a group sends around a ring.
+
+    Source: https://doi.org/10.1016/j.jpdc.2008.09.002, where a sum that all get is one
+    of which each gets a part, and a gather of these.
+
+    Args:
+        kind: Of the collective, in XLA's words.
+        num_bytes: What each device puts in.
+    """
+    if kind == "collective-permute":
+        return num_bytes
+    total = num_bytes * group_size if kind == "all-gather" else num_bytes
+    once = total * (group_size - 1) / group_size
+    return 2 * once if kind == "all-reduce" else once
+
 
 def of_program(
     module: Module, num_devices: int, num_logical: int = 1

@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from keras_distribute.dry_run.collectives import Collective
+from keras_distribute.dry_run.collectives import Collective, bytes_sent
 from keras_distribute.dry_run.hardware import Hardware
 from keras_distribute.dry_run.targets import Target
 
@@ -113,14 +113,12 @@ def seconds(target: Target, kind: str, num_bytes: float, group_size: int) -> flo
     assert hardware is not None
     if group_size < 2:
         return 0.0
-    if kind == "collective-permute":
-        hops = min(_network(target)[1], 1)
-        return num_bytes / hardware.link_bandwidth + hops * _SECONDS_PER_HOP
+    sent = bytes_sent(kind, num_bytes, group_size)
     bandwidth, hops = _network(target)
-    total = num_bytes * group_size if kind == "all-gather" else num_bytes
-    sent = total * (group_size - 1) / group_size
-    once = sent / bandwidth + min(hops, group_size - 1) * _SECONDS_PER_HOP
-    return 2 * once if kind == "all-reduce" else once
+    if kind == "collective-permute":
+        return sent / hardware.link_bandwidth + min(hops, 1) * _SECONDS_PER_HOP
+    rounds = 2 if kind == "all-reduce" else 1
+    return sent / bandwidth + rounds * min(hops, group_size - 1) * _SECONDS_PER_HOP
 
 
 def _network(target: Target) -> tuple[float, int]:

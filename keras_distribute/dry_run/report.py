@@ -109,6 +109,14 @@ class DryRunReport:
             return None if self.memory else False
         return self.needed_bytes <= self.limit_bytes
 
+    @property
+    def bytes_sent(self) -> float:
+        """What each device sends to others in a step, if every collective goes around
+        a ring.
+        """
+        sent = (each.bytes_sent * each.times for each in self.collectives)
+        return sum(sent) / self.num_steps
+
     def count(self, kind: str) -> int:
         """How many instructions of a kind, such as `"all-reduce"`, the compiled program
         has.

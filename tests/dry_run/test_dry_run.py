@@ -523,3 +523,41 @@ def test_what_a_compiler_is_given_says_the_same_elsewhere():
     assert without_places(seam.program_of(lowered).as_text()) == without_places(
         here.as_text()
     )
+
+
+def test_options_are_compared_in_one_table():
+    def build():
+        blocks = [keras.layers.Dense(512, name=f"hidden_{i}") for i in range(2)]
+        model = keras.Sequential([keras.Input((512,)), *blocks])
+        model.compile("adam", "mse")
+        return model
+
+    found = kd.compare_dry_runs(
+        build,
+        64,
+        "cpu:4",
+        memory_limit=8 << 20,
+        num_logical_devices=2,
+        layout_map={".*hidden.*kernel": (None, "logical")},
+    )
+    whole, slots, parts, layout, both = found.reports.values()
+    weights = 2 * (512 * 512 + 512) * 4
+    assert whole.memory.parameters == slots.memory.parameters == weights
+    assert slots.memory.optimizer < whole.memory.optimizer / 3.9
+    assert parts.memory.parameters < weights / 3.9
+    assert parts.memory.optimizer < whole.memory.optimizer / 3.9
+    assert weights / 2 < layout.memory.parameters < weights / 1.9
+    assert both.memory.parameters < weights / 3.9
+    # Gathered for the forward and, of the second layer, the backward pass; scattered.
+    kernel = 512 * 512 * 4 * 3 / 4
+    assert parts.bytes_sent == pytest.approx(5 * kernel, rel=0.02)
+    assert whole.bytes_sent == pytest.approx(4 * kernel, rel=0.02)
+    text = str(found)
+    assert text.startswith("Dry runs: batch 64 on cpu:4; compiled, not run")
+    assert [line.split("  ")[0] for line in text.splitlines()[3:]] == [*found.reports]
+    assert "NO" in text and "yes" in text
+
+
+def test_a_comparison_makes_its_models():
+    with pytest.raises(kd.errors.StructureTypeError, match="anew for each option"):
+        kd.compare_dry_runs("model", 64, "cpu:4")
