@@ -553,7 +553,9 @@ def test_the_warning_names_the_closest_path(pattern: str, closest: str | None) -
     paths = [f"{layer}/{name}" for layer in layers for name in ("kernel", "bias")]
     with pytest.warns(UserWarning, match="No variable has the layout of") as caught:
         strategy.placement.check_layouts(["net/embedding/embeddings", *paths])
-    expected = f"{pattern!r} (closest: {closest!r}) in" if closest else f"{pattern!r} in"
+    expected = (
+        f"{pattern!r} (closest: {closest!r}) in" if closest else f"{pattern!r} in"
+    )
     assert expected in str(caught[0].message)
 
 
