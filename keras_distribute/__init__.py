@@ -33,6 +33,8 @@ from keras_distribute import experimental as experimental
 from keras_distribute import nn as nn
 from keras_distribute import testing as testing
 from keras_distribute import tpu as tpu
+from keras_distribute.batch_size import BatchSizeResult as BatchSizeResult
+from keras_distribute.batch_size import find_batch_size as find_batch_size
 from keras_distribute.checkpoint import Checkpoint as Checkpoint
 from keras_distribute.checkpoint import CheckpointManager as CheckpointManager
 from keras_distribute.checkpoint import RestoreStatus as RestoreStatus
@@ -104,6 +106,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArrayDataset",
     "AutoShardPolicy",
+    "BatchSizeResult",
     "Checkpoint",
     "CheckpointManager",
     "ConsistencyReport",
@@ -148,6 +151,7 @@ __all__ = [
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "find_batch_size",
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",

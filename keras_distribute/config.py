@@ -30,10 +30,12 @@ class _Chosen:
 
     Attributes:
         pool_size: Threads of XLA's pool for CPUs, where it could be chosen; else 0.
+        pool_reason: What decided that.
         prefetch_steps: The argument of `set_prefetch_steps`.
     """
 
     pool_size: int = 0
+    pool_reason: str = "the number of cores"
     prefetch_steps: int | None = None
 
 
@@ -155,6 +157,13 @@ def check_pool(num_devices: int) -> None:
         )
 
 
+def pool() -> tuple[int, str]:
+    """How many threads XLA has for CPU devices, and what decided that."""
+    if not _chosen.pool_size:
+        return os.cpu_count() or 1, "the JAX that was started before this package"
+    return _chosen.pool_size, _chosen.pool_reason
+
+
 def _threads_asked_for() -> int:
     """What `NPROC` says; XLA takes what is no number for none, and so do we."""
     text = os.environ.get("NPROC", "")
@@ -166,4 +175,7 @@ def _size_pool(num_devices: int) -> None:
     needed = max(cores, _THREADS_PER_DEVICE * num_devices) if num_devices > 1 else 0
     if needed > _threads_asked_for() and needed > cores:
         os.environ["NPROC"] = str(needed)
+        _chosen.pool_reason = f"keras_distribute, for {num_devices} CPU devices"
+    elif _threads_asked_for() > cores and not _chosen.pool_size:
+        _chosen.pool_reason = "NPROC in the environment"
     _chosen.pool_size = max(cores, _threads_asked_for())

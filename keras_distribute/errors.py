@@ -19,6 +19,7 @@ Keras.
     ├── CancelledError(RuntimeError)            a function that was given up
     ├── RemoteError(RuntimeError)               what another task raised
     ├── NonFiniteError(FloatingPointError)      a NaN or infinite loss
+    ├── OutOfMemoryError(MemoryError)           a step that no batch is small enough for
     ├── ReplicaConsistencyError(RuntimeError)   copies of a variable that differ
     └── CheckpointError(ValueError)             missing, or does not fit
         └── DamagedCheckpointError              incomplete, or not what was saved
@@ -123,6 +124,10 @@ class RemoteError(DistributeError, RuntimeError):
 
 class NonFiniteError(DistributeError, FloatingPointError):
     """The loss of a training step is infinite, or no number."""
+
+
+class OutOfMemoryError(DistributeError, MemoryError):
+    """A training step that takes more memory than there is, whatever the batch."""
 
 
 class ReplicaConsistencyError(DistributeError, RuntimeError):

@@ -50,11 +50,13 @@ OWNS = {
     "testing": ("combinations of strategies,", "faults"),
     "training": ("trainer, batches, rules;", "steps: compiled, called"),
     "dry_run": ("a step compiled for hardware", "that is not there"),
+    "batch_size": ("the largest batch that", "trains here, from real steps"),
     "callbacks": ("resuming a fit; where", "its time goes"),
     "nn": ("loss scaling",),
     "cluster_resolver": ("the resolvers' names",),
     "experimental": ("TensorFlow's other names",),
     "compat": ("TensorFlow's old names",),
+    "commands": ("what keras-distribute says", "and tries on this machine"),
     "": ("the public names",),
 }
 

@@ -56,6 +56,7 @@ LONGEST = [
     "exactness/test_saving.py",
     "exactness/test_edges.py",
     "dry_run/test_dry_run.py",
+    "batch_size/test_find_batch_size.py",
     "checkpoint/test_backup.py",
     "test_ragged_run.py",
     "test_interruptions.py",

@@ -167,7 +167,9 @@ def test_links_to_the_repository_have_one_address():
         for address in re.findall(
             r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/[\w-]+)",
             # Threads of other projects, and files of theirs at a commit, are sources.
-            re.sub(r"https://github\.com/\S+/(issues/\d+|blob/[0-9a-f]{40}/)", "", text),
+            re.sub(
+                r"https://github\.com/\S+/(issues/\d+|blob/[0-9a-f]{40}/)", "", text
+            ),
         ):
             assert SITE["REPOSITORY"].endswith(f"/{address}"), (
                 f"{page.name} links to {address}"

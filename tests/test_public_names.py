@@ -16,6 +16,7 @@ import keras_distribute as kd
 NAMES = [
     "ArrayDataset",
     "AutoShardPolicy",
+    "BatchSizeResult",
     "Checkpoint",
     "CheckpointManager",
     "ConsistencyReport",
@@ -60,6 +61,7 @@ NAMES = [
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "find_batch_size",
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",

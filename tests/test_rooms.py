@@ -33,11 +33,13 @@ ROOMS = [
     "testing",
     "training",
     "dry_run",
+    "batch_size",
     "callbacks",
     "nn",
     "cluster_resolver",
     "experimental",
     "compat",
+    "commands",
     "",
 ]
 
@@ -56,6 +58,8 @@ def room_of(module: str) -> int:
 def name_of(path: pathlib.Path) -> str:
     """The name of a module in the package, such as `values.reductions`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts == ("__main__",):  # As `__init__.py`, in no room of its own.
+        return ""
     return ".".join(parts).removesuffix("__init__").strip(".")
 
 

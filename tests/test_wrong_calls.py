@@ -777,6 +777,25 @@ TARGETS: dict[str, Target] = {
     "experimental_set_strategy": made(
         kd.experimental_set_strategy, strategy=of(kd.Strategy, none=True)
     ),
+    "find_batch_size": made(
+        kd.find_batch_size,
+        lambda: {
+            "model": model(),
+            "x": np.ones((4, 2)),
+            "y": np.ones(4),
+            "max_batch_size": 2,
+        },
+        model=of(keras.Model),
+        x=lambda v: True,  # As those of `fit`.
+        y=lambda v: True,
+        sample_weight=lambda v: True,
+        starting_batch_size=integer(1, none=True, most=2**31 - 1),
+        max_batch_size=integer(1, none=True, most=2**31 - 1),
+        global_batch_size=integer(1, none=True, most=2**31 - 1),
+        memory_limit=integer(1, none=True),
+        margin=number(),
+        steps_per_trial=integer(1),
+    ),
     "notebook_launcher": made(
         kd.notebook_launcher,
         lambda: {"function": len},
@@ -1209,6 +1228,7 @@ def compiled(**given: Any) -> None:
 
 # What a user does not make, or what has no parameter of its own.
 MADE_BY_THE_PACKAGE = {
+    "BatchSizeResult",
     "ConsistencyReport",
     "DistributedDataset",
     "DistributedIterator",

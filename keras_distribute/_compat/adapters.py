@@ -76,9 +76,9 @@ def install(replaced: Replacements, around: Around) -> None:
     replaced.replace(data_adapters, "get_data_adapter", get_data_adapter)
 
 
-def adapter_of(dataset: Any) -> DataAdapter:
-    """The adapter that Keras would use for a dataset given to `fit`."""
-    return data_adapters.get_data_adapter(x=dataset)
+def adapter_of(x: Any, y: Any = None, sample_weight: Any = None) -> DataAdapter:
+    """The adapter that Keras would use for what is given to `fit`."""
+    return data_adapters.get_data_adapter(x=x, y=y, sample_weight=sample_weight)
 
 
 def sliceable_arrays(structure: Any) -> Any:

@@ -19,12 +19,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices import jaxprs
+from keras_distribute.devices.flat_arrays import is_key
 
 Tie = Callable[[Any, Any], Any]
 
@@ -164,9 +164,7 @@ def _together(operands: Sequence[Any], tie: Tie) -> list[Any]:
 
 
 def _can_tie(value: Any) -> bool:
-    return jnp.size(value) > 0 and not jax.dtypes.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    )
+    return jnp.size(value) > 0 and not is_key(value)
 
 
 def _computed(value: Any, made: dict[Any, Any], leaf: Callable[[Any], Any]) -> Any:

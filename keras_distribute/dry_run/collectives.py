@@ -25,6 +25,7 @@ _STARTS = {name: kind for kind in KINDS for name in (kind, f"{kind}-start")}
 _LISTED = re.compile(r"replica_groups=\{(\{[^=]*?\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_CHAIN = re.compile(r"chain_id=\"(\d+)\"")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 # Parts of JAX's path of names that name no part of a model.
@@ -90,12 +91,24 @@ def of_program(
 ) -> list[Collective]:
     """The collectives of a program that runs on `num_devices`, each `num_logical` of
     which are a replica, in the order of the program's text.
+
+    Where a TPU computes while it communicates, the compiler writes the collective into
+    each of the fusions that it accompanies: copies that have a number in common.
     """
-    return [
-        _collective(instruction, times, computation, num_devices, num_logical)
-        for instruction, times, computation in module.everywhere()
-        if instruction.opcode in _STARTS
-    ]
+    found: list[Collective] = []
+    seen: set[tuple[str, str]] = set()
+    for instruction, times, computation in module.everywhere():
+        if instruction.opcode not in _STARTS:
+            continue
+        if chain := _CHAIN.search(instruction.text):
+            key = instruction.opcode, chain.group(1)
+            if key in seen:
+                continue
+            seen.add(key)
+        found.append(
+            _collective(instruction, times, computation, num_devices, num_logical)
+        )
+    return found
 
 
 def _collective(

@@ -42,6 +42,9 @@ def compiled(target: Target, lowered: Any) -> Any:
         return program
     search_path = os.pathsep.join(filter(None, sys.path))
     settings = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}
+    # The compilers of TPUs end the process at a flag of XLA's that they do not know.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    settings["XLA_FLAGS"] = " ".join(f for f in flags if "xla_cpu" not in f)
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
         input=pickle.dumps((target, program)),

@@ -72,23 +72,41 @@ class Memory:
         return self.peak if platform == "tpu" else max(self.peak, total)
 
 
+def needed_by(compiled: Any, platform: str) -> int:
+    """What a device must have for a compiled program of any kind, as
+    `Memory.needed`.
+    """
+    return _of(compiled.memory_analysis()).needed(platform)
+
+
 def of_program(compiled: Any, plan: Plan) -> Memory:
     """The memory that a compiled step takes."""
-    analysis = compiled.memory_analysis()
     state = plan.state
+    return dataclasses.replace(
+        _of(compiled.memory_analysis()),
+        parameters=bytes_per_device(state.weights),
+        other_state=bytes_per_device(state.others),
+        optimizer=bytes_per_device(state.slots),
+        metrics=bytes_per_device(state.metrics),
+        batch=bytes_per_device(jax.tree.leaves(plan.batch.data)) * plan.num_steps,
+        host=sum(bytes_per_device(filter(_is_on_host, form)) for form in plan.state),
+    )
+
+
+def _of(analysis: Any) -> Memory:
+    """The compiler's figures alone."""
     return Memory(
-        parameters=_bytes_per_device(state.weights),
-        other_state=_bytes_per_device(state.others),
-        optimizer=_bytes_per_device(state.slots),
-        metrics=_bytes_per_device(state.metrics),
-        batch=_bytes_per_device(jax.tree.leaves(plan.batch.data)) * plan.num_steps,
+        parameters=0,
+        other_state=0,
+        optimizer=0,
+        metrics=0,
+        batch=0,
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
         temporary=analysis.temp_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
         peak=analysis.peak_memory_in_bytes,
-        host=sum(_bytes_per_device(filter(_is_on_host, form)) for form in plan.state),
     )
 
 
@@ -97,7 +115,8 @@ def _is_on_host(form: jax.ShapeDtypeStruct) -> bool:
     return isinstance(sharding, NamedSharding) and sharding != in_own_memory(sharding)
 
 
-def _bytes_per_device(forms: Iterable[jax.ShapeDtypeStruct]) -> int:
+def bytes_per_device(forms: Iterable[Any]) -> int:
+    """What arrays, or `jax.ShapeDtypeStruct`s, take on each device."""
     total = 0
     for form in forms:
         own = form.sharding.shard_shape(form.shape) if form.sharding else form.shape

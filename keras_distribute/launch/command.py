@@ -402,7 +402,10 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if teen else endings.get(number % 10, 'th')}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    prog: str = "python -m keras_distribute.launch",
+) -> int:
     """The command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     defaults: dict[str, Any] = {
@@ -412,7 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = given[1:]
         defaults |= {"nproc": 2, "cpu_devices": 1}
     parser = argparse.ArgumentParser(
-        prog="python -m keras_distribute.launch",
+        prog=prog,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

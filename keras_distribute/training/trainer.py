@@ -5,7 +5,7 @@ compiled (`steps/choose.py`), where batches come from (`epoch_iterator.py`), and
 holds the values of the variables (`steps/state.py`). A model without a strategy is
 trained by Keras.
 
-However a call ends, the thread is left as it was found: `_called` puts back what the
+However a call ends, the thread is left as it was found: `called` puts back what the
 call has opened with assignments that no exception from outside can come between.
 """
 
@@ -40,7 +40,7 @@ from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.variables import given_away
 
 # These use a model's metrics or change its weights.
-_ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch")
+_ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch", "find_batch_size")
 _GROUPS = ("trainable_variables", "non_trainable_variables", "metrics_variables")
 _STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
 _CLAIM = "_keras_distribute_claim"  # Which thread trains the model, in which method.
@@ -57,27 +57,27 @@ class StrategyTrainer(JAXTrainer):
 
     @functools.wraps(JAXTrainer.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "fit", super().fit, args, kwargs)
+        return called(self, "fit", super().fit, args, kwargs)
 
     @functools.wraps(JAXTrainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "evaluate", super().evaluate, args, kwargs)
+        return called(self, "evaluate", super().evaluate, args, kwargs)
 
     @functools.wraps(JAXTrainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "predict", super().predict, args, kwargs)
+        return called(self, "predict", super().predict, args, kwargs)
 
     @functools.wraps(JAXTrainer.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "train_on_batch", super().train_on_batch, args, kwargs)
+        return called(self, "train_on_batch", super().train_on_batch, args, kwargs)
 
     @functools.wraps(JAXTrainer.test_on_batch)
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "test_on_batch", super().test_on_batch, args, kwargs)
+        return called(self, "test_on_batch", super().test_on_batch, args, kwargs)
 
     @functools.wraps(JAXTrainer.predict_on_batch)
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self, "predict_on_batch", super().predict_on_batch, args, kwargs)
+        return called(self, "predict_on_batch", super().predict_on_batch, args, kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         return _made(self, "train", force, super().make_train_function)
@@ -215,7 +215,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
             kwargs = kwargs | {"steps_per_execution": 1}
-        return _called(self, "compile", functools.partial(original, self), args, kwargs)
+        return called(self, "compile", functools.partial(original, self), args, kwargs)
 
     return compile
 
@@ -229,10 +229,12 @@ def _host_batch(original: Callable[..., Any], data: Any, layouts: Any) -> Any:
     )
 
 
-def _called(
+def called(
     trainer: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Runs a public method of the trainer in its strategy's context, and cleans up."""
+    """Runs what a user has called for a trainer, such as one of its public methods, in
+    its strategy's context, and cleans up.
+    """
     for each in (*args, *kwargs.values()):
         if type(each) is CallbackList:  # Made before the package was imported.
             each.__class__ = StrategyCallbackList

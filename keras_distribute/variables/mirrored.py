@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import copies, is_divided_over_processes, on_host
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import combined, strong
+
+
+def checksum(value: Any) -> int:
+    """Of an array that this process can read."""
+    return zlib.crc32(on_host(value).tobytes())
 
 
 class MirroredVariable(DistributedVariable):
@@ -40,6 +46,7 @@ class MirroredVariable(DistributedVariable):
     """
 
     _divided = False
+    _given: int | None = None  # A checksum of what this process assigned as a whole.
 
     @property
     def sharding(self) -> NamedSharding:
@@ -77,8 +84,20 @@ class MirroredVariable(DistributedVariable):
     def _as_stored(self, value: Any) -> Any:
         value, sharding = strong(value), self.sharding
         if not (isinstance(value, jax.Array) and value.sharding == sharding):
+            if self.is_divided and self.replica_mesh.num_processes > 1:
+                self._given = checksum(value)
             value = self.replica_mesh.put(value, sharding)
         return value
+
+    @property
+    def checksum(self) -> int | None:
+        """Of the value that this process gave; `None` where no process has all of it,
+        and it has been looked at.
+        """
+        if self.is_divided:
+            given, self._given = self._given, None
+            return given
+        return None if self.stored is None else checksum(self.stored)
 
     def _components(self) -> tuple[jax.Array, ...]:
         whole = jax.device_put(self.stored, self.replica_mesh.replicated)

@@ -4,11 +4,9 @@ everywhere.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 from keras_distribute.cluster import agreement
-from keras_distribute.devices.mesh import on_host
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.mirrored import MirroredVariable
@@ -21,15 +19,13 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     Raises:
         VariableScopeError: Names the variables.
     """
-    mirrored = [
-        v
-        for v in variables
-        if isinstance(v, MirroredVariable) and v.is_initialized and not v.is_divided
-    ]
+    mirrored = [v for v in variables if isinstance(v, MirroredVariable)]
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
-    own = [(tuple(v.shape), zlib.crc32(on_host(v.stored).tobytes())) for v in mirrored]  # type: ignore[arg-type]
+    sums = [(v, v.checksum) for v in mirrored if v.is_initialized]
+    mirrored = [v for v, value in sums if value is not None]
+    own = [(tuple(v.shape), value) for v, value in sums if value is not None]
     said = agreement.exchange("the values of variables", own, count)
     if any(len(other) != len(own) for other in said):
         raise VariableScopeError(

@@ -11,8 +11,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute._compat import compiling as seam
-from keras_distribute.dry_run import __main__ as command
-from keras_distribute.dry_run import api, compiling, targets
+from keras_distribute.dry_run import api, command, compiling, targets
 from keras_distribute.errors import (
     BackendError,
     DeviceError,

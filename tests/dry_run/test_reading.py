@@ -283,3 +283,32 @@ def test_what_each_replica_does_counts_for_all():
 )
 def test_the_sizes_in_a_refusal_are_read(text, sizes):
     assert memory.refusal(text) == sizes
+
+
+ACCOMPANIED = """HloModule jit_step, is_scheduled=true
+
+%starting (p: bf16[64,32]) -> bf16[512,32] {
+  %p = bf16[64,32]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[512,32]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="12"}
+}
+
+%going_on (q: bf16[64,32]) -> bf16[512,32] {
+  %q = bf16[64,32]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[512,32]{1,0} all-gather(%q), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="12"}
+}
+
+ENTRY %main (a: bf16[64,32]) -> (bf16[512,32], bf16[512,32]) {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[512,32]{1,0} all-gather(%a), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="13"}
+  %start = bf16[512,32]{1,0} fusion(%a), kind=kCustom, calls=%starting
+  %done = bf16[512,32]{1,0} fusion(%a), kind=kCustom, calls=%going_on
+  ROOT %both = (bf16[512,32]{1,0}, bf16[512,32]{1,0}) tuple(%b, %done)
+}
+"""
+
+
+def test_a_collective_that_accompanies_several_fusions_is_one():
+    found = collectives.of_program(hlo.parse(ACCOMPANIED), 8)
+    assert [(each.kind, each.num_bytes) for each in found] == [
+        ("all-gather", 64 * 32 * 2)
+    ] * 2

@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import keras
 import pytest
 
 import keras_distribute as kd
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: pip install 'keras-distribute[dry-run-tpu]'",
 )
+
+
+@pytest.fixture(autouse=True)
+def without_flags_for_cpus(monkeypatch):
+    """libtpu ends the process at a flag that it does not know."""
+    monkeypatch.delenv("TESTS_XLA_FLAGS", raising=False)
+
 
 TOPOLOGIES = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2")
 
@@ -123,6 +131,34 @@ def test_logical_devices_on_chips():
         each.num_replicas for each in report.collectives if each.kind == "all-reduce"
     } == {1, 4}
     assert [point.num_devices for point in report.scaling()][:3] == [4, 8, 16]
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_divided_weights_are_gathered_twice_and_gradients_scattered(topology):
+    """In half precision: three times the weights' bytes, no gradient is ever whole."""
+
+    def build() -> keras.Model:
+        blocks = [keras.layers.Dense(2048, "relu") for _ in range(4)]
+        model = keras.Sequential([keras.Input((2048,)), *blocks])
+        model.compile("adam", "mse")
+        return model
+
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    options = {"shard_variables": True, "communication_dtype": "bfloat16"}
+    try:
+        with kd.MirroredStrategy(["cpu:0"], **options).scope():
+            model = build()
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    report = kd.dry_run(model, 64, topology=topology)
+    bytes_of = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
+    for each in report.collectives:
+        bytes_of[each.kind] += each.num_bytes
+    kernels = 4 * 2048 * 2048 * 2
+    # The first layer's weight is not needed in the backward pass.
+    assert bytes_of["all-gather"] * 8 == 2 * kernels - 2048 * 2048 * 2
+    assert bytes_of["reduce-scatter"] == kernels
+    assert bytes_of["all-reduce"] < 4 * 2048 * 4 + 1024  # Biases, and the loss.
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,27 @@ def num_sums(strategy, *shapes):
     return str(program).count("psum")
 
 
-def training(folder):
+def disagreeing(options):
+    """Gives a divided variable another value in each process, and reads it in a
+    program.
+    """
+    without_tensorflow()
+    strategy = kd.MultiWorkerMirroredStrategy(**options)
+    with strategy.scope():
+        value = np.full((64, 64), jax.process_index(), "float32")
+        variable = keras.Variable(value, name="apart")
+    try:
+        strategy.run(lambda: variable.value.sum())
+    except kd.errors.VariableScopeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def training(folder, options):
     """Trains with divided and with whole slots; saves, loads, and goes on."""
     without_tensorflow()
     whole = kd.MultiWorkerMirroredStrategy()
-    strategy = kd.MultiWorkerMirroredStrategy(shard_optimizer_state=True)
+    strategy = kd.MultiWorkerMirroredStrategy(**options)
     model = built(strategy)
     with strategy.scope():
         model.optimizer.build(model.trainable_variables)

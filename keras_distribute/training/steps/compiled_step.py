@@ -107,6 +107,14 @@ class CompiledStep:
         """
         return self.programs.executable(placed, size)
 
+    def delete_state(self) -> None:
+        """Frees what the last call has left: the variables of the state have no value
+        before they are assigned.
+        """
+        _, holder = self._seen
+        if holder is not None:
+            holder.delete()
+
     def _one(self, holder: StepState | ArrayState, placed: batches.Placed) -> Any:
         return self._launch(holder, self.executable(placed), placed.data)
 

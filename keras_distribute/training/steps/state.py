@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from keras_distribute._compat import trees
-from keras_distribute.devices.launches import Landing
+from keras_distribute.devices.launches import Landing, launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
@@ -123,6 +123,16 @@ class StepState(Holder):
         values = [value for group in groups for value in group]
         rested = [v.rested(a) for v, a in zip(variables, values, strict=True)]
         self.landing[:] = [(None, rested)]
+
+    def delete(self) -> None:
+        """Frees the arrays: its variables have no value before they are assigned."""
+        with launches.lock:
+            launches.settle()
+            self._unpacked, self._stored = (None, None), {}
+            for _, arrays in self.landing:
+                for array in arrays:
+                    if array is not None:
+                        array.delete()
 
     def forget(self, place: Place) -> None:
         self._stored.pop(place, None)

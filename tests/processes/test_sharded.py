@@ -1,4 +1,4 @@
-"""Slots divided over the devices of several processes: the same numbers, a part of the
+"""Slots, and weights, divided over the devices of several processes: the same numbers, a part of the
 memory, and whole files.
 """
 
@@ -13,11 +13,15 @@ from . import sharded
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
+SLOTS = {"shard_optimizer_state": True}
+WEIGHTS = {"shard_variables": True, "min_shard_bytes": 64}
+
+
+@pytest.fixture(scope="module", params=[SLOTS, WEIGHTS], ids=["slots", "weights"])
+def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     results = kd.testing.run_in_processes(
-        sharded.training, 2, str(folder), cpu_devices=2, timeout=170
+        sharded.training, 2, str(folder), request.param, cpu_devices=2, timeout=170
     )
     assert [(result["processes"], result["replicas"]) for result in results] == [
         (2, 4)
@@ -80,3 +84,11 @@ def test_one_process_writes_all(job):
 def test_a_fit_goes_on_from_its_backup(job):
     for result in job[1]:
         equal(result["resumed"], result["divided"], rtol=0, atol=0)
+
+
+def test_other_values_in_each_process_are_found_where_nobody_has_the_whole():
+    results = kd.testing.run_in_processes(
+        sharded.disagreeing, 2, WEIGHTS, cpu_devices=2, timeout=100
+    )
+    for text in results:
+        assert "different values to 1 mirrored variable(s): apart" in text

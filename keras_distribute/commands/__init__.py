@@ -1,0 +1,1 @@
+"""Subcommands of `keras-distribute` that look at this machine."""
