@@ -100,7 +100,7 @@ TOO_LARGE = (
     (
         ("activations of", "many rows"),
         ("fewer rows", "a step"),
-        "or 16 bits, RematScope",
+        "or in 16 bits",
         GRAY,
     ),
 )
