@@ -1,10 +1,10 @@
-"""Draws the two pictures of the front page: which strategy one needs, and a `fit` on
-four replicas beside one device.
+"""Draws the two pictures of the front page, which strategy one needs, and a `fit` on
+four replicas beside one device; and for the guide what to divide where memory is short.
 
     python scripts/front_pictures.py            # writes docs/pictures/
     python scripts/front_pictures.py --check    # an error where they are out of date
 
-The second one is drawn from the numbers in `benchmarks/results/why.json`.
+The one of `fit` is drawn from the numbers in `benchmarks/results/why.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ ALONE = (
 
 
 def main() -> None:
-    drawn = {"which-strategy.svg": which_strategy(), "same-curve.svg": same_curve()}
+    drawn = {
+        "which-strategy.svg": which_strategy(),
+        "same-curve.svg": same_curve(),
+        "what-to-divide.svg": what_to_divide(),
+    }
     stale = [
         name
         for name, text in drawn.items()
@@ -65,27 +69,46 @@ OPTIONS = (
     ("The optimizer's state is too large:", "shard_optimizer_state=True"),
     ("The variables should be in host memory:", "experimental.CentralStorageStrategy"),
     ("The bits must not depend on the number of devices:", "deterministic=True"),
-    ("The weights do not fit on one device:", "keras.distribution.ModelParallel"),
+    ("The weights do not fit on one device:", "shard_variables=True"),
+)
+# What is too large, the argument that helps, and what it leaves on a device.
+TOO_LARGE = (
+    (
+        ("the optimizer's", "slots"),
+        ("shard_optimizer_", "state=True"),
+        "slots: 1/n",
+        BLUE,
+    ),
+    (
+        ("weights, slots,", "gradients"),
+        ("shard_variables=", "True"),
+        "all three: 1/n",
+        BLUE,
+    ),
+    (
+        ("one layer, or there", "are too few rows"),
+        ("num_logical_devices=", "layout_map="),
+        "all three: 1/m",
+        GREEN,
+    ),
+    (
+        ("one layer, and", "all together"),
+        ("the layouts, and", "shard_variables=True"),
+        "all three: 1/(n m)",
+        GREEN,
+    ),
+    (
+        ("activations of", "many rows"),
+        ("fewer rows", "a step"),
+        "or in 16 bits",
+        GRAY,
+    ),
 )
 
 
 def which_strategy() -> str:
     """From the devices to a strategy, and below it options."""
-    step = WIDTH / len(BRANCHES)
-    width = step - 14
-    parts = [_box(WIDTH / 2 - 140, 8, 280, 38, GREEN)]
-    parts += _lines(WIDTH / 2, 27, ["What are you going to train on?"], 14, True)
-    for i, (devices, names, note, color) in enumerate(BRANCHES):
-        x = step * (i + 0.5)
-        parts.append(
-            f'<path d="M{WIDTH / 2:.0f} 46C{WIDTH / 2:.0f} 68 {x:.0f} 54 {x:.0f} 76" '
-            f'fill="none" stroke="{GRAY}" stroke-width="1.3"/>'
-        )
-        parts += _lines(x, 98, devices, 12, False)
-        parts.append(_arrow(x, 120, 144))
-        parts.append(_box(x - width / 2, 145, width, 66, color))
-        parts += _lines(x, 170 if len(names) == 1 else 168, names, 12.5, True)
-        parts += _lines(x, 198, [note], 11, False)
+    parts = _choice("What are you going to train on?", BRANCHES)
     parts += _lines(WIDTH / 2, 240, ["And if"], 12, True)
     half = WIDTH / 2
     for i, (case, answer) in enumerate(OPTIONS):
@@ -95,6 +118,39 @@ def which_strategy() -> str:
         parts += _lines(middle, y + 12, [case], 11.5, False)
         parts += _lines(middle, y + 28, [answer], 12, True)
     return _svg(354, "Which strategy do I need?", parts)
+
+
+def what_to_divide() -> str:
+    """From what is too large to the argument that divides it."""
+    parts = _choice("What is too large for one device?", TOO_LARGE)
+    note = (
+        "n replicas of m logical devices each. The numbers of a training are the same."
+    )
+    parts += _lines(WIDTH / 2, 234, [note], 12, False)
+    return _svg(250, "What is too large for one device?", parts)
+
+
+def _choice(
+    question: str,
+    branches: Sequence[tuple[Sequence[str], Sequence[str], str, str]],
+) -> list[str]:
+    """A question, and an answer below each case."""
+    step = WIDTH / len(branches)
+    width = step - 14
+    parts = [_box(WIDTH / 2 - 140, 8, 280, 38, GREEN)]
+    parts += _lines(WIDTH / 2, 27, [question], 14, True)
+    for i, (case, names, note, color) in enumerate(branches):
+        x = step * (i + 0.5)
+        parts.append(
+            f'<path d="M{WIDTH / 2:.0f} 46C{WIDTH / 2:.0f} 68 {x:.0f} 54 {x:.0f} 76" '
+            f'fill="none" stroke="{GRAY}" stroke-width="1.3"/>'
+        )
+        parts += _lines(x, 98, case, 12, False)
+        parts.append(_arrow(x, 120, 144))
+        parts.append(_box(x - width / 2, 145, width, 66, color))
+        parts += _lines(x, 170 if len(names) == 1 else 168, names, 12.5, True)
+        parts += _lines(x, 198, [note], 11, False)
+    return parts
 
 
 def same_curve() -> str:

@@ -525,13 +525,38 @@ def test_a_layout_that_no_variable_has_is_said() -> None:
         model = dense_classifier()
     with pytest.warns(
         UserWarning,
-        match=r"the layout of '\.\*hiden/kernel' in.*the model has \S*hidden/kernel,",
+        match=r"the layout of '\.\*hiden/kernel' .*the model has \S*hidden/kernel,",
     ) as caught:
         trained(model)
-    assert "hidden/bias'" not in str(caught[0].message)
+    message = str(caught[0].message)
+    assert "hidden/bias'" not in message
+    assert re.search(r"hiden/kernel' \(closest: '\S*/hidden/kernel'\) in", message)
     with warnings.catch_warnings():  # Once is enough.
         warnings.simplefilter("error", UserWarning)
         trained(model)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "closest"),
+    [
+        (".*desne[_0-9]*/kernel", "net/dense/kernel"),  # The first of several.
+        ("dense_1/kernel", "net/dense_1/kernel"),  # Without the model's name.
+        ("net/dense_1/biases", "net/dense_1/bias"),
+        (r".*embedding_\d+/embeddings?", "net/embedding/embeddings"),
+        ("nothing", None),
+        (".*", None),
+    ],
+)
+def test_the_warning_names_the_closest_path(pattern: str, closest: str | None) -> None:
+    strategy = tpu_strategy(2, layout_map={pattern: (None, "logical")})
+    layers = ["net/dense", "net/dense_1"]
+    paths = [f"{layer}/{name}" for layer in layers for name in ("kernel", "bias")]
+    with pytest.warns(UserWarning, match="No variable has the layout of") as caught:
+        strategy.placement.check_layouts(["net/embedding/embeddings", *paths])
+    expected = (
+        f"{pattern!r} (closest: {closest!r}) in" if closest else f"{pattern!r} in"
+    )
+    assert expected in str(caught[0].message)
 
 
 def test_a_layout_that_no_variable_of_a_custom_loop_has_is_said() -> None:

@@ -203,6 +203,12 @@ def test_a_terminal_gets_the_same_words():
         assert word in shown and word in str(summary)
 
 
+def test_text_is_returned_in_a_notebook_too(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    strategy = mirrored(2)
+    assert "model/wide/kernel" in strategy.summary(built(strategy)).text()
+
+
 def test_a_notebook_gets_tables_and_a_picture():
     strategy = mirrored(8)
     with strategy.scope():

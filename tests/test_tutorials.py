@@ -24,7 +24,7 @@ def path(request):
 
 
 def test_there_are_notebooks():
-    assert len(RUN["NOTEBOOKS"]) == 7
+    assert len(RUN["NOTEBOOKS"]) == 8
 
 
 @pytest.mark.sampled(3)

@@ -4,6 +4,7 @@ in the axes of our mesh.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import warnings
@@ -101,8 +102,9 @@ class LayoutMapLayouts:
         unused, self._unused = sorted(self._unused), set[str]()
         if not unused:
             return
+        named = [f"{each!r}{_closest(each, paths)}" for each in unused]
         warnings.warn(
-            f"No variable has the layout of {', '.join(map(repr, unused))} in the "
+            f"No variable has the layout of {', '.join(named)} in the "
             "strategy's layout_map: what they "
             "were meant for is whole on every logical device. A pattern matches the "
             "whole path of a variable; the model has "
@@ -159,6 +161,23 @@ def _as_layout_map(given: Any) -> Any:
             )
         own[pattern] = tuple(axes)
     return own
+
+
+def _closest(pattern: str, paths: Sequence[str]) -> str:
+    """The path that a pattern was perhaps meant for, in words; else empty.
+
+    Compared as text, without what stands for any text; with the ends of paths, too,
+    since models and layers are numbered in front.
+    """
+    text = re.sub(r"\.[*+?]|\[[^]]*\][*+?]?|[\\^$?()]", "", pattern).strip("/")
+    ends = {
+        "/".join(parts[i:]): path
+        for path in reversed(paths)
+        for parts in [path.split("/")]
+        for i in range(len(parts))
+    }
+    found = difflib.get_close_matches(text, ends, n=1)
+    return f" (closest: {ends[found[0]]!r})" if found else ""
 
 
 def _is_pattern(text: str) -> bool:

@@ -23,7 +23,8 @@ def as_text(heading: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
     from rich.console import Console
 
     file = io.StringIO()
-    Console(file=file, width=_WIDEST, color_system=None).print(
+    # In a notebook rich would show it there, and leave the file empty.
+    Console(file=file, width=_WIDEST, color_system=None, force_jupyter=False).print(
         as_rich(heading, notes, tables)
     )
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
