@@ -26,7 +26,7 @@ from jax.extend import core
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.flat_arrays import is_key
 
-Tie = Callable[[Any, Any], Any]
+Tie = Callable[[Any, Sequence[Any]], Any]
 
 
 class Input:
@@ -73,8 +73,9 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
         program: Traced, with `jax.make_jaxpr`.
         inputs: Arrays, `Input`s, `fixed` values, `UNKNOWN`, or late outputs of another
             program.
-        tie: From a late input and a value to an array like the input that there is not
-            before the value, and of which the compiler does not know that it is equal.
+        tie: From a late input and values to an array like the input that there is not
+            before any of the values, and of which the compiler does not know that it is
+            equal.
     """
 
     def rule(eqn: Any, given: list[Any]) -> list[Any]:
@@ -83,8 +84,9 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
             for atom, value in zip(eqn.invars, given, strict=True)
         ]
         inner = jaxprs.called(eqn)
-        if inner is not None and eqn.primitive.name in jaxprs.CALLS:
-            return run(inner, operands)
+        if inner is not None:
+            is_again = eqn.params.get("prevent_cse") and eqn.params["differentiated"]
+            return run(inner, _apart(operands, tie) if is_again else operands)
         if any(value is UNKNOWN for value in operands):
             return [UNKNOWN] * len(eqn.outvars)
         if all(isinstance(value, _Fixed) for value in operands):
@@ -124,38 +126,50 @@ def now(value: Any) -> Any:
     return _computed(value, {}, lambda array: array)
 
 
-def tied_by_select(array: Any, value: Any) -> Any:
-    """A `tie` for compilers that drop barriers (XLA for CPUs): an element of `value` is
+def tied_by_select(array: Any, values: Sequence[Any]) -> Any:
+    """A `tie` for compilers that drop barriers (XLA for CPUs): an element of a value is
     never 1 and 2, which XLA does not find out.
     """
-    first = lax.slice(jnp.ravel(value), (0,), (1,))[0]
-    never = (first == 1) & (first == 2)
+    never: Any = False
+    for value in values:
+        first = lax.slice(jnp.ravel(value), (0,), (1,))[0]
+        never |= (first == 1) & (first == 2)
     return jnp.where(never, jnp.zeros((), array.dtype), array)
 
 
-def tied_by_barrier(array: Any, value: Any) -> Any:
+def tied_by_barrier(array: Any, values: Sequence[Any]) -> Any:
     """A `tie` for all others."""
-    return lax.optimization_barrier((array, value))[0]
+    return lax.optimization_barrier((array, *values))[0]
 
 
 def _waits(value: Any) -> bool:
     return isinstance(value, Input | _Result)
 
 
+def _apart(operands: Sequence[Any], tie: Tie) -> list[Any]:
+    """What a forward pass is computed from again, for the backward pass: not before its
+    gradients are there, and not taken for the first time that it was computed.
+    """
+    after = _all_known(operands)
+    return [
+        tie(value, after) if is_known(value) and _can_tie(value) else value
+        for value in operands
+    ]
+
+
+def _all_known(operands: Sequence[Any]) -> list[Any]:
+    return [value for value in operands if is_known(value) and _can_tie(value)]
+
+
 def _together(operands: Sequence[Any], tie: Tie) -> list[Any]:
     """The operands of an operation, with those that waited computed for it."""
     made: dict[Any, Any] = {}
-    after = next(
-        (
-            value
-            for value in operands
-            if not (_waits(value) or isinstance(value, _Fixed)) and _can_tie(value)
-        ),
-        None,
-    )
+    # All of them: an operation that computes a forward pass again takes early ones,
+    # too.
+    after = _all_known(operands)
 
     def leaf(array: Any) -> Any:
-        return array if after is None else tie(array, after)
+        return tie(array, after) if after else array
 
     return [
         value.array if isinstance(value, Input) else _computed(value, made, leaf)

@@ -315,6 +315,25 @@ def wide(blocks: int) -> keras.Model:
     return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
 
 
+def test_blocks_that_are_computed_again_gather_again(monkeypatch):
+    """A rematerialized model is one block for JAX; its weights are not whole at once."""
+    compiled = programs(monkeypatch)
+
+    def build(blocks: int) -> keras.Model:
+        with keras.RematScope(mode="full"):
+            return wide(blocks)
+
+    temporary = []
+    for blocks in (2, 10):
+        compiled.clear()
+        trained(
+            mirrored(4, **SMALL), lambda n=blocks: build(n), keras.optimizers.SGD, 1
+        )
+        temporary.append(compiled[0].memory_analysis().temp_size_in_bytes)
+    few, many = temporary
+    assert many - few < 0.5 * 8 * 2 * 4 * 256 * 256
+
+
 def test_half_precision_travels_as_such(monkeypatch):
     # XLA for CPUs widens what travels.
     compiled = programs(monkeypatch, lowered=True)
