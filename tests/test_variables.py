@@ -417,3 +417,17 @@ def test_autocast():
         layer.build((1, 2))
     assert layer(np.ones((1, 2))).dtype == "bfloat16"
     assert layer.kernel.dtype == "float32"
+
+
+def test_an_optimizer_has_its_slots_in_the_scope_of_its_weights():
+    strategy = mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable(np.ones((4, 4)), name="weight")
+    optimizer = keras.optimizers.Adam()
+    with pytest.raises(kd.errors.VariableScopeError, match="'weight' belongs") as found:
+        optimizer.build([weight])
+    assert "with strategy.scope(): optimizer = ...;" in str(found.value)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([weight])
+    assert len(optimizer.variables) == 4

@@ -41,12 +41,14 @@ def install(
     replaced: Replacements,
     around_apply: AroundApply,
     all_of: Callable[[Any], Any],
+    slot_begins: Callable[[Any], None],
     slot_created: Callable[[Any], None],
 ) -> None:
     """Puts `around_apply(optimizer, grads, variables, original)` around `apply`, and
     `all_of` around `check_finite`.
 
-    `slot_created` is called with each slot of a weight.
+    `slot_begins` is called with the weight before each slot is made, `slot_created`
+    with the slot.
     """
     add_slot: Callable[..., Any] = Optimizer.add_variable_from_reference
     check_finite: Callable[..., Any] = LossScaleOptimizer.check_finite
@@ -54,6 +56,7 @@ def install(
     def add_and_tell(
         self: Any, reference_variable: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        slot_begins(reference_variable)
         slot = add_slot(self, reference_variable, *args, **kwargs)
         setattr(slot, _WEIGHT, reference_variable)
         slot_created(slot)

@@ -48,6 +48,7 @@ def install() -> None:
         replaced,
         replica_rules.apply_gradients,
         replica_rules.all_replicas_agree,
+        state_shardings.check_slot_of,
         state_shardings.slot_created,
     )
     losses.install(

@@ -14,9 +14,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keras_distribute import context
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.errors import VariableScopeError
 from keras_distribute.training.steps.packed_state import Place, State
 from keras_distribute.variables import DistributedVariable, MirroredVariable
+
+
+def check_slot_of(weight: Any) -> None:
+    """Raises where an optimizer would have slots outside of its weights' strategy.
+
+    Raises:
+        VariableScopeError: With what to write instead.
+    """
+    if isinstance(weight, DistributedVariable) and not context.has_strategy():
+        raise VariableScopeError(
+            f"The slots of an optimizer are created where its weights are: "
+            f"{weight.path!r} belongs to a strategy.",
+            received="optimizer.build(...) outside of its scope.",
+            fix="with strategy.scope(): optimizer = ...; optimizer.build(variables)",
+        )
 
 
 def slot_created(variable: Any) -> None:
