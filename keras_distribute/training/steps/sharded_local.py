@@ -106,9 +106,7 @@ class _Passes:
         self._strategy, self._parts = strategy, parts
         self._mesh, self._tie = strategy.replica_mesh, tie_of(strategy.replica_mesh)
         self._sizes, self._counts = own.sizes, (len(state.weights), len(state.others))
-        self._floats = [
-            jnp.issubdtype(aval.dtype, jnp.floating) for aval in own.program.out_avals
-        ]
+        self._differentiable = _differentiable(own, parts)
         self._weights = list(map(_spec, parts.weights))
         self._others = list(map(_spec, parts.others))
         self._known: list[bool] = []
@@ -122,7 +120,7 @@ class _Passes:
         def forward_pass(*given: Any) -> Any:
             def of_weights(weights: Sequence[Any]) -> Any:
                 outputs = evaluate(*weights, *given[count:])
-                return self._of_floats(outputs, True), self._of_floats(outputs, False)
+                return self._apart(outputs)
 
             results, pull, rest = jax.vjp(of_weights, given[:count], has_aux=True)
             leaves, found["pull"] = jax.tree.flatten(pull)
@@ -138,8 +136,16 @@ class _Passes:
             )(*map(_form, program.in_avals))
             self._back = jax.make_jaxpr(backward_pass, axis_env=axis)(leaves, results)
 
-    def _of_floats(self, outputs: Sequence[Any], are: bool) -> list[Any]:
-        return [o for o, own in zip(outputs, self._floats, strict=True) if own is are]
+    def _apart(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Those that have gradients, and the others."""
+        pairs = list(zip(outputs, self._differentiable, strict=True))
+        return [o for o, own in pairs if own], [o for o, own in pairs if not own]
+
+    def _joined(self, outputs: Sequence[Any]) -> list[Any]:
+        """The reverse, of one list after the other."""
+        count = sum(self._differentiable)
+        first, second = iter(outputs[:count]), iter(outputs[count:])
+        return [next(first if own else second) for own in self._differentiable]
 
     def _in_groups(self, values: Sequence[Any]) -> tuple[list[Any], ...]:
         left = iter(values)
@@ -174,11 +180,8 @@ class _Passes:
                 for leaf, known in zip(outputs[count:], self._known, strict=True)
                 if known
             ]
-            floats, rest = iter(results[: sum(self._floats)]), results
-            others_left = iter(rest[sum(self._floats) :])
-            joined = [next(floats if own else others_left) for own in self._floats]
-            outputs, masks, new, losses = self._in_groups(joined)
-            # Their parts stay where they are.
+            outputs, masks, new, losses = self._in_groups(self._joined(results))
+            # Parts stay where they are.
             zero = jnp.zeros(())
             new = [
                 value if axis is None else zero
@@ -221,14 +224,9 @@ class _Passes:
             found = where_used.outputs(self._back, [*leaves, *rows, *shares], self._tie)
             return self._summed(list(map(where_used.now, found)), ops, dtype)
 
-        num_rows = len(outputs) + len(masks)
-        split = [*outputs, *masks]
-        rows = [g for g, own in zip(split, self._floats, strict=False) if own]
-        same = [
-            g
-            for g, own in zip([*new, *losses], self._floats[num_rows:], strict=True)
-            if own
-        ]
+        of_all, _ = self._apart([*outputs, *masks, *new, *losses])
+        num_rows = sum(self._differentiable[: len(outputs) + len(masks)])
+        rows, same = of_all[:num_rows], of_all[num_rows:]
         found = over_replicas(
             self._mesh,
             body,
@@ -246,6 +244,17 @@ class _Passes:
             next(left) if axis is None else g
             for g, axis in zip(gradients, axes, strict=True)
         ]
+
+
+def _differentiable(own: OneReplica, parts: Parts) -> list[bool]:
+    """Which results of a forward pass have gradients: numbers, but for parts of
+    variables, which it returns as it got them.
+    """
+    found = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in own.program.out_avals]
+    first = sum(own.sizes[:2])  # After predictions and their masks.
+    for i, axis in enumerate(parts.others):
+        found[first + i] &= axis is None
+    return found
 
 
 def _form(aval: Any) -> jax.ShapeDtypeStruct:
