@@ -18,6 +18,7 @@ NAMES = (
     "parameter_servers",
     "local_steps",
     "optimizer_memory",
+    "sharded_variables",
     "input_pipeline",
     "checkpoints",
     "dry_run",
