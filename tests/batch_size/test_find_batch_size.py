@@ -25,12 +25,14 @@ STRATEGIES = {
     "4 replicas": lambda: mirrored(4),
     "8 replicas": lambda: mirrored(8),
     "divided slots": lambda: mirrored(4, shard_optimizer_state=True),
+    "divided weights": lambda: mirrored(4, shard_variables=True, min_shard_bytes=16),
     "deterministic": lambda: mirrored(2, deterministic=True, num_replicas=4),
     "central storage": lambda: central(2),
     "several workers": kd.MultiWorkerMirroredStrategy,
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_largest_batch_that_ran(name):
     """A step that really runs out of memory; the model goes on as if it had not been
@@ -224,6 +226,7 @@ def generator():
         yield X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", [0, 2])
 @pytest.mark.parametrize("kind", ["PyDataset", "tf.data", "weights", "distributed"])
 def test_data_of_every_kind(kind, replicas):

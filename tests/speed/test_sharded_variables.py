@@ -461,6 +461,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_logical_devices_of_any_strategy(replicas, shards):
