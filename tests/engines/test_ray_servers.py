@@ -254,10 +254,17 @@ def test_resources_that_no_node_has_are_an_error_that_names_the_tasks(local_ray)
         resolver.cluster_spec()
 
 
+def is_of_ray(process):
+    try:
+        return "ray" in " ".join(process.cmdline())
+    except psutil.Error:  # It has ended meanwhile.
+        return False
+
+
 def test_nothing_is_left_after_the_end_of_ray(resolver):
     strategy = kd.ParameterServerStrategy(resolver)
     children = psutil.Process().children(recursive=True)
-    named = [p for p in children if "ray" in " ".join(p.cmdline())]
+    named = [p for p in children if is_of_ray(p)]
     assert len(named) > 5
     ray.shutdown()
     assert end_of(named) == []
