@@ -7,8 +7,6 @@ python benchmarks/sharded_variables.py  # writes results/sharded_variables.md an
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -209,14 +207,6 @@ def of_model_parallel(num_layers: int) -> OfFit:
         return contender
     finally:
         keras.distribution.set_distribution(None)
-
-
-@contextlib.contextmanager
-def garbage() -> Any:
-    """What a contender leaves does not stay."""
-    yield
-    keras.utils.clear_session()
-    gc.collect()
 
 
 def main() -> None:

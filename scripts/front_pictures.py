@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import sys
 from collections.abc import Iterable, Sequence
 
+import pictures
+
 ROOT = pathlib.Path(__file__).parents[1]
-PICTURES = ROOT / "docs/pictures"
 WIDTH = 880
 GRAY, BLUE, GREEN, ORANGE = "#888888", "#4c78a8", "#54a24b", "#f58518"
 # As an image, which GitHub shows, a picture has no page to take its colours from.
@@ -27,24 +27,13 @@ ALONE = (
 
 
 def main() -> None:
-    drawn = {
-        "which-strategy.svg": which_strategy(),
-        "same-curve.svg": same_curve(),
-        "what-to-divide.svg": what_to_divide(),
-    }
-    stale = [
-        name
-        for name, text in drawn.items()
-        if not (PICTURES / name).exists() or (PICTURES / name).read_text() != text
-    ]
-    if "--check" in sys.argv:
-        if stale:
-            raise SystemExit(
-                f"{', '.join(stale)}: run python scripts/front_pictures.py"
-            )
-        return
-    for name, text in drawn.items():
-        (PICTURES / name).write_text(text)
+    pictures.write_or_check(
+        {
+            "which-strategy.svg": which_strategy(),
+            "same-curve.svg": same_curve(),
+            "what-to-divide.svg": what_to_divide(),
+        }
+    )
 
 
 # The devices that there are, the strategy for them, and a word about it.

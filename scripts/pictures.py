@@ -62,7 +62,11 @@ OWNS = {
 
 
 def main() -> None:
-    drawn = {"rooms.svg": rooms(), "way-of-a-step.svg": way_of_a_step()}
+    write_or_check({"rooms.svg": rooms(), "way-of-a-step.svg": way_of_a_step()})
+
+
+def write_or_check(drawn: dict[str, str]) -> None:
+    """Writes pictures; with `--check` ends the script that runs where one is stale."""
     stale = [
         name
         for name, text in drawn.items()
@@ -70,7 +74,8 @@ def main() -> None:
     ]
     if "--check" in sys.argv:
         if stale:
-            raise SystemExit(f"{', '.join(stale)}: run python scripts/pictures.py")
+            script = pathlib.Path(sys.argv[0]).name
+            raise SystemExit(f"{', '.join(stale)}: run python scripts/{script}")
         return
     for name, text in drawn.items():
         (PICTURES / name).write_text(text)

@@ -127,12 +127,12 @@ def traced_where(array: Any) -> Generator[None]:
     if not isinstance(array, core.Tracer):
         yield
         return
-    before = core.trace_ctx.trace
+    before = current_trace()
     core.trace_ctx.set_trace(array._trace)
     try:
         yield
     finally:
-        core.trace_ctx.set_trace(before)
+        go_back_to(before)
 
 
 @functools.lru_cache(maxsize=256)

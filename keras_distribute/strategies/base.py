@@ -90,10 +90,12 @@ class Strategy(DeprecatedMethods):
                     fix="shard_optimizer_state=True with deterministic=True; or "
                     "shard_variables=True alone.",
                 )
-            layouts = layout_map and LayoutMapLayouts(layout_map, mesh)
+            layouts = None
+            if layout_map is not None:
+                layouts = LayoutMapLayouts(layout_map, mesh)
             self._placement = Placement(
                 mesh,
-                layouts=layouts or None,
+                layouts=layouts,
                 shard_optimizer_state=shard_optimizer_state,
                 communication_dtype=communication_dtype,
                 shard_variables=shard_variables,

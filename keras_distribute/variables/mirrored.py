@@ -89,10 +89,9 @@ class MirroredVariable(DistributedVariable):
             value = self.replica_mesh.put(value, sharding)
         return value
 
-    @property
-    def checksum(self) -> int | None:
-        """Of the value that this process gave; `None` where no process has all of it,
-        and it has been looked at.
+    def take_checksum(self) -> int | None:
+        """Of the value that this process gave: once, where no process has all of it;
+        then `None`.
         """
         if self.is_divided:
             given, self._given = self._given, None

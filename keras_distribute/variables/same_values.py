@@ -23,7 +23,7 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
-    sums = [(v, v.checksum) for v in mirrored if v.is_initialized]
+    sums = [(v, v.take_checksum()) for v in mirrored if v.is_initialized]
     mirrored = [v for v, value in sums if value is not None]
     own = [(tuple(v.shape), value) for v, value in sums if value is not None]
     said = agreement.exchange("the values of variables", own, count)

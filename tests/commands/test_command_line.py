@@ -36,6 +36,18 @@ def environment(**variables):
     return clean | {"JAX_PLATFORMS": "cpu", "COLUMNS": "80"} | light | variables
 
 
+def ran(code):
+    """What came of a program."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environment(),
+    )
+
+
 def command(*arguments, module="keras_distribute_cli", seconds=100, **variables):
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -204,14 +216,7 @@ def test_env_does_not_wait_for_what_does_not_answer(what):
         f"facts.{what} = lambda: threading.Event().wait();"
         "sys.exit(env.main(['--timeout', '1']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=environment(),
-    )
+    done = ran(code)
     assert done.returncode == 1, done.stderr
     assert "no answer within 1 seconds" in done.stdout
     assert "Traceback" not in done.stderr
@@ -349,14 +354,7 @@ def test_what_hangs_is_shown_and_ended():
         "numbers.of_training = lambda _: threading.Event().wait();"
         "check.main(['--timeout', '1'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=environment(),
-    )
+    done = ran(code)
     assert done.returncode == 1
     assert "Timeout (0:00:01)!" in done.stderr and "of_training" not in done.stdout
 

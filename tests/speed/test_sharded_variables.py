@@ -498,3 +498,9 @@ def test_logical_devices_of_any_strategy(replicas, shards):
 def test_devices_that_cannot_be_grouped(options, text):
     with pytest.raises(kd.errors.DeviceError, match=text):
         mirrored(4, **options)
+
+
+@pytest.mark.parametrize("layouts", [0, "", [], False])
+def test_what_is_no_layout_map_is_refused(layouts):
+    with pytest.raises(kd.errors.StructureTypeError, match="Layouts come as a"):
+        mirrored(1, layout_map=layouts)

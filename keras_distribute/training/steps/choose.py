@@ -78,10 +78,12 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
     form, places = form_of(groups), state_shardings.divided_places(groups)
     if mesh.series is not None:
         return _in_series(strategy, trainer, kind, groups, plain)
+    plan = plan_of(trainer, strategy) if kind == "train" else None
     if strategy.placement.shard_variables and mesh.num_replicas > 1:
-        return _sharded(strategy, trainer, kind, groups, plain)
-    if kind == "train":
-        plan = plan_of(trainer, strategy)
+        step = sharded_step(strategy, plain, groups)
+        if plan is not None and plan.is_local:
+            step = sharded_local_step(trainer, strategy, groups, step)
+    elif plan is not None:
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan.accumulators, plain)
         flat = FlatStep.of(
@@ -124,26 +126,6 @@ def _in_series(
     components = [(_SLOTS, i) for i in indices]
     carried = CarriedStep(step, shardings=shardings, components=components)
     return CompiledStep(strategy, carried, groups, plain if not indices else None)
-
-
-def _sharded(
-    strategy: Strategy,
-    trainer: Any,
-    kind: str,
-    groups: TrainState | Any,
-    plain: Step,
-) -> CompiledStep:
-    """A step on weights that are divided over the replicas."""
-    mesh, places = strategy.replica_mesh, state_shardings.divided_places(groups)
-    step = sharded_step(strategy, plain, groups)
-    if kind == "train" and plan_of(trainer, strategy).is_local:
-        step = sharded_local_step(trainer, strategy, groups, step)
-    packing = Packing(form_of(groups), mesh, single=places)
-    shardings = state_shardings.of_state(groups, mesh)
-    if packing:
-        step, shardings = packing.around(step), packing.shardings(shardings)
-    carried = CarriedStep(step, packing or None, shardings)
-    return CompiledStep(strategy, carried, groups, plain)
 
 
 def _accumulating(

@@ -75,7 +75,7 @@ def _forward(
     )
     if own is None:
         return None
-    passes = _Passes(strategy, own, parts, state, x)
+    passes = _Passes(strategy, own, parts)
     function = jax.custom_vjp(lambda *given: passes.forward(*given)[0])
     function.defvjp(passes.forward, passes.backward)
 
@@ -96,16 +96,12 @@ class _Passes:
     Args:
         own: The forward pass of one replica.
         parts: How what it takes is divided.
-        state: Of the step.
-        x: The inputs of all replicas.
     """
 
-    def __init__(
-        self, strategy: Strategy, own: OneReplica, parts: Parts, state: Any, x: Any
-    ) -> None:
+    def __init__(self, strategy: Strategy, own: OneReplica, parts: Parts) -> None:
         self._strategy, self._parts = strategy, parts
         self._mesh, self._tie = strategy.replica_mesh, tie_of(strategy.replica_mesh)
-        self._sizes, self._counts = own.sizes, (len(state.weights), len(state.others))
+        self._sizes = own.sizes
         self._differentiable = _differentiable(own, parts)
         self._weights = list(map(_spec, parts.weights))
         self._others = list(map(_spec, parts.others))
@@ -114,7 +110,7 @@ class _Passes:
 
     def _trace(self, program: core.ClosedJaxpr) -> None:
         """The forward pass with what the backward pass needs of it, and that one."""
-        evaluate, count = core.jaxpr_as_fun(program), self._counts[0]
+        evaluate, count = core.jaxpr_as_fun(program), len(self._parts.weights)
         found: dict[str, Any] = {}
 
         def forward_pass(*given: Any) -> Any:
