@@ -19,9 +19,16 @@ GLOBAL = "The training step runs over the global batch, because "
 X = np.ones((8, 3), "float32")
 
 
-class Mixing(layers.Layer):
+class Centred(layers.Layer):
     def call(self, x: Any) -> Any:
         return x - keras.ops.mean(x, 0)
+
+
+class Mixing(layers.Layer):
+    """Too large to be gathered."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.cumsum(keras.ops.tile(x, (1, 20_000)), 0)[:, :3]
 
 
 class Subclassed(keras.Model):
@@ -66,23 +73,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sequential(optimizer=accumulating()),
         "The training step adds up the gradients of each replica's rows on the replica",
     ),
-    "a layer of one's own": (
-        lambda: sequential(Mixing(name="mine")),
-        f"{GLOBAL}the layer `mine` (Mixing) may mix rows. Faster: Keras's built-in",
-    ),
-    "a subclassed model": (subclassed, f"{GLOBAL}the model `subclassed"),
-    "an own step": (
-        lambda: sequential(model=OwnStep),
-        f"{GLOBAL}the model has its own `train_step`. Faster: the loss and metrics in",
-    ),
-    "random numbers": (
-        lambda: sequential(layers.Dropout(0.5, name="drop")),
-        f"{GLOBAL}the layer `drop` (Dropout) draws the random numbers of one device",
-    ),
-    "a scaled loss": (
-        lambda: sequential(optimizer=scaled()),
-        f"{GLOBAL}the optimizer scales the loss, as float16 needs. Faster: ",
-    ),
+    "a layer of one's own": (lambda: sequential(Centred()), LOCAL),
+    "a subclassed model": (subclassed, LOCAL),
+    "an own step": (lambda: sequential(model=OwnStep), LOCAL),
+    "random numbers": (lambda: sequential(layers.Dropout(0.5)), LOCAL),
+    "a scaled loss": (lambda: sequential(optimizer=scaled()), LOCAL),
     "operation by operation": (
         lambda: sequential(run_eagerly=True),
         "The training step runs operation by operation, since the model is compiled",
@@ -122,11 +117,35 @@ def test_nothing_is_said_of_what_has_no_training_step() -> None:
     assert strategy.summary(model, unbuilt, model.weights[0]).training_steps == ()
 
 
+UNLESS = "unless an operation mixes rows, which the first batch shows."
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (_, text) in MODELS.items() if text == LOCAL]
+)
+def test_the_first_batch_shows_that_it_is_so(name: str) -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = MODELS[name][0]()
+    assert strategy.summary(model).training_steps[0].endswith(UNLESS)
+    model.fit(X, X[:, :1], batch_size=4, verbose=0)
+    assert strategy.summary(model).training_steps == (f"{LOCAL} once.",)
+
+
+def test_what_mixes_rows_is_named() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = sequential(Mixing(name="mine"))
+    model.fit(X, X[:, :1], batch_size=4, verbose=0)
+    assert strategy.summary(model).training_steps == (
+        f"{GLOBAL}the operation `cumsum` in `mine` mixes rows. Faster: operations on "
+        "each row alone.",
+    )
+
+
 def test_the_report_of_step_times_says_it_too() -> None:
     with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = sequential(Mixing(name="mine"))
     report = kd.callbacks.StepTimeReport(num_steps=2, skip=1, verbose=0)
     model.fit(X, X[:, :1], batch_size=2, verbose=0, callbacks=[report])
-    assert (
-        report.summary().splitlines()[-1].startswith(MODELS["a layer of one's own"][1])
-    )
+    assert report.summary().splitlines()[-1].startswith(f"{GLOBAL}the operation")

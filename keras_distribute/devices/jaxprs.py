@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-_ORIGIN = core.DebugInfo(
+ORIGIN = core.DebugInfo(
     "keras_distribute", "a part of a function", None, None
 )  # JAX wants to know where a program is from.
 
@@ -46,7 +46,7 @@ def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:
     invars = [core.Var(atom.aval) for atom in eqn.invars]
     outvars = [core.Var(var.aval) for var in eqn.outvars]
     eqn = eqn.replace(invars=invars, outvars=outvars)
-    alone = core.Jaxpr((), invars, outvars, [eqn], eqn.effects, _ORIGIN)
+    alone = core.Jaxpr((), invars, outvars, [eqn], eqn.effects, ORIGIN)
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given)
 
 
@@ -103,7 +103,7 @@ def part_of(
             eqns.insert(0, eqn)
             needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
     alone = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, list(outputs), eqns, debug_info=_ORIGIN
+        jaxpr.constvars, jaxpr.invars, list(outputs), eqns, debug_info=ORIGIN
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken

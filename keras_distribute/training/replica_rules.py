@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
@@ -30,6 +31,9 @@ from keras_distribute.training.accumulation import micro_step
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
+
+GRADIENT = "keras_distribute_gradient"
+"""The name of a gradient in the program of a step."""
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -49,7 +53,7 @@ def apply_gradients(
         return taker(optimizer, grads, variables)
     if not in_replica():
         with context.without_gathering():
-            return original(optimizer, grads, variables)
+            return original(optimizer, _named(grads), variables)
     compat.build(optimizer, variables)
     targets = (
         list(variables) if variables is not None else compat.built_variables(optimizer)
@@ -66,6 +70,13 @@ def apply_gradients(
     grads = _summed(grads)
     with _updating():
         return original(optimizer, grads, targets)
+
+
+def _named(grads: list[Any]) -> list[Any]:
+    """In the program of a step of `fit`, gradients that `steps/by_rows.py` knows."""
+    if context.frame().batch is None:
+        return grads
+    return [None if g is None else checkpoint_name(g, GRADIENT) for g in grads]
 
 
 def all_replicas_agree(finite: Any) -> Any:

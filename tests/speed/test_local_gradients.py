@@ -25,7 +25,7 @@ X, Y = RNG.randn(24, 12).astype("float32"), RNG.randint(0, 3, 24)
 
 class Own(layers.Layer):
     def call(self, x: Any) -> Any:
-        return x - keras.ops.mean(x, 0)
+        return keras.ops.tanh(x - keras.ops.mean(x, 0) / 2)
 
 
 INSIDE = {
@@ -81,36 +81,79 @@ def test_gradients_are_summed_in_the_shape_of_their_weights(
     )
 
 
-@pytest.mark.parametrize(
-    ("inside", "is_local"),
-    [
-        ("dense", True),
-        ("batch normalization", True),
-        ("dropout", False),
-        ("a layer of one's own", False),
-    ],
-)
-def test_which_models_allow_it(inside: str, is_local: bool) -> None:
-    model = built(4, inside)
-    strategy = mirrored(2)
-    assert plan_of(model, strategy).is_local is is_local
+def scaling() -> Any:
+    inner = keras.optimizers.SGD(0.1)
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+
+
+class OwnStep(keras.Sequential):
+    """A training step of the user's own."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss_of(weights: Any) -> Any:
+            outputs, new = self.stateless_call(weights, others, x, training=True)
+            return self.loss(y, outputs, sample_weight=weight), new
+
+        (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
+        return {"loss": loss}, (weights, others, slots, metrics)
+
+
+KINDS = {
+    **{name: lambda n, name=name: built(n, name) for name in INSIDE},
+    "mixed precision": lambda n: lowered(n, "mixed_bfloat16"),
+    "a scaled loss": lambda n: lowered(n, "mixed_float16", scaling),
+    "a step of one's own": lambda n: lowered(n, "float32", kind=OwnStep),
+}
+
+
+def lowered(
+    replicas: int,
+    policy: str,
+    optimizer: Any = keras.optimizers.Adam,
+    kind: Any = keras.Sequential,
+) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with mirrored(replicas).scope():
+        model = kind(
+            [
+                keras.Input((12,)),
+                layers.Dense(16, dtype=policy),
+                layers.Dropout(0.2, dtype=policy),
+                layers.Dense(3),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearly_all_models_have_it(kind: str, monkeypatch: Any) -> None:
+    """Each kernel's gradient is one sum, in a program of one replica's rows."""
+    model = KINDS[kind](4)
+    programs_of(model, monkeypatch)
+    strategy = mirrored(4)
+    assert plan_of(model, strategy).mixed == ""
     assert not plan_of(model, kd.MirroredStrategy(["cpu:0"])).is_local
 
 
-def test_a_scaled_loss_takes_keras_step() -> None:
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((12,)), layers.Dense(3)])
-        model.compile(
-            keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.1), initial_scale=8.0
-            ),
-            "mse",
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "batch normalization"])
+def test_their_numbers_are_those_of_one_replica(kind: str, replicas: int) -> None:
+    found = []
+    for count in (1, replicas):
+        model = KINDS[kind](count)
+        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        found.append([*history.history.values(), *(v.numpy() for v in model.variables)])
+    wide = kind in ("mixed precision", "a scaled loss")
+    for expected, actual in zip(*found, strict=True):
+        np.testing.assert_allclose(
+            actual, expected, rtol=2e-2 if wide else 2e-5, atol=2e-3 if wide else 1e-5
         )
-    plan = plan_of(model, strategy)
-    assert not plan.is_local
-    assert "the optimizer scales the loss" in str(plan)
-    model.fit(X, X[:, :3], batch_size=8, verbose=0)
 
 
 @pytest.mark.parametrize("rows", [24, 21])

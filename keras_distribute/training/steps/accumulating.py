@@ -16,11 +16,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat import rows as compat
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.accumulation import micro_step
-from keras_distribute.training.steps import forward, local
+from keras_distribute.training.steps import forward
 
 Step = Callable[[Any, Any], Any]
 
@@ -38,7 +40,7 @@ def accumulating(
 
     def step(state: Any, data: Any) -> Any:
         state = TrainState(*state)
-        result = local.gradients(trainer, strategy, list, state, data, summed=False)
+        result = _own_gradients(trainer, strategy, state, data)
         if result is not None:
             logs, grads, state = result
             shapes = [state.slots[i].shape[1:] for i in indices]
@@ -58,6 +60,26 @@ def accumulating(
         return logs, state._replace(slots=with_changed(state.slots, first))
 
     return step
+
+
+def _own_gradients(
+    trainer: Any, strategy: Strategy, state: TrainState, data: Any
+) -> tuple[Any, list[Any], TrainState] | None:
+    """What `forward.loss_and_gradients` returns, with the gradients of each replica's
+    rows, along an axis for the replicas.
+
+    Returns:
+        `None` where the rows do not divide, or the parts do not make up the whole.
+    """
+    batch = context.frame().batch
+    if batch is None or batch.shards != strategy.num_replicas_in_sync:
+        return None
+    x = compat.unpack_x_y_sample_weight(data)[0]
+    own = forward.per_replica(trainer, strategy, list, state.weights, state.others, x)
+    if own is None:
+        return None
+    copies = forward.copies(state.weights, strategy)
+    return forward.loss_and_gradients(trainer, own, list, state, data, copies)
 
 
 def updated(

@@ -10,6 +10,7 @@ said in `training/replica_rules.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +24,13 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
+from keras_distribute.training.steps.by_rows import step_by_rows
 from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.in_series import step_in_series
-from keras_distribute.training.steps.local import local_step
 from keras_distribute.training.steps.local_rounds import LocalRounds
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
-from keras_distribute.training.steps.plan import plan_in_series, plan_of
+from keras_distribute.training.steps.plan import note_mixed, plan_in_series, plan_of
 from keras_distribute.training.steps.scheduled import ScheduledStep
 from keras_distribute.training.steps.sharded import sharded_step
 from keras_distribute.training.steps.sharded_local import sharded_local_step
@@ -89,14 +90,15 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         flat = FlatStep.of(
             trainer, strategy, TrainState(*map(list, form)), places, plan
         )
-        if plan.is_local:
-            step = local_step(trainer, strategy, plain)
     carried: Step
     if flat is not None:
         packing, carried = flat.packing, flat
     else:
         packing = Packing(form, mesh, single=places, rest=strategy.placement)
         carried = packing.around(step) if packing else step
+    if plan is not None and plan.is_local and not plan.shards:
+        told = functools.partial(note_mixed, trainer)
+        carried = step_by_rows(strategy, carried, told)
     # Where nothing is divided or rests elsewhere, a step of the user's own may return
     # its groups as tuples or lists.
     elsewhere = bool(places) or strategy.placement.rests_elsewhere

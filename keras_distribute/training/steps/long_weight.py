@@ -16,7 +16,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training.steps import forward, local, packed_state
+from keras_distribute.training.steps import forward, packed_state
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place
 from keras_distribute.training.steps.plan import StepPlan
 
@@ -33,7 +33,6 @@ class FlatStep:
         small: Which trainable variables are parts of the long weight.
         state: The state of the training step.
         places: Those in it that are divided among the replicas.
-        is_local: Whether each replica computes the gradients of its own rows.
     """
 
     def __init__(
@@ -45,9 +44,8 @@ class FlatStep:
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
-        is_local: bool,
     ) -> None:
-        self._trainer, self._strategy, self._optimizer = trainer, strategy, optimizer
+        self._trainer, self._optimizer = trainer, optimizer
         self._order = order
         self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
@@ -66,7 +64,6 @@ class FlatStep:
             places,
             strategy.placement,
         )
-        self._is_local = is_local
 
     @staticmethod
     def of(
@@ -117,9 +114,7 @@ class FlatStep:
             optimizer = compat_optimizer.same_for(
                 trainer.optimizer, [((size,), weights[0].dtype.name), *large]
             )
-        return FlatStep(
-            trainer, strategy, optimizer, order, small, state, places, plan.is_local
-        )
+        return FlatStep(trainer, strategy, optimizer, order, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
@@ -141,12 +136,6 @@ class FlatStep:
         values of the other groups.
         """
         trainer = self._trainer
-        if self._is_local:
-            result = local.gradients(
-                trainer, self._strategy, self._restored, state, data
-            )
-            if result is not None:
-                return result
         run = forward.over_all(trainer, self._restored)
         return forward.loss_and_gradients(trainer, run, self._restored, state, data)
 

@@ -1,13 +1,14 @@
 """How the training step of a model is made, and why: every condition on it is here.
 
 The fast step computes the gradients of each replica's rows by themselves, and sums them
-once. It needs a forward pass of which it is known that it treats each row alone,
-Keras's own step around it, and no random numbers (those of a global step are one
-device's). Any other step runs as it is written, over the global batch: as exact, and
-slower, since XLA then sums each gradient where it is computed.
+once. Most steps become that when they are traced (`by_rows.py`): whether an operation
+mixes rows is then seen in the program. Gradients that are added up over several steps,
+divided weights, and the same bits on any number of devices have steps of their own
+(`accumulating.py`, `sharded_local.py`, `in_series.py`), which must know before the
+trace that the model's layers treat each row alone.
 
-Conditions on a batch (rows that do not divide over the replicas) and on the traced
-forward pass are checked while the step is traced, by `forward.per_replica`.
+Conditions on a batch (rows that do not divide over the replicas) are checked while the
+step is traced.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from typing import Any
 
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import rows as compat
+from keras_distribute.devices.by_rows.program import MixedRows
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
+
+_MIXED = "_keras_distribute_mixed_rows"
+_UNLESS = ", unless an operation mixes rows, which the first batch shows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,8 @@ class StepPlan:
             once it is built.
         reason: Why the step is not local.
         remedy: What would make it local.
+        mixed: What mixes rows in the traced step, which therefore runs over the global
+            batch; `None` before it is traced.
         in_series: Whether it has the same bits on any number of devices.
         shards: Whether weights are divided over the replicas.
     """
@@ -43,6 +50,7 @@ class StepPlan:
     accumulators: tuple[int, ...] = ()
     reason: str = ""
     remedy: str = ""
+    mixed: str | None = ""
     in_series: bool = False
     shards: bool = False
 
@@ -56,17 +64,18 @@ class StepPlan:
                 "The training step adds up the gradients of each replica's rows on the "
                 "replica, and sums them over the replicas where the optimizer updates."
             )
+        if self.is_local and self.mixed:
+            return (
+                f"The training step runs over the global batch, because {self.mixed} "
+                "mixes rows. Faster: operations on each row alone."
+            )
         if self.is_local:
+            unless = "" if self.mixed == "" else _UNLESS
             return (
                 "The training step computes the gradients of each replica's rows, and "
-                "sums them once."
+                f"sums them once{unless}."
             )
-        if not self.reason:
-            return "The training step is that of one device."
-        return (
-            f"The training step runs over the global batch, because {self.reason}. "
-            f"Faster: {self.remedy}."
-        )
+        return "The training step is that of one device."
 
     def _text_of_shards(self) -> str:
         text = (
@@ -116,32 +125,40 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     """
     if strategy.replica_mesh.series is not None:
         return plan_in_series(trainer)
-    method = compat.own_step_method(trainer)
-    reason, remedy = _obstacle(trainer, method)
+    is_keras_step = compat.own_step_method(trainer) is None
+    reason, remedy = _obstacle(trainer)
+    if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
+        if not reason:
+            reason, remedy = _random_obstacle(trainer)
+        return StepPlan(
+            not reason, is_keras_step, reason=reason, remedy=remedy, shards=True
+        )
     accumulators: tuple[int, ...] = ()
     accumulates = False
-    shards = strategy.placement.shard_variables
-    if not reason and not shards:
+    if not reason:
         accumulators = _accumulators(trainer.optimizer)
         accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
-    if not reason and not accumulates:
-        reason, remedy = _random_obstacle(trainer)
     if strategy.num_replicas_in_sync == 1:
-        return StepPlan(False, method is None, False, accumulators)
-    return StepPlan(
-        not reason,
-        method is None,
-        accumulates,
-        accumulators,
-        reason,
-        remedy,
-        shards=shards,
-    )
+        return StepPlan(False, is_keras_step, False, accumulators)
+    mixed = "" if accumulates else getattr(trainer, _MIXED, None)
+    return StepPlan(True, is_keras_step, accumulates, accumulators, mixed=mixed)
 
 
-def _obstacle(trainer: Any, method: str | None) -> tuple[str, str]:
-    """What keeps a step from being local, and what to do about it; else empty."""
-    optimizer = trainer.optimizer
+def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
+    """Notes what mixes rows in the step of a trainer that has been traced."""
+    text = ""
+    if mixed is not None:
+        text = f"the operation `{mixed.operation}`"
+        if mixed.layer:
+            text += f" in `{mixed.layer}`"
+    setattr(trainer, _MIXED, text)
+
+
+def _obstacle(trainer: Any) -> tuple[str, str]:
+    """What keeps a step from being known as local before it is traced, and what to do
+    about it; else empty.
+    """
+    optimizer, method = trainer.optimizer, compat.own_step_method(trainer)
     if optimizer is None:
         return "the model is compiled without an optimizer", "compile it with one"
     if compat_optimizer.is_loss_scaling(optimizer):

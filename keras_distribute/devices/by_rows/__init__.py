@@ -1,0 +1,1 @@
+"""A program over all rows, made one of each replica's rows."""

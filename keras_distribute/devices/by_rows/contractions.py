@@ -1,0 +1,145 @@
+"""Operations that sum over dimensions: where these are the rows', each replica has a
+part of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+
+
+def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Products of arrays, summed over dimensions."""
+    left, right = _settled(replica, values)
+    (contracted, batched) = eqn.params["dimension_numbers"]
+    sides = [left, right]
+    for mine, other in ((0, 1), (1, 0)):
+        value, beside = sides[mine], sides[other]
+        if value.rows is None:
+            continue
+        own, others = contracted[mine], contracted[other]
+        if value.rows in own:
+            dim = others[own.index(value.rows)]
+            arrays = _ordered(mine, value.array, replica.part(beside, dim))
+            return replica.apply(eqn, arrays, partial=True)
+        own, others = batched[mine], batched[other]
+        if value.rows in own:
+            place = own.index(value.rows)
+            arrays = _ordered(mine, value.array, replica.part(beside, others[place]))
+            return replica.apply(eqn, arrays, place)
+    for mine, other in ((0, 1), (1, 0)):
+        value, beside = sides[mine], sides[other]
+        if value.rows is None:
+            continue
+        if beside.rows is not None:
+            raise RowsMixError
+        dim = _place_of_free(eqn, mine, value.rows, left.ndim)
+        arrays = _ordered(mine, value.array, replica.whole(beside))
+        return replica.apply(eqn, arrays, dim)
+    return _bilinear(replica, eqn, sides)
+
+
+def convolution(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Convolutions, and their gradients, which are some, too."""
+    image, kernel = _settled(replica, values)
+    numbers = eqn.params["dimension_numbers"]
+    if image.rows is None and kernel.rows is None:
+        return _bilinear(replica, eqn, [image, kernel])
+    one_group = eqn.params["feature_group_count"] == 1
+    if image.rows == numbers.lhs_spec[0] and kernel.rows is None:
+        if eqn.params["batch_group_count"] != 1:
+            raise RowsMixError
+        arrays = [image.array, replica.whole(kernel)]
+        return replica.apply(eqn, arrays, numbers.out_spec[0])
+    summed = numbers.lhs_spec[1], numbers.rhs_spec[1]
+    if one_group and image.rows in (None, summed[0]):
+        arrays = [replica.part(image, summed[0]), replica.part(kernel, summed[1])]
+        return replica.apply(eqn, arrays, partial=True)
+    raise RowsMixError
+
+
+def reduce_sum(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Sums over dimensions."""
+    (value,) = _settled(replica, values)
+    axes = eqn.params["axes"]
+    if value.rows is None:
+        if not value.partial:
+            return replica.same(eqn, [value])
+        return replica.apply(eqn, [value.array], partial=True)
+    if value.rows in axes:
+        return replica.apply(eqn, [value.array], partial=True)
+    return replica.apply(eqn, [value.array], _left(value.rows, axes))
+
+
+def extremes(name: str) -> Any:
+    """The rule of a reduction that replicas can go on with.
+
+    Args:
+        name: `"max"` or `"min"`.
+    """
+    over_all = lax.pmax if name == "max" else lax.pmin
+
+    def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        value, axes = values[0], eqn.params["axes"]
+        if value.rows is None:
+            return replica.same(eqn, values)
+        if value.rows not in axes:
+            return replica.apply(eqn, [value.array], _left(value.rows, axes))
+        own = replica.apply(eqn, [value.array])[0].array
+        if own.dtype == jnp.bool_:
+            found = over_all(own.astype("int32"), REPLICA_AXIS)
+            return [Value(found.astype("bool"))]
+        return [Value(over_all(own, REPLICA_AXIS))]
+
+    return rule
+
+
+def over_other_dimensions(
+    replica: Replica, eqn: Any, values: list[Value]
+) -> list[Value]:
+    """A reduction over dimensions that are not the rows'."""
+    dims = {value.rows for value in values if value.rows is not None}
+    if not dims:
+        return replica.same(eqn, values)
+    axes = eqn.params.get("axes", eqn.params.get("dimensions"))
+    if len(dims) > 1 or axes is None or dims & set(axes):
+        raise RowsMixError
+    (dim,) = dims
+    parts = [replica.part_or_one(value, dim) for value in values]
+    return replica.apply(eqn, parts, _left(dim, axes))
+
+
+def _settled(replica: Replica, values: Sequence[Value]) -> list[Value]:
+    return [replica.settled(value) for value in values]
+
+
+def _bilinear(replica: Replica, eqn: Any, sides: list[Value]) -> list[Value]:
+    """A product of values that are not divided: of a sum and a whole value a sum."""
+    if sum(value.partial for value in sides) == 1:
+        return replica.apply(eqn, [value.array for value in sides], partial=True)
+    return replica.same(eqn, sides)
+
+
+def _ordered(mine: int, own: Any, other: Any) -> list[Any]:
+    return [own, other] if mine == 0 else [other, own]
+
+
+def _place_of_free(eqn: Any, side: int, dim: int, left_ndim: int) -> int:
+    """Where a dimension is in a product that is neither summed nor common."""
+    (contracted, batched) = eqn.params["dimension_numbers"]
+    used = [*contracted[side], *batched[side]]
+    place = len(batched[side]) + sum(d not in used for d in range(dim))
+    if side == 1:
+        place += left_ndim - len(contracted[0]) - len(batched[0])
+    return place
+
+
+def _left(dim: int, axes: Sequence[int]) -> int:
+    """Where a dimension is after others are gone."""
+    return dim - sum(axis < dim for axis in axes)

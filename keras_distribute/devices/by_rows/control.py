@@ -1,0 +1,286 @@
+"""Operations that hold programs: calls, loops, conditions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+
+Run = Callable[[core.ClosedJaxpr, Sequence[Value], Replica], list[Value]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a replica has of a value, whatever the value."""
+
+    rows: int | None = None
+    partial: bool = False
+
+    @staticmethod
+    def of(value: Value) -> Kind:
+        return Kind(value.rows, value.partial)
+
+    def of_array(self, array: Any) -> Value:
+        return Value(array, self.rows, self.partial)
+
+    def joined(self, other: Kind) -> Kind:
+        """What both can be made."""
+        if self == other or other == WHOLE:
+            return self
+        if self == WHOLE:
+            return other
+        if self.partial and other.partial:
+            return self
+        raise RowsMixError
+
+    def made(self, replica: Replica, value: Value) -> Any:
+        """A value's array, in this kind."""
+        if self.rows is not None:
+            return replica.part(value, self.rows)
+        return replica.summand(value) if self.partial else replica.whole(value)
+
+
+WHOLE = Kind()
+
+
+class Control:
+    """The rules of operations that hold programs.
+
+    Args:
+        run: Evaluates a program.
+        inside: Makes a replica for the evaluation of a loop's body.
+    """
+
+    def __init__(self, run: Run, inside: Callable[[Replica], Replica]) -> None:
+        self._run, self._inside = run, inside
+
+    def cond(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        """A choice that is the same on all replicas."""
+        index, *operands = map(replica.settled, values)
+        given = [self._divided_or_whole(v) for v in operands]
+        arrays = [
+            kind.made(replica, v) for kind, v in zip(given, operands, strict=True)
+        ]
+        branches = eqn.params["branches"]
+        kinds = [
+            self._kinds(replica, branch, given, arrays, sums=False)
+            for branch in branches
+        ]
+        results = [_joined(each) for each in zip(*kinds, strict=True)]
+        functions = [
+            self._function(replica, branch, given, results) for branch in branches
+        ]
+        found = lax.switch(replica.whole(index), functions, *arrays)
+        return [k.of_array(a) for k, a in zip(results, found, strict=True)]
+
+    def scan(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        """A loop of a known length."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        values = list(map(replica.settled, values))
+        begin = values[num_consts : num_consts + num_carry]
+        sliced = values[num_consts + num_carry :]
+        consts = [self._divided_or_whole(v) for v in values[:num_consts]]
+        fixed = [
+            k.made(replica, v) for k, v in zip(consts, values[:num_consts], strict=True)
+        ]
+        length = params["length"]
+        own = _is_over_rows(sliced, num_carry, consts)
+        if own:
+            length = replica.divided(length)
+            xs, taken = [replica.part(v, 0) for v in sliced], [WHOLE] * len(sliced)
+        else:
+            outer = [self._divided_or_whole(v) for v in sliced]
+            xs = [k.made(replica, v) for k, v in zip(outer, sliced, strict=True)]
+            taken = [Kind(k.rows - 1) if k.rows else WHOLE for k in outer]
+        carry = [Kind(v.rows, v.partial) for v in begin]
+        pinned = [False] * num_carry
+        while True:
+            inputs = [*consts, *carry, *taken]
+            shapes = [
+                *fixed,
+                *(_local(replica, v, k) for v, k in zip(begin, carry, strict=True)),
+                *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs),
+            ]
+            kinds = self._kinds(replica, body, inputs, shapes)
+            new = []
+            for i, (before, after) in enumerate(
+                zip(carry, kinds[:num_carry], strict=True)
+            ):
+                if before.partial and after == WHOLE:
+                    pinned[i] = True
+                if pinned[i] and (before.partial or after.partial):
+                    new.append(WHOLE)
+                else:
+                    new.append(before.joined(after))
+            if new == carry:
+                break
+            carry = new
+        made = kinds[num_carry:]
+        function = self._function(
+            replica, body, [*consts, *carry, *taken], [*carry, *made]
+        )
+
+        def step(arrays: Any, x: Any) -> Any:
+            results = function(*fixed, *arrays, *x)
+            return results[:num_carry], results[num_carry:]
+
+        last, stacked = lax.scan(
+            step,
+            [k.made(replica, v) for k, v in zip(carry, begin, strict=True)],
+            xs,
+            length=length,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [
+            *(k.of_array(a) for k, a in zip(carry, last, strict=True)),
+            *(
+                Value(a, 0)
+                if own
+                else Value(a, None if k.rows is None else k.rows + 1, k.partial)
+                for k, a in zip(made, stacked, strict=True)
+            ),
+        ]
+
+    def while_(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        """A loop whose length is the same on all replicas."""
+        params = eqn.params
+        num_tested, num_body = params["cond_nconsts"], params["body_nconsts"]
+        values = list(map(replica.settled, values))
+        begin = values[num_tested + num_body :]
+        given = [self._divided_or_whole(v) for v in values]
+        arrays = [k.made(replica, v) for k, v in zip(given, values, strict=True)]
+        tested, fixed = given[:num_tested], given[num_tested : num_tested + num_body]
+        carry, body = given[num_tested + num_body :], params["body_jaxpr"]
+        outer = arrays[num_tested : num_tested + num_body]
+        while True:
+            shapes = [
+                *outer,
+                *(_local(replica, v, k) for v, k in zip(begin, carry, strict=True)),
+            ]
+            kinds = self._kinds(replica, body, [*fixed, *carry], shapes, sums=False)
+            new = [a.joined(b) for a, b in zip(carry, kinds, strict=True)]
+            if new == carry:
+                break
+            carry = new
+        test = self._function(replica, params["cond_jaxpr"], [*tested, *carry], [WHOLE])
+        step = self._function(replica, body, [*fixed, *carry], carry)
+        found = lax.while_loop(
+            lambda state: jnp.reshape(test(*arrays[:num_tested], *state)[0], ()),
+            lambda state: step(*outer, *state),
+            [k.made(replica, v) for k, v in zip(carry, begin, strict=True)],
+        )
+        return [k.of_array(a) for k, a in zip(carry, found, strict=True)]
+
+    def recomputed(
+        self, replica: Replica, eqn: Any, values: list[Value]
+    ) -> list[Value]:
+        """A forward pass that the backward pass computes again, to save memory."""
+        values = list(map(replica.settled, values))
+        given = [Kind.of(value) for value in values]
+        program = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+        arrays = [value.array for value in values]
+        kinds = self._kinds(replica, program, given, arrays)
+        function = self._function(replica, program, given, kinds)
+        own = jax.make_jaxpr(function)(*arrays)
+        found = eqn.primitive.bind(
+            *own.consts, *arrays, **{**eqn.params, "jaxpr": _closed(own)}
+        )
+        return [k.of_array(a) for k, a in zip(kinds, found, strict=True)]
+
+    def _kinds(
+        self,
+        replica: Replica,
+        program: core.ClosedJaxpr,
+        given: Sequence[Kind],
+        arrays: Sequence[Any],
+        *,
+        sums: bool = True,
+    ) -> list[Kind]:
+        """What a replica has of the results of a program.
+
+        Args:
+            sums: Whether results may be parts of sums.
+        """
+        kinds: list[Kind] = []
+
+        def traced(*own: Any) -> list[Any]:
+            inputs = [k.of_array(a) for k, a in zip(given, own, strict=True)]
+            results = self._run(program, inputs, self._inside(replica))
+            kinds[:] = [
+                k if sums or not k.partial else WHOLE for k in map(Kind.of, results)
+            ]
+            return [value.array for value in results]
+
+        jax.make_jaxpr(traced)(
+            *(jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)) for a in arrays)
+        )
+        return kinds
+
+    def _function(
+        self,
+        replica: Replica,
+        program: core.ClosedJaxpr,
+        given: Sequence[Kind],
+        wanted: Sequence[Kind],
+    ) -> Callable[..., list[Any]]:
+        """A program of one replica's arrays, with results of the kinds wanted."""
+
+        def function(*arrays: Any) -> list[Any]:
+            own = self._inside(replica)
+            inputs = [k.of_array(a) for k, a in zip(given, arrays, strict=True)]
+            results = self._run(program, inputs, own)
+            return [k.made(own, v) for k, v in zip(wanted, results, strict=True)]
+
+        return function
+
+    def _divided_or_whole(self, value: Value) -> Kind:
+        return Kind(value.rows)
+
+
+def _is_over_rows(
+    sliced: Sequence[Value], num_carry: int, consts: Sequence[Kind]
+) -> bool:
+    """Whether a loop is over the rows, each by itself."""
+    if not any(value.rows == 0 for value in sliced):
+        return False
+    others = any(value.rows not in (0, None) for value in sliced)
+    if num_carry or others or any(kind != WHOLE for kind in consts):
+        raise RowsMixError
+    return True
+
+
+def _joined(kinds: Sequence[Kind]) -> Kind:
+    found = kinds[0]
+    for kind in kinds[1:]:
+        found = found.joined(kind)
+    return found
+
+
+def _local(replica: Replica, value: Value, kind: Kind) -> jax.ShapeDtypeStruct:
+    """The shape that a value's array has in a kind."""
+    shape = jnp.shape(value.array)
+    if kind.rows is not None and value.rows is None:
+        shape = replica.divided_at(shape, kind.rows)
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(value.array))
+
+
+def _closed(program: core.ClosedJaxpr) -> core.Jaxpr:
+    """A program without constants: they are its first inputs."""
+    jaxpr = program.jaxpr
+    return core.Jaxpr(
+        (),
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+        jaxpr.eqns,
+        jaxpr.effects,
+        jaxpr.debug_info,
+    )

@@ -1,0 +1,311 @@
+"""From a program over all rows of a batch to one of each replica's rows.
+
+XLA can divide such a program, too, and does where this cannot; but it sums each
+gradient over the replicas where it is computed, one after the other. Here what is
+summed stays a replica's own for as long as the operations on it are linear, and all
+sums that no other one waits for are one communication (`sums.py`).
+
+Each operation has a rule that says what the program of one replica does in its place,
+from what that replica has of the operands: all of a value, its rows, or a part of a
+sum (`values.py`). This is a proof, too: an operation without a rule for what it is
+given mixes rows, and the whole program stays as it is. Random numbers are those that
+the program over all rows draws, each replica those of its own rows (`draws.py`).
+
+The three kinds of value are known from GSPMD (Xu et al., 2021,
+https://arxiv.org/abs/2105.04663) and PyTorch's DTensor ("replicate", "shard",
+"partial").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.by_rows import (
+    contractions,
+    draws,
+    elementwise,
+    indexing,
+    shapes,
+)
+from keras_distribute.devices.by_rows.control import Control
+from keras_distribute.devices.by_rows.values import (
+    Replica,
+    RowsMixError,
+    Rule,
+    Slicer,
+    Value,
+    is_zero,
+    literal,
+)
+from keras_distribute.devices.replication_proof import differs
+
+_EXTREMES = {
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "max",
+    "reduce_and": "min",
+}
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(elementwise.NAMES, elementwise.rule),
+    **{name: contractions.extremes(kind) for name, kind in _EXTREMES.items()},
+    **dict.fromkeys(
+        ("argmax", "argmin", "reduce_prod", "reduce_xor", "reduce"),
+        contractions.over_other_dimensions,
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        shapes.along_one_dimension("axis"),
+    ),
+    **dict.fromkeys(
+        (
+            "reduce_window",
+            "reduce_window_max",
+            "reduce_window_min",
+            "reduce_window_sum",
+            "select_and_gather_add",
+            "select_and_scatter_add",
+        ),
+        shapes.window,
+    ),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"),
+        indexing.scatter,
+    ),
+    **dict.fromkeys(
+        ("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), shapes.leading(2)
+    ),
+    "broadcast_in_dim": shapes.broadcast_in_dim,
+    "concatenate": shapes.concatenate,
+    "conv_general_dilated": contractions.convolution,
+    "dot_general": contractions.dot_general,
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": shapes.dynamic_update_slice,
+    "fft": shapes.fft,
+    "gather": indexing.gather,
+    "pad": shapes.pad,
+    "reduce_sum": contractions.reduce_sum,
+    "reshape": shapes.reshape,
+    "rev": shapes.reverse,
+    "slice": shapes.slice_,
+    "sort": shapes.along_one_dimension("dimension"),
+    "split": shapes.split,
+    "squeeze": shapes.squeeze,
+    "top_k": shapes.along_one_dimension("axis"),
+    "transpose": shapes.transpose,
+}
+_SLICERS: dict[str, Slicer] = {
+    **dict.fromkeys(elementwise.NAMES, elementwise.slicer),
+    "broadcast_in_dim": shapes.part_of_broadcast,
+    "iota": shapes.part_of_iota,
+    "random_bits": draws.part_of_draw,
+}
+_DRAWS = "random_"  # How the names of operations on keys begin.
+
+
+class MixedRows(Exception):
+    """A program that cannot be made one of each replica's rows.
+
+    Args:
+        operation: The name of the operation that mixes rows.
+        scope: Where it is: the names of Keras's layers, as JAX notes them.
+    """
+
+    def __init__(self, operation: str, scope: str) -> None:
+        super().__init__(f"{operation} in {scope}" if scope else operation)
+        self.operation, self.scope = operation, scope
+        names = re.findall(r"[^/()]+", scope)
+        self.layer = names[-1] if names else ""
+
+    def inside(self, scope: str) -> MixedRows:
+        """The same, called in another place."""
+        return MixedRows(self.operation, "/".join(filter(None, (scope, self.scope))))
+
+
+@dataclasses.dataclass(frozen=True)
+class OneReplica:
+    """The program of one replica.
+
+    Args:
+        program: Takes and returns what a replica has.
+        rows: Of each result the dimension of which it has its own part, or `None`.
+    """
+
+    program: core.ClosedJaxpr
+    rows: Sequence[int | None]
+
+
+def of_one_replica(
+    program: core.ClosedJaxpr,
+    rows: Sequence[int | None],
+    replicas: int,
+    sums: dict[str, Callable[[Any], Any]] | None = None,
+) -> OneReplica:
+    """The program of each replica's rows.
+
+    Args:
+        program: Over all rows.
+        rows: Of each of its inputs the dimension that is divided over the replicas, or
+            `None`.
+        replicas: How many.
+        sums: How to sum over the replicas what `jax.ad_checkpoint.checkpoint_name`
+            gave a name, by that name.
+
+    Raises:
+        MixedRows: Where a rule is missing.
+    """
+    found: list[int | None] = []
+    count = next(
+        aval.shape[dim]
+        for aval, dim in zip(program.in_avals, rows, strict=True)
+        if dim is not None
+    )
+    evaluation = _Evaluation(sums or {})
+
+    def one_replica(*arrays: Any) -> list[Any]:
+        replica = Replica(replicas, count, _SLICERS)
+        values = list(map(Value, arrays, rows))
+        results = evaluation.run(program, values, replica)
+        arrays_out = []
+        for value in results:
+            value = replica.settled(value)
+            if value.partial:
+                value = Value(replica.whole(value))
+            found.append(value.rows)
+            arrays_out.append(value.array)
+        return arrays_out
+
+    given = [
+        jax.ShapeDtypeStruct(_own_shape(aval.shape, dim, replicas), aval.dtype)
+        for aval, dim in zip(program.in_avals, rows, strict=True)
+    ]
+    own = jax.make_jaxpr(one_replica, axis_env=[(REPLICA_AXIS, replicas)])(*given)
+    return OneReplica(own, found)
+
+
+class _Evaluation:
+    """Evaluates programs, each operation by its rule.
+
+    Args:
+        sums: How to sum what has a name.
+    """
+
+    def __init__(self, sums: dict[str, Callable[[Any], Any]]) -> None:
+        self._sums = sums
+        control = Control(self.run, lambda r: Replica(r.count, r.rows, _SLICERS))
+        self._rules: dict[str, Rule] = {
+            **_RULES,
+            "name": self._named,
+            "cond": control.cond,
+            "optimization_barrier": _unchanged,
+            "scan": control.scan,
+            "while": control.while_,
+            **dict.fromkeys(jaxprs.RECOMPUTED, control.recomputed),
+        }
+
+    def run(
+        self, program: core.ClosedJaxpr, values: Sequence[Value], replica: Replica
+    ) -> list[Value]:
+        """What a replica has of the results."""
+        consts = [c if isinstance(c, Value) else Value(c) for c in program.consts]
+        closed = core.ClosedJaxpr(program.jaxpr, consts)
+
+        def rule(eqn: Any, given: list[Any]) -> list[Value]:
+            operands = [
+                literal(atom) if isinstance(atom, core.Literal) else v
+                for atom, v in zip(eqn.invars, given, strict=True)
+            ]
+            inner = jaxprs.called(eqn)
+            if inner is None or eqn.primitive.name in jaxprs.RECOMPUTED:
+                return self._results(eqn, operands, replica)
+            try:
+                return self.run(inner, operands, replica)
+            except MixedRows as mixed:
+                raise mixed.inside(str(eqn.source_info.name_stack)) from None
+
+        results = jaxprs.evaluated(closed, list(values), rule)
+        return [
+            literal(atom) if isinstance(atom, core.Literal) else v
+            for atom, v in zip(program.jaxpr.outvars, results, strict=True)
+        ]
+
+    def _results(
+        self, eqn: Any, operands: list[Value], replica: Replica
+    ) -> list[Value]:
+        name = eqn.primitive.name
+        try:
+            if name in self._rules:
+                results = self._rules[name](replica, eqn, operands)
+            else:
+                results = _by_default(replica, eqn, operands)
+        except RowsMixError:
+            results = _gathered(replica, eqn, operands)
+        for result, var in zip(results, eqn.outvars, strict=True):
+            shape = _own_shape(var.aval.shape, result.rows, replica.count)
+            if jnp.shape(result.array) != shape:
+                raise AssertionError(f"{eqn} made {jnp.shape(result.array)}.")
+            result.zero = is_zero(eqn, operands)
+        return results
+
+    def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        """A value that the caller has a way to sum."""
+        total = self._sums.get(eqn.params["name"])
+        value = replica.settled(values[0])
+        if total is not None and value.partial:
+            value.total = Value(total(value.array))
+            value = value.total
+        return replica.apply(eqn, [value.array], value.rows, value.partial)
+
+
+def _by_default(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """An operation without a rule, on whole values."""
+    if differs(eqn) or any(v.rows is not None for v in values):
+        raise RowsMixError
+    return replica.same(eqn, values)
+
+
+def _gathered(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """The results of an operation that mixes the rows of small values: each replica
+    computes all of them, and goes on with its part.
+    """
+    try:
+        if differs(eqn):
+            raise RowsMixError
+        results = replica.same(eqn, values)
+    except RowsMixError:
+        scope = str(eqn.source_info.name_stack)
+        raise MixedRows(eqn.primitive.name, scope) from None
+    return [_own_rows(replica, result) for result in results]
+
+
+def _own_rows(replica: Replica, value: Value) -> Value:
+    shape = jnp.shape(value.array)
+    if replica.rows in shape:
+        dim = shape.index(replica.rows)
+        return Value(replica.part(value, dim), dim)
+    return value
+
+
+def _unchanged(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Values as they are."""
+    values = list(map(replica.settled, values))
+    found = replica.apply(eqn, [value.array for value in values])
+    return [
+        Value(new.array, value.rows, value.partial)
+        for new, value in zip(found, values, strict=True)
+    ]
+
+
+def _own_shape(shape: Sequence[int], dim: int | None, replicas: int) -> tuple[int, ...]:
+    own = list(shape)
+    if dim is not None:
+        own[dim] //= replicas
+    return tuple(own)

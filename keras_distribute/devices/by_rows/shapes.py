@@ -1,0 +1,253 @@
+"""Operations that move elements between dimensions and arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+
+
+def broadcast_in_dim(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """New dimensions, and dimensions of length 1 made longer."""
+    value, shape = values[0], eqn.params["shape"]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    dim = eqn.params["broadcast_dimensions"][value.rows]
+    own = replica.divided_at(shape, dim)
+    return replica.apply(eqn, [value.array], dim, shape=own)
+
+
+def part_of_broadcast(
+    replica: Replica, eqn: Any, operands: list[Value], dim: int, depth: int
+) -> Any:
+    """A part of a broadcast."""
+    value, dims = operands[0], eqn.params["broadcast_dimensions"]
+    shape = eqn.params["shape"]
+    array = replica.whole(value)
+    if dim in dims and jnp.shape(array)[dims.index(dim)] != 1:
+        array = replica.part(value, dims.index(dim), depth)
+    own = replica.divided_at(shape, dim)
+    return replica.apply(eqn, [array], shape=own)[0].array
+
+
+def part_of_iota(
+    replica: Replica, eqn: Any, operands: list[Value], dim: int, depth: int
+) -> Any:
+    """A part of numbers that count up."""
+    del operands, depth
+    shape = replica.divided_at(eqn.params["shape"], dim)
+    counts = replica.apply(eqn, [], shape=shape)[0].array
+    if eqn.params["dimension"] == dim:
+        counts += (replica.index() * shape[dim]).astype(counts.dtype)
+    return counts
+
+
+def reshape(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """A part stays one where the dimensions before it are the same."""
+    value, sizes = values[0], eqn.params["new_sizes"]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    if eqn.params.get("dimensions") is not None:
+        raise RowsMixError
+    before = math.prod(value.array.shape[: value.rows])
+    for dim, size in enumerate(sizes):
+        if math.prod(sizes[:dim]) == before and size and size % replica.count == 0:
+            own = replica.divided_at(sizes, dim)
+            return replica.apply(eqn, [value.array], dim, new_sizes=own)
+    raise RowsMixError
+
+
+def transpose(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Dimensions in another order."""
+    value = values[0]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    dim = eqn.params["permutation"].index(value.rows)
+    return replica.apply(eqn, [value.array], dim)
+
+
+def squeeze(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Fewer dimensions."""
+    value = values[0]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    dim = value.rows - sum(d < value.rows for d in eqn.params["dimensions"])
+    _refuse(value.rows in eqn.params["dimensions"])
+    return replica.apply(eqn, [value.array], dim)
+
+
+def concatenate(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Arrays one after the other, not along the rows."""
+    return _alongside(replica, eqn, values, eqn.params["dimension"])
+
+
+def pad(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """More at the ends, not of the rows."""
+    value, filling = values
+    if value.rows is None:
+        if value.partial and not filling.zero:
+            return replica.same(eqn, values)
+        return linear(replica, eqn, values)
+    _refuse(eqn.params["padding_config"][value.rows] != (0, 0, 0))
+    return replica.apply(eqn, [value.array, replica.whole(filling)], value.rows)
+
+
+def slice_(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """A piece that has all rows."""
+    value, params = values[0], eqn.params
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    dim, size = value.rows, eqn.invars[0].aval.shape[value.rows]
+    strides = params["strides"]
+    is_all = params["start_indices"][dim] == 0 and params["limit_indices"][dim] == size
+    _refuse(not is_all or (strides is not None and strides[dim] != 1))
+    limits = replica.divided_at(params["limit_indices"], dim)
+    return replica.apply(eqn, [value.array], dim, limit_indices=limits)
+
+
+def split(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Pieces that have all rows."""
+    value = values[0]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    _refuse(value.rows == eqn.params["axis"])
+    return replica.apply(eqn, [value.array], value.rows)
+
+
+def dynamic_slice(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """A piece from a place that the program computes."""
+    value, starts = values[0], values[1:]
+    where = [replica.whole(start) for start in starts]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    sizes = eqn.params["slice_sizes"]
+    _refuse(sizes[value.rows] != eqn.invars[0].aval.shape[value.rows])
+    own = replica.divided_at(sizes, value.rows)
+    return replica.apply(eqn, [value.array, *where], value.rows, slice_sizes=own)
+
+
+def dynamic_update_slice(
+    replica: Replica, eqn: Any, values: list[Value]
+) -> list[Value]:
+    """A piece put in a place that the program computes."""
+    whole, piece = (replica.settled(value) for value in values[:2])
+    where = [replica.whole(start) for start in values[2:]]
+    dims = {value.rows for value in (whole, piece) if value.rows is not None}
+    if dims:
+        _refuse(len(dims) > 1)
+        (dim,) = dims
+        shapes = [atom.aval.shape for atom in eqn.invars[:2]]
+        _refuse(shapes[0][dim] != shapes[1][dim])
+        parts = [replica.part(value, dim) for value in (whole, piece)]
+        return replica.apply(eqn, [*parts, *where], dim)
+    if whole.partial or piece.partial:
+        summands = [replica.summand(value) for value in (whole, piece)]
+        return replica.apply(eqn, [*summands, *where], partial=True)
+    return replica.same(eqn, values)
+
+
+def along_one_dimension(name: str) -> Any:
+    """The rule of an operation along one dimension that is not the rows'.
+
+    Args:
+        name: Of the parameter that says which.
+    """
+
+    def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        own = eqn.params.get(name, eqn.invars[0].aval.ndim - 1)
+        return _alongside(replica, eqn, values, own)
+
+    return rule
+
+
+def reverse(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Dimensions read from their ends."""
+    value = values[0]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    _refuse(value.rows in eqn.params["dimensions"])
+    return replica.apply(eqn, [value.array], value.rows)
+
+
+def window(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Windows of one row."""
+    dims = {value.rows for value in values if value.rows is not None}
+    if not dims:
+        return replica.same(eqn, values)
+    _refuse(len(dims) > 1)
+    (dim,) = dims
+    wanted = {
+        "window_dimensions": 1,
+        "window_strides": 1,
+        "padding": (0, 0),
+        "base_dilation": 1,
+        "window_dilation": 1,
+    }
+    for name, plain in wanted.items():
+        given = eqn.params.get(name)
+        _refuse(given is not None and given[dim] != plain)
+    parts = [replica.part_or_one(value, dim) for value in values]
+    return replica.apply(eqn, parts, dim)
+
+
+def leading(num_own: int) -> Any:
+    """The rule of an operation on the last dimensions of its operands, for each index
+    of the others.
+
+    Args:
+        num_own: How many are its own.
+    """
+
+    def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        dims = {value.rows for value in values if value.rows is not None}
+        if not dims:
+            return replica.same(eqn, values)
+        _refuse(len(dims) > 1)
+        (dim,) = dims
+        _refuse(any(dim >= value.ndim - num_own for value in values))
+        parts = [replica.part(value, dim) for value in values]
+        return replica.apply(eqn, parts, dim)
+
+    return rule
+
+
+def fft(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """A transform of the last dimensions."""
+    return leading(len(eqn.params["fft_lengths"]))(replica, eqn, values)
+
+
+def linear(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """What moves elements, of a value that is not divided: sums stay sums."""
+    values = [replica.settled(value) for value in values]
+    first, others = values[0], values[1:]
+    if not first.partial:
+        return replica.same(eqn, values)
+    arrays = [first.array, *map(replica.whole, others)]
+    return replica.apply(eqn, arrays, partial=True)
+
+
+def _alongside(
+    replica: Replica, eqn: Any, values: Sequence[Value], own: int
+) -> list[Value]:
+    """An operation along one dimension, on operands of equal shapes beside it."""
+    values = [replica.settled(value) for value in values]
+    dims = {value.rows for value in values if value.rows is not None}
+    if dims:
+        _refuse(len(dims) > 1 or own in dims)
+        (dim,) = dims
+        return replica.apply(eqn, [replica.part(v, dim) for v in values], dim)
+    joins = eqn.primitive.name == "concatenate"
+    adds = eqn.primitive.name == "cumsum"
+    if (joins or adds) and any(value.partial for value in values):
+        summands = [replica.summand(value) for value in values]
+        return replica.apply(eqn, summands, partial=True)
+    return replica.same(eqn, values)
+
+
+def _refuse(mixes: bool) -> None:
+    if mixes:
+        raise RowsMixError

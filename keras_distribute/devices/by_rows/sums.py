@@ -1,0 +1,102 @@
+"""One replica's program in two parts: what has to do with rows, where all sums over the
+replicas that do not wait for each other are one communication; and what follows from
+the sums, the same for all replicas, which needs no part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+from keras_distribute.devices.replication_proof import communicates, equal_results
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A program of one replica in two parts.
+
+    Args:
+        inside: Of what a replica has, to be run on each.
+        taken: Which inputs of the whole program it takes.
+        outside: Of values that are the same for all replicas, from the inputs of the
+            whole program and then the results of `inside`.
+        inner: How many results of `inside` are for `outside`: the first ones, the same
+            for all replicas. Those of the whole program follow.
+        made: For each result of the whole program, whether it is from `inside`.
+    """
+
+    inside: core.ClosedJaxpr
+    taken: Sequence[int]
+    outside: core.ClosedJaxpr
+    inner: int
+    made: Sequence[bool]
+
+
+def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
+    """The two parts of a program.
+
+    Args:
+        program: Of one replica.
+        equal: For each of its inputs, whether it is the same on every replica.
+    """
+    jaxpr = program.jaxpr
+    same = dict(zip(jaxpr.invars, equal, strict=True))
+    same |= dict.fromkeys(jaxpr.constvars, True)
+    is_inside = []
+    for eqn in jaxpr.eqns:
+        results = equal_results(
+            eqn, [isinstance(v, core.Literal) or same[v] for v in eqn.invars]
+        )
+        same.update(zip(eqn.outvars, results, strict=True))
+        is_inside.append(communicates(eqn) or not all(results))
+    results_of = [v for v in jaxpr.outvars if not isinstance(v, core.Literal)]
+    used = set(results_of)
+    needed: set[Any] = set()  # By what is inside.
+    inner_eqns, outer_eqns = [], []
+    for eqn, inside in zip(reversed(jaxpr.eqns), reversed(is_inside), strict=True):
+        if not used.intersection(eqn.outvars) and not eqn.effects:
+            continue
+        inputs = {v for v in eqn.invars if not isinstance(v, core.Literal)}
+        used |= inputs
+        if inside or needed.intersection(eqn.outvars):
+            needed |= inputs
+            inner_eqns.append(eqn)
+        else:
+            outer_eqns.append(eqn)
+    inner_eqns, outer_eqns = inner_eqns[::-1], outer_eqns[::-1]
+    made = {v for eqn in inner_eqns for v in eqn.outvars}
+    is_made = [v in made for v in map(_key, jaxpr.outvars)]
+    wanted = [v for eqn in outer_eqns for v in eqn.invars if _key(v) in made]
+    wanted = list(dict.fromkeys(wanted))
+    direct = [v for v, own in zip(jaxpr.outvars, is_made, strict=True) if own]
+    taken = [i for i, v in enumerate(jaxpr.invars) if v in needed or v in direct]
+    inside = core.Jaxpr(
+        jaxpr.constvars,
+        [jaxpr.invars[i] for i in taken],
+        [*wanted, *direct],
+        inner_eqns,
+        debug_info=jaxprs.ORIGIN,
+    )
+    others = [v for v, own in zip(jaxpr.outvars, is_made, strict=True) if not own]
+    outside = core.Jaxpr(
+        jaxpr.constvars,
+        [*jaxpr.invars, *wanted],
+        others,
+        outer_eqns,
+        debug_info=jaxprs.ORIGIN,
+    )
+    return Parts(
+        core.ClosedJaxpr(inside, program.consts),
+        taken,
+        core.ClosedJaxpr(outside, program.consts),
+        len(wanted),
+        is_made,
+    )
+
+
+def _key(atom: Any) -> Any:
+    return None if isinstance(atom, core.Literal) else atom

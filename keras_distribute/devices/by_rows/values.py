@@ -1,0 +1,198 @@
+"""What a replica has of a value of the program over all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+from keras_distribute.devices.axes import REPLICA_AXIS
+
+SMALL = 1 << 16
+"""The elements of a value up to which it is gathered where an operation mixes rows."""
+
+_DEPTH = 100  # Of operations that are made anew to have a part of their result.
+
+
+class RowsMixError(Exception):
+    """An operation that needs other replicas' rows."""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of the program over all rows, as a replica has it: the whole value, the
+    same on every replica, unless it says otherwise.
+
+    Args:
+        array: What the replica has.
+        rows: The dimension of which it has its own part: replica 0 the first, and so
+            on.
+        partial: Whether the value is the sum over the replicas of what they have.
+        origin: Of a whole value, the operation that made it, and its operands.
+    """
+
+    array: Any
+    rows: int | None = None
+    partial: bool = False
+    origin: tuple[Any, list[Value]] | None = None
+    total: Value | None = None
+    parts: dict[int, Any] = dataclasses.field(default_factory=dict)
+    zero: bool = False
+
+    @property
+    def ndim(self) -> int:
+        return jnp.ndim(self.array)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.rows is None and not self.partial
+
+
+Rule = Callable[["Replica", Any, list[Value]], list[Value]]
+Slicer = Callable[["Replica", Any, list[Value], int, int], Any]
+
+
+class Replica:
+    """Evaluates operations on what one replica has, inside a program over all.
+
+    Args:
+        count: How many replicas there are.
+        rows: How many rows all of them have.
+        slicers: By the name of an operation: what makes a part of its result.
+    """
+
+    def __init__(self, count: int, rows: int, slicers: dict[str, Slicer]) -> None:
+        self.count, self.rows = count, rows
+        self._slicers, self._index = slicers, None
+
+    def index(self) -> Any:
+        """Which replica this is."""
+        if self._index is None:
+            self._index = lax.axis_index(REPLICA_AXIS)
+        return self._index
+
+    def apply(
+        self,
+        eqn: Any,
+        arrays: Sequence[Any],
+        rows: int | None = None,
+        partial: bool = False,
+        **params: Any,
+    ) -> list[Value]:
+        """The results of an operation for other operands.
+
+        Args:
+            rows: The dimension of the results of which they are parts.
+            partial: Whether the results are to be summed.
+            params: In place of the operation's own.
+        """
+        if params:
+            eqn = eqn.replace(params={**eqn.params, **params})
+        return [
+            Value(result, rows, partial) for result in jaxprs.bound(eqn, list(arrays))
+        ]
+
+    def same(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        """The results of an operation on whole values."""
+        values = [self.settled(value) for value in values]
+        values = [v if v.is_whole else Value(self.whole(v)) for v in values]
+        results = self.apply(eqn, [value.array for value in values])
+        for result in results:
+            result.origin = eqn, values
+        return results
+
+    def settled(self, value: Value) -> Value:
+        """The sum, where it is known already."""
+        return value.total if value.partial and value.total is not None else value
+
+    def whole(self, value: Value) -> Any:
+        """The value, the same on every replica.
+
+        Raises:
+            RowsMixError: Where that is much to gather.
+        """
+        if value.is_whole:
+            return value.array
+        if value.total is None:
+            if value.partial:
+                total = lax.psum(value.array, REPLICA_AXIS)
+            elif value.array.size * self.count > SMALL:
+                raise RowsMixError
+            else:
+                assert value.rows is not None
+                total = self._gathered(value.array, value.rows)
+            value.total = Value(total)
+        return value.total.array
+
+    def part(self, value: Value, dim: int, depth: int = 0) -> Any:
+        """This replica's part of a value along a dimension."""
+        if value.rows == dim:
+            return value.array
+        if value.rows is not None:
+            raise RowsMixError
+        if dim not in value.parts:
+            value.parts[dim] = self._part(value, dim, depth)
+        return value.parts[dim]
+
+    def part_or_one(self, value: Value, dim: int, depth: int = 0) -> Any:
+        """The part; of what has one element there, which is for all, the whole."""
+        is_one = value.ndim == 0 or value.array.shape[dim] == 1
+        is_one = is_one and value.rows is None
+        return self.whole(value) if is_one else self.part(value, dim, depth)
+
+    def summand(self, value: Value) -> Any:
+        """What, summed over the replicas, is a value."""
+        if value.partial or value.zero:
+            return value.array
+        array = self.whole(value)
+        return jnp.where(self.index() == 0, array, jnp.zeros_like(array))
+
+    def divided(self, size: int) -> int:
+        """A replica's part of a dimension.
+
+        Raises:
+            RowsMixError: Where it does not divide.
+        """
+        if size % self.count:
+            raise RowsMixError
+        return size // self.count
+
+    def divided_at(self, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+        """A shape, with one dimension divided."""
+        sizes = list(shape)
+        sizes[dim] = self.divided(sizes[dim])
+        return tuple(sizes)
+
+    def _part(self, value: Value, dim: int, depth: int) -> Any:
+        whole = self.whole(value)
+        size = self.divided(jnp.shape(whole)[dim])
+        settled = self.settled(value)
+        if settled.origin is not None and depth < _DEPTH:
+            eqn, operands = settled.origin
+            slicer = self._slicers.get(eqn.primitive.name)
+            if slicer is not None:
+                return slicer(self, eqn, operands, dim, depth + 1)
+        return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
+
+    def _gathered(self, array: Any, rows: int) -> Any:
+        if array.dtype == jnp.bool_:
+            return self._gathered(array.astype("int8"), rows).astype(bool)
+        return lax.all_gather(array, REPLICA_AXIS, axis=rows, tiled=True)
+
+
+def literal(atom: core.Literal) -> Value:
+    """A number that stands in the program."""
+    aval: Any = atom.aval
+    array = np.asarray(atom.val, aval.dtype)
+    return Value(array, zero=not array.any())
+
+
+def is_zero(eqn: Any, operands: Sequence[Value]) -> bool:
+    """Whether an operation makes nothing but zeros."""
+    return eqn.primitive.name in ("broadcast_in_dim", "copy") and operands[0].zero

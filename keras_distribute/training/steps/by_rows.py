@@ -1,0 +1,103 @@
+"""A step over the global batch as one of each replica's rows.
+
+The step, Keras's or the user's own, is traced over all rows as it is, and
+`devices/by_rows` makes a program of one replica of it, if no operation mixes rows.
+Where one does, the step stays what it is, and XLA divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from keras_distribute import context
+from keras_distribute.devices.by_rows import program, sums
+from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.strategies.base import Strategy
+from keras_distribute.training.replica_rules import GRADIENT
+from keras_distribute.training.steps.step_programs import Step
+from keras_distribute.values import reductions
+
+Told = Callable[[program.MixedRows | None], None]
+
+
+def step_by_rows(strategy: Strategy, step: Step, told: Told) -> Step:
+    """A step that each replica computes on its own rows.
+
+    Args:
+        step: Over the global batch.
+        told: Is given what mixes rows, or `None`, each time that a step is traced.
+    """
+
+    def on_rows(state: Any, data: Any) -> Any:
+        batch = context.frame().batch
+        replicas = strategy.num_replicas_in_sync
+        if batch is None or batch.replicated or batch.shards != replicas:
+            return step(state, data)
+        leaves, structure = jax.tree.flatten((state, data))
+        num_state = len(jax.tree.leaves(state))
+        rows = [
+            0 if i >= num_state and jnp.shape(leaf)[:1] == (batch.rows,) else None
+            for i, leaf in enumerate(leaves)
+        ]
+        found: dict[str, Any] = {}
+
+        def on_leaves(*leaves: Any) -> list[Any]:
+            results = step(*jax.tree.unflatten(structure, leaves))
+            outputs, found["structure"] = jax.tree.flatten(results)
+            return outputs
+
+        shapes = [jax.ShapeDtypeStruct(jnp.shape(a), a.dtype) for a in leaves]
+        traced = jax.make_jaxpr(on_leaves)(*shapes)
+        outputs = _evaluated(strategy, traced, rows, leaves, told)
+        return jax.tree.unflatten(found["structure"], outputs)
+
+    return on_rows
+
+
+def _evaluated(
+    strategy: Strategy,
+    traced: core.ClosedJaxpr,
+    rows: Sequence[int | None],
+    leaves: Sequence[Any],
+    told: Told,
+) -> list[Any]:
+    """The results of a step's program."""
+    ops, dtype = (
+        strategy.extended.cross_device_ops,
+        strategy.placement.communication_dtype,
+    )
+
+    def sum_of_gradient(own: Any) -> Any:
+        return reductions.sum_gradients(ops, [own], dtype)[0]
+
+    mesh = strategy.replica_mesh
+    try:
+        own = program.of_one_replica(
+            traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}
+        )
+    except program.MixedRows as mixed:
+        told(mixed)
+        return core.jaxpr_as_fun(traced)(*leaves)
+    told(None)
+    parts = sums.parts(own.program, [dim is None for dim in rows])
+    direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
+    results = over_replicas(
+        mesh,
+        core.jaxpr_as_fun(parts.inside),
+        in_specs=tuple(_spec(rows[i]) for i in parts.taken),
+        out_specs=[*[PartitionSpec()] * parts.inner, *map(_spec, direct)],
+    )(*(leaves[i] for i in parts.taken))
+    others = iter(core.jaxpr_as_fun(parts.outside)(*leaves, *results[: parts.inner]))
+    inside = iter(results[parts.inner :])
+    return [next(inside if made else others) for made in parts.made]
+
+
+def _spec(dim: int | None) -> PartitionSpec:
+    return PartitionSpec(*([None] * (dim or 0)), *([REPLICA_AXIS] * (dim is not None)))
