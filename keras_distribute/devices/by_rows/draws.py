@@ -25,7 +25,7 @@ def part_of_draw(
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
     key = replica.whole(operands[0])
     own = replica.divided_at(shape, dim)
-    by_index = jax.config.read("jax_threefry_partitionable") and "fry" in str(key.dtype)
+    by_index = _draws_by_index() and "fry" in str(key.dtype)
     if not by_index or math.prod(shape) >= 1 << 32 or key.ndim:
         whole = replica.apply(eqn, [key])[0].array
         begin = replica.index() * own[dim]
@@ -43,3 +43,7 @@ def part_of_draw(
     if width == 64:
         return (high.astype("uint64") << jnp.uint64(32)) | low.astype("uint64")
     return (high ^ low).astype(f"uint{width}")
+
+
+def _draws_by_index() -> bool:
+    return getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009

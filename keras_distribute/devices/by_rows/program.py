@@ -25,7 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
@@ -206,6 +208,7 @@ class _Evaluation:
             "name": self._named,
             "cond": control.cond,
             "optimization_barrier": _unchanged,
+            "sharding_constraint": _constrained,
             "scan": control.scan,
             "while": control.while_,
             **dict.fromkeys(jaxprs.RECOMPUTED, control.recomputed),
@@ -302,6 +305,26 @@ def _unchanged(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         Value(new.array, value.rows, value.partial)
         for new, value in zip(found, values, strict=True)
     ]
+
+
+def _constrained(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """A value divided over the logical devices of each replica."""
+    value, sharding = replica.settled(values[0]), eqn.params["sharding"]
+    if sharding.mesh.axis_names == (REPLICA_AXIS,):
+        return [value]
+    mesh = sharding.mesh.abstract_mesh.update_axis_types(
+        {REPLICA_AXIS: AxisType.Manual}
+    )
+    spec = PartitionSpec(*map(_without_replicas, sharding.spec))
+    own = lax.with_sharding_constraint(value.array, NamedSharding(mesh, spec))
+    return [Value(own, value.rows, value.partial)]
+
+
+def _without_replicas(entry: Any) -> Any:
+    """The axes along which a dimension is divided, but for the replicas'."""
+    if isinstance(entry, tuple):
+        return tuple(axis for axis in entry if axis != REPLICA_AXIS) or None
+    return None if entry == REPLICA_AXIS else entry
 
 
 def _own_shape(shape: Sequence[int], dim: int | None, replicas: int) -> tuple[int, ...]:

@@ -79,22 +79,25 @@ def _evaluated(
 
     mesh = strategy.replica_mesh
     try:
-        own = program.of_one_replica(
-            traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}
-        )
+        with mesh.tracing():
+            own = program.of_one_replica(
+                traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}
+            )
     except program.MixedRows as mixed:
         told(mixed)
         return core.jaxpr_as_fun(traced)(*leaves)
     told(None)
     parts = sums.parts(own.program, [dim is None for dim in rows])
+    consts = own.program.consts
+    given, dims = [*consts, *leaves], [*[None] * len(consts), *rows]
     direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
     results = over_replicas(
         mesh,
         core.jaxpr_as_fun(parts.inside),
-        in_specs=tuple(_spec(rows[i]) for i in parts.taken),
+        in_specs=tuple(_spec(dims[i]) for i in parts.taken),
         out_specs=[*[PartitionSpec()] * parts.inner, *map(_spec, direct)],
-    )(*(leaves[i] for i in parts.taken))
-    others = iter(core.jaxpr_as_fun(parts.outside)(*leaves, *results[: parts.inner]))
+    )(*(given[i] for i in parts.taken))
+    others = iter(core.jaxpr_as_fun(parts.outside)(*given, *results[: parts.inner]))
     inside = iter(results[parts.inner :])
     return [next(inside if made else others) for made in parts.made]
 
