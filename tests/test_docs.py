@@ -47,6 +47,25 @@ def test_code_blocks_run(page):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
+def programs(page):
+    """What a page has as a program: its `python` blocks together, and each of `py`."""
+    text = page.read_text()
+    yield "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+    yield from re.findall(r"^```py(?: title=.*)?\n(.*?)^```", text, re.M | re.S)
+
+
+def test_programs_import_the_package_before_keras():
+    """Which chooses Keras's backend; `KERAS_BACKEND` hides it where these tests run."""
+    wrong = []
+    for page in PAGES:
+        for program in programs(page):
+            imports = re.findall(r"^ *(?:import|from) (keras\w*)", program, re.M)
+            late = "keras_distribute" in imports and imports[0] != "keras_distribute"
+            if late and "KERAS_BACKEND" not in program:
+                wrong.append((page.name, program))
+    assert wrong == []
+
+
 MODULES = [
     "",
     "callbacks",

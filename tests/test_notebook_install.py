@@ -29,9 +29,13 @@ NETWORK = "0x0042"  # Google's network cards are of the same vendor.
 PIP = """
 import json, os, pathlib, sys
 here = pathlib.Path(__file__).parents[1]
-(here / "asked.json").write_text(json.dumps(sys.argv[1:]))
+asked = here / "asked.json"
+before = json.loads(asked.read_text()) if asked.exists() else []
+asked.write_text(json.dumps([*before, sys.argv[1:]]))
 if "NO_INTERNET" in os.environ:
     sys.exit("no internet")
+if os.environ.get("IMPOSSIBLE") in sys.argv:
+    sys.exit("these conflict")
 for name, version in {"keras": "3.15.1", "jax": "0.10.2"}.items():
     for old in here.glob(f"{name}-*.dist-info"):
         (old / "METADATA").unlink()
@@ -108,8 +112,11 @@ def run(folder, site, devices="cpu,cpu,1", before="", **environment):
     )
 
 
-def asked(site):
-    return json.loads((site / "asked.json").read_text())[2:]
+def asked(site, call=-1):
+    """What one of pip's calls was to install, by default the last one."""
+    command, quiet, *wanted = json.loads((site / "asked.json").read_text())[call]
+    assert (command, quiet) == ("install", "-q")
+    return wanted
 
 
 PACKAGE = (
@@ -157,6 +164,18 @@ def test_the_cuda_of_the_image_is_kept(tmp_path):
     site = machine(tmp_path, gpus=["NVIDIA H100"], packages=packages)
     assert run(tmp_path, site, "gpu,NVIDIA H100,1").returncode == 0
     assert asked(site)[1] == "jax[cuda13]>=0.10"
+
+
+def test_numba_of_the_image_goes_on_working_where_it_can(tmp_path):
+    site = machine(tmp_path, packages=COLAB | {"numba": "0.61.2"})
+    assert run(tmp_path, site).returncode == 0
+    assert asked(site) == asked(site, 0) == [PACKAGE, "numba==0.61.2"]
+    result = run(tmp_path, site, IMPOSSIBLE="numba==0.61.2")
+    assert result.returncode == 0
+    assert asked(site, -2) == [PACKAGE, "numba==0.61.2"]
+    assert asked(site) == [PACKAGE]
+    assert "Once more without numba==0.61.2" in result.stdout
+    assert "keras 3.15.1" in result.stdout
 
 
 def test_what_was_imported_before_needs_a_new_session(tmp_path):

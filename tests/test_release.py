@@ -4,6 +4,7 @@ package needs.
 
 import pathlib
 import re
+import subprocess
 import tomllib
 
 import keras_distribute as kd
@@ -48,3 +49,43 @@ def test_a_bug_report_asks_for_the_environment():
 def test_the_lowest_versions_are_pins_that_scripts_can_make():
     for each in PROJECT["dependencies"]:
         assert re.fullmatch(r"[\w-]+>=[\d.]+", each), each
+
+
+def test_ci_tries_the_engines_where_a_change_touches_them(tmp_path):
+    text = (ROOT / ".ci/run").read_text()
+    parts = [
+        re.search(r"^engine_folders=.*?\n", text, re.M),
+        re.search(r"^touches_engines\(\).*?^}\n", text, re.M | re.S),
+    ]
+    script = f'project="{tmp_path}"\n{"".join(part[0] for part in parts)}'
+
+    def run(*command):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    def touched():
+        command = ["bash", "-euo", "pipefail", "-c", f"{script}touches_engines"]
+        return subprocess.run(command).returncode == 0
+
+    def change(name, commit=True):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{name}\n")
+        if commit:
+            run("git", "add", name)
+            run("git", "-c", "user.name=a", "-c", "user.email=b", "commit", "-m", name)
+
+    run("git", "init", "-q", "-b", "main")
+    change("README.md")
+    change("keras_distribute/launch/job.py")
+    assert touched()  # By the last commit of main.
+    change("keras_distribute/errors.py")
+    assert not touched()
+    run("git", "checkout", "-q", "-b", "other")
+    assert not touched()
+    change("keras_distribute/cluster/agreement.py")
+    change("docs/index.md")
+    assert touched()  # By a commit since main.
+    run("git", "checkout", "-q", "main")
+    assert not touched()
+    change("tests/engines/test_new.py", commit=False)
+    assert touched()

@@ -103,6 +103,21 @@ def requirements(extras: str) -> list[str]:
     return packages
 
 
+def kept() -> list[str]:
+    """What is to go on working beside it: Numba, which much of an image imports, wants
+    a NumPy that is not too new, and pip upgrades to the newest when it has to upgrade.
+    """
+    numba = version_of("numba")
+    return [f"numba=={numba}"] if numba else []
+
+
+def pip(*wanted: str) -> int:
+    """Installs, quietly; returns 0 where that was possible."""
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *wanted]
+    ).returncode
+
+
 def outdated_modules() -> list[str]:
     """What this session has imported in another version than is installed now."""
     return [
@@ -125,8 +140,12 @@ def install(extras: str) -> None:
         had = version_of(name)
         if had is not None and older(had, needed):
             print(f"{name} {had}, which is here, is too old: {needed} is the oldest.")
-    command = [sys.executable, "-m", "pip", "install", "-q", *requirements(extras)]
-    if subprocess.run(command).returncode:
+    wanted, beside = requirements(extras), kept()
+    failed = pip(*wanted, *beside)
+    if failed and beside:
+        print(f"Once more without {beside[0]}, which may need an upgrade afterwards.")
+        failed = pip(*wanted)
+    if failed:
         raise SystemExit(
             "pip could not install keras_distribute; the reason is above. On Kaggle, "
             "switch on the internet in the notebook's settings. Python 3.11 is the "
