@@ -1266,6 +1266,7 @@ MADE_BY_THE_PACKAGE = {
     "DryRunComparison",
     "DryRunReport",
     "ElementSpec",
+    "LayoutPlan",
     "Mirrored",
     "PerReplica",
     "PerReplica.of",

@@ -156,7 +156,7 @@ class LayoutPlan(MutableMapping[str, Axes]):
 
     def _closest(self, pattern: str) -> str:
         known = list(dict.fromkeys(each.pattern for each in self._weights))
-        found = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
+        found = difflib.get_close_matches(pattern, known, n=3) or known[:3]
         return f"a pattern for the whole path of a weight, such as {found}."
 
 
