@@ -73,6 +73,7 @@ from keras_distribute.strategies.base import Strategy as Strategy
 from keras_distribute.strategies.base import get_loss_reduction as get_loss_reduction
 from keras_distribute.strategies.base import get_strategy as get_strategy
 from keras_distribute.strategies.extended import StrategyExtended as StrategyExtended
+from keras_distribute.strategies.layout_plans import LayoutPlan as LayoutPlan
 from keras_distribute.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_distribute.strategies.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -83,6 +84,7 @@ from keras_distribute.strategies.one_device import (
 from keras_distribute.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
+from keras_distribute.strategies.ready_layouts import layout_plan as layout_plan
 from keras_distribute.strategies.tpu import TPUStrategy as TPUStrategy
 from keras_distribute.summary import StrategySummary as StrategySummary
 from keras_distribute.types import ReduceOp as ReduceOp
@@ -123,6 +125,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "LayoutPlan",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
@@ -162,6 +165,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "is_chief",
+    "layout_plan",
     "nn",
     "notebook_launcher",
     "print_on_chief",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 import keras_distribute as kd
 
@@ -55,3 +59,44 @@ def distributed(
     return strategy.experimental_distribute_values_from_function(
         lambda context: component(context.replica_id_in_sync_group)
     )
+
+
+class OnFirstDevice:
+    """Looks, in the `with` block, at how many arrays of a shape are on this process's
+    first device, in all their parts, whenever a function of the package or of Keras's
+    files has been called.
+    """
+
+    _WHERE = ("/keras_distribute/", "/keras/src/saving/", "/keras/src/backend/common/")
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __enter__(self) -> OnFirstDevice:
+        gc.collect()
+        self.before = self.most = self._now()
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.setprofile(None)
+
+    @property
+    def more(self) -> float:
+        """The most that there were beside those before."""
+        return self.most - self.before
+
+    def _look(self, frame: Any, event: str, _: Any) -> None:
+        if event == "return" and any(
+            each in frame.f_code.co_filename for each in self._WHERE
+        ):
+            self.most = max(self.most, self._now())
+
+    def _now(self) -> float:
+        device, size = jax.local_devices()[0], math.prod(self._shape)
+        return sum(
+            math.prod(array.sharding.shard_shape(array.shape)) / size
+            for array in jax.live_arrays()
+            if array.shape == self._shape
+            and device in array.sharding.addressable_devices
+        )

@@ -788,6 +788,12 @@ TARGETS: dict[str, Target] = {
         num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
         layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
     ),
+    "layout_plan": made(
+        kd.layout_plan,
+        lambda: {"model_or_builder": model()},
+        model_or_builder=either(callable, of(keras.Model)),
+        num_logical_devices=integer(1),
+    ),
     "dry_run": made(
         kd.dry_run,
         lambda: {"model_or_builder": model(), "batch": 8, "topology": "cpu:2"},
@@ -1260,6 +1266,7 @@ MADE_BY_THE_PACKAGE = {
     "DryRunComparison",
     "DryRunReport",
     "ElementSpec",
+    "LayoutPlan",
     "Mirrored",
     "PerReplica",
     "PerReplica.of",

@@ -10,16 +10,19 @@
   creator.
 - `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their
   name.
+- A variable of a given value is refused in a stateless scope; where a model is made
+  from shapes alone (`initialized_later`), it gets a function that returns the value.
 """
 
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from keras import Layer, StatelessScope, Variable
+from keras import Layer, StatelessScope, Variable, ops
 from keras.optimizers import Optimizer
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import (
@@ -39,6 +42,8 @@ __all__ = [
 ]
 
 check(Variable, "_dtype", "_initializer", "_shape")
+
+_thread = threading.local()
 
 
 def install(
@@ -63,6 +68,8 @@ def install(
         named = _named(args, kwargs)
         if named.get("synchronization") == "on_read" and "trainable" not in named:
             kwargs["trainable"] = False
+        if getattr(_thread, "initialized_later", False):
+            args, kwargs = (), _with_function(named | kwargs)
         initialize(self, *args, **kwargs)
 
     add_variable: Callable[..., Any] = Optimizer.add_variable_from_reference
@@ -77,6 +84,18 @@ def install(
     replaced.assign(Variable, "__new__", new)
     replaced.replace(Variable, "__init__", init)
     replaced.replace(Optimizer, "add_variable_from_reference", add_and_mark)
+
+
+@contextmanager
+def initialized_later() -> Generator[None]:
+    """In the `with` block, a variable of a given value may wait for it, like one of an
+    initializer.
+    """
+    _thread.initialized_later = True
+    try:
+        yield
+    finally:
+        _thread.initialized_later = False
 
 
 def is_layer_state() -> bool:
@@ -110,6 +129,20 @@ def uninitialized_value(variable: Variable) -> Any:
     scope: its initial value.
     """
     return variable._initializer(variable._shape, dtype=variable._dtype)
+
+
+def _with_function(named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a variable, with a function in place of a value."""
+    given = named["initializer"]
+    if callable(given) or isinstance(given, str):
+        return named
+    value: Any = ops.convert_to_tensor(given, named.get("dtype"))
+
+    def returning(shape: Any, dtype: Any = None) -> Any:
+        return ops.convert_to_tensor(value, dtype)
+
+    more = {"shape": value.shape, "dtype": value.dtype, "initializer": returning}
+    return named | more
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

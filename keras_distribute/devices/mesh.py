@@ -77,15 +77,19 @@ class ReplicaMesh:
                 process are not in a row.
         """
         _check_processes(groups)
-        factors = _prime_factors(len(groups[0]))
-        names = (
-            [LOGICAL_AXIS]
-            if len(factors) == 1
-            else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
-        )
+        names, factors = _logical_axes(len(groups[0]))
         devices = np.asarray(groups, dtype=object).reshape(len(groups), *factors)
         axes = (REPLICA_AXIS, *names)
         return ReplicaMesh(Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes)))
+
+    @staticmethod
+    def without_devices(num_logical: int) -> ReplicaMesh:
+        """The axes of a replica of so many logical devices, and no devices: for
+        layouts, before there is a strategy.
+        """
+        names, factors = _logical_axes(num_logical)
+        axes: Any = AbstractMesh((1, *factors), (REPLICA_AXIS, *names))
+        return ReplicaMesh(axes)
 
     @functools.cached_property
     def num_replicas(self) -> int:
@@ -350,6 +354,14 @@ def copied_to_devices(
         array if there == plain else jax.device_put(array, plain)
         for array, there, plain in zip(arrays, shardings, own, strict=True)
     ]
+
+
+def _logical_axes(number: int) -> tuple[list[str], list[int]]:
+    """The names of the axes of so many logical devices, and their sizes."""
+    factors = _prime_factors(number)
+    if len(factors) == 1:
+        return [LOGICAL_AXIS], factors
+    return [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))], factors
 
 
 def _prime_factors(number: int) -> list[int]:

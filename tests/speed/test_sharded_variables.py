@@ -15,7 +15,7 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute.devices.launches import Executable
-from tests.support import distributed, mirrored
+from tests.support import OnFirstDevice, distributed, mirrored
 
 LENGTH, VOCABULARY, WIDTH, ROWS = 8, 64, 32, 21
 SMALL = {"shard_variables": True, "min_shard_bytes": 32}
@@ -438,6 +438,73 @@ def test_nothing_is_whole_while_a_model_is_made():
         layer = Watched()
         layer.build((1,))
     assert layer.counts == [(i + 1) / 8 for i in range(made)]
+
+
+DEPTH, SIDE = 10, 136  # A shape of no other test's arrays.
+STATE = 3 * DEPTH  # Arrays: weights and the slots of Adam.
+
+
+def deep() -> keras.Model:
+    dense = [layers.Dense(SIDE, use_bias=False) for _ in range(DEPTH)]
+    model = keras.Sequential([keras.Input((SIDE,)), *dense])
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The files of a model, in all formats."""
+    folder = tmp_path_factory.mktemp("saved")
+    keras.utils.set_random_seed(1)
+    model = deep()
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "a.weights.h5")
+    kd.Checkpoint(model=model).write(folder / "checkpoint")
+    return folder, model
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("made", 8),
+        ("load_model", 8),
+        ("load_weights", 8),
+        ("restored", 8),
+        ("load_weights", 1),  # Nothing is divided, and all of it is seen.
+    ],
+)
+def test_the_state_is_never_whole_on_a_device_when_it_comes(name, devices, saved):
+    folder, expected = saved
+    with mirrored(devices, **SMALL).scope(), OnFirstDevice((SIDE, SIDE)) as found:
+        if name == "load_model":
+            model = keras.models.load_model(folder / "model.keras")
+        else:
+            model = deep()
+        if name == "load_weights":
+            model.load_weights(folder / "a.weights.h5")
+        elif name == "restored":
+            kd.Checkpoint(model=model).read(folder / "checkpoint")
+    if name != "made":
+        for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert STATE / devices <= found.more <= STATE / devices + 2
+
+
+@pytest.mark.parametrize("name", ["save", "save_weights", "checkpoint", "read"])
+def test_the_state_is_never_whole_on_a_device_when_it_goes(name, tmp_path):
+    with mirrored(8, **SMALL).scope():
+        model = deep()
+    with OnFirstDevice((SIDE, SIDE)) as found:
+        if name == "save":
+            model.save(tmp_path / "model.keras")
+        elif name == "save_weights":
+            model.save_weights(tmp_path / "a.weights.h5")
+        elif name == "checkpoint":
+            kd.Checkpoint(model=model).write(tmp_path / "checkpoint")
+        else:
+            model.get_weights()
+    assert found.more <= 2
 
 
 def test_deterministic_strategies_refuse():
