@@ -107,3 +107,15 @@ def part_of(
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken
+
+
+def with_constants_given(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The same function, of its constants and then its inputs."""
+    return core.Jaxpr(
+        (),
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+        jaxpr.eqns,
+        jaxpr.effects,
+        jaxpr.debug_info,
+    )

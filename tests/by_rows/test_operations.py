@@ -42,18 +42,16 @@ def run(
     traced = jax.make_jaxpr(function)(*arguments)
     own = program.of_one_replica(traced, rows, replicas)
     parts = sums.parts(own.program, [dim is None for dim in rows])
-    consts = own.program.consts
-    given, dims = [*consts, *arguments], [*[None] * len(consts), *rows]
     direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
     inside = jax.shard_map(
         core.jaxpr_as_fun(parts.inside),
         mesh=Mesh(np.array(jax.devices()[:replicas]), (REPLICA_AXIS,)),
-        in_specs=tuple(spec(dims[i]) for i in parts.taken),
+        in_specs=tuple(spec(rows[i]) for i in parts.taken),
         out_specs=[*[PartitionSpec()] * parts.inner, *map(spec, direct)],
         check_vma=False,
     )
-    found = jax.jit(inside)(*(given[i] for i in parts.taken))
-    others = iter(core.jaxpr_as_fun(parts.outside)(*given, *found[: parts.inner]))
+    found = jax.jit(inside)(*(arguments[i] for i in parts.taken))
+    others = iter(core.jaxpr_as_fun(parts.outside)(*arguments, *found[: parts.inner]))
     mine = iter(found[parts.inner :])
     return [next(mine if m else others) for m in parts.made], own, parts
 

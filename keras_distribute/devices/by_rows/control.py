@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from keras_distribute.devices import jaxprs
 from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
 
 Run = Callable[[core.ClosedJaxpr, Sequence[Value], Replica], list[Value]]
@@ -192,7 +193,9 @@ class Control:
         function = self._function(replica, program, given, kinds)
         own = jax.make_jaxpr(function)(*arrays)
         found = eqn.primitive.bind(
-            *own.consts, *arrays, **{**eqn.params, "jaxpr": _closed(own)}
+            *own.consts,
+            *arrays,
+            **{**eqn.params, "jaxpr": jaxprs.with_constants_given(own.jaxpr)},
         )
         return [k.of_array(a) for k, a in zip(kinds, found, strict=True)]
 
@@ -271,16 +274,3 @@ def _local(replica: Replica, value: Value, kind: Kind) -> jax.ShapeDtypeStruct:
     if kind.rows is not None and value.rows is None:
         shape = replica.divided_at(shape, kind.rows)
     return jax.ShapeDtypeStruct(shape, jnp.result_type(value.array))
-
-
-def _closed(program: core.ClosedJaxpr) -> core.Jaxpr:
-    """A program without constants: they are its first inputs."""
-    jaxpr = program.jaxpr
-    return core.Jaxpr(
-        (),
-        [*jaxpr.constvars, *jaxpr.invars],
-        jaxpr.outvars,
-        jaxpr.eqns,
-        jaxpr.effects,
-        jaxpr.debug_info,
-    )

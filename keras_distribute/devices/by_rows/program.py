@@ -208,6 +208,7 @@ class _Evaluation:
             "name": self._named,
             "cond": control.cond,
             "optimization_barrier": _unchanged,
+            "reshard": lambda replica, eqn, values: [replica.settled(values[0])],
             "sharding_constraint": _constrained,
             "scan": control.scan,
             "while": control.while_,

@@ -19,8 +19,6 @@ from keras_distribute.devices.replication_proof import communicates, equal_resul
 class Parts:
     """A program of one replica in two parts.
 
-    The inputs of the whole program are here its constants, and then its own.
-
     Args:
         inside: Of what a replica has, to be run on each.
         taken: Which inputs of the whole program it takes.
@@ -48,7 +46,6 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
     jaxpr = program.jaxpr
     same = dict(zip(jaxpr.invars, equal, strict=True))
     same |= dict.fromkeys(jaxpr.constvars, True)
-    inputs_of = [*jaxpr.constvars, *jaxpr.invars]
     is_inside = []
     for eqn in jaxpr.eqns:
         results = equal_results(
@@ -76,26 +73,26 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
     wanted = [v for eqn in outer_eqns for v in eqn.invars if _key(v) in made]
     wanted = list(dict.fromkeys(wanted))
     direct = [v for v, own in zip(jaxpr.outvars, is_made, strict=True) if own]
-    taken = [i for i, v in enumerate(inputs_of) if v in needed]
+    taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     inside = core.Jaxpr(
-        (),
-        [inputs_of[i] for i in taken],
+        jaxpr.constvars,
+        [jaxpr.invars[i] for i in taken],
         [*wanted, *direct],
         inner_eqns,
         debug_info=jaxprs.ORIGIN,
     )
     others = [v for v, own in zip(jaxpr.outvars, is_made, strict=True) if not own]
     outside = core.Jaxpr(
-        (),
-        [*inputs_of, *wanted],
+        jaxpr.constvars,
+        [*jaxpr.invars, *wanted],
         others,
         outer_eqns,
         debug_info=jaxprs.ORIGIN,
     )
     return Parts(
-        core.ClosedJaxpr(inside, ()),
+        core.ClosedJaxpr(inside, program.consts),
         taken,
-        core.ClosedJaxpr(outside, ()),
+        core.ClosedJaxpr(outside, program.consts),
         len(wanted),
         is_made,
     )

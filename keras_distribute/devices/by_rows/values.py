@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,6 +18,7 @@ from keras_distribute.devices.axes import REPLICA_AXIS
 SMALL = 1 << 16
 """The elements of a value up to which it is gathered where an operation mixes rows."""
 
+_SHARDINGS = ("sharding", "out_sharding")
 _DEPTH = 100  # Of operations that are made anew to have a part of their result.
 
 
@@ -69,7 +71,7 @@ class Replica:
 
     def __init__(self, count: int, rows: int, slicers: dict[str, Slicer]) -> None:
         self.count, self.rows = count, rows
-        self._slicers, self._index = slicers, None
+        self._slicers, self._index, self._context = slicers, None, None
 
     def index(self) -> Any:
         """Which replica this is."""
@@ -92,8 +94,10 @@ class Replica:
             partial: Whether the results are to be summed.
             params: In place of the operation's own.
         """
-        if params:
-            eqn = eqn.replace(params={**eqn.params, **params})
+        for name in _SHARDINGS:
+            if eqn.params.get(name) is not None:  # On a mesh with the replicas' axis.
+                params[name] = None
+        eqn = eqn.replace(params={**eqn.params, **params}, ctx=self._here())
         return [
             Value(result, rows, partial) for result in jaxprs.bound(eqn, list(arrays))
         ]
@@ -168,6 +172,14 @@ class Replica:
         sizes = list(shape)
         sizes[dim] = self.divided(sizes[dim])
         return tuple(sizes)
+
+    def _here(self) -> Any:
+        """What JAX notes of the place where an operation is traced: the mesh, which is
+        another one in the program of one replica.
+        """
+        if self._context is None:
+            self._context = jax.make_jaxpr(jnp.negative)(0.0).jaxpr.eqns[0].ctx
+        return self._context
 
     def _part(self, value: Value, dim: int, depth: int) -> Any:
         whole = self.whole(value)

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from keras_distribute import context
+from keras_distribute.devices import jaxprs
 from keras_distribute.devices.by_rows import program, sums
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.devices.over_replicas import over_replicas
@@ -55,6 +56,9 @@ def step_by_rows(strategy: Strategy, step: Step, told: Told) -> Step:
 
         shapes = [jax.ShapeDtypeStruct(jnp.shape(a), a.dtype) for a in leaves]
         traced = jax.make_jaxpr(on_leaves)(*shapes)
+        # Constants, too, may be on devices of which a replica knows but one.
+        leaves, rows = [*traced.consts, *leaves], [*[None] * len(traced.consts), *rows]
+        traced = core.ClosedJaxpr(jaxprs.with_constants_given(traced.jaxpr), ())
         outputs = _evaluated(strategy, traced, rows, leaves, told)
         return jax.tree.unflatten(found["structure"], outputs)
 
@@ -88,16 +92,14 @@ def _evaluated(
         return core.jaxpr_as_fun(traced)(*leaves)
     told(None)
     parts = sums.parts(own.program, [dim is None for dim in rows])
-    consts = own.program.consts
-    given, dims = [*consts, *leaves], [*[None] * len(consts), *rows]
     direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
     results = over_replicas(
         mesh,
         core.jaxpr_as_fun(parts.inside),
-        in_specs=tuple(_spec(dims[i]) for i in parts.taken),
+        in_specs=tuple(_spec(rows[i]) for i in parts.taken),
         out_specs=[*[PartitionSpec()] * parts.inner, *map(_spec, direct)],
-    )(*(given[i] for i in parts.taken))
-    others = iter(core.jaxpr_as_fun(parts.outside)(*given, *results[: parts.inner]))
+    )(*(leaves[i] for i in parts.taken))
+    others = iter(core.jaxpr_as_fun(parts.outside)(*leaves, *results[: parts.inner]))
     inside = iter(results[parts.inner :])
     return [next(inside if made else others) for made in parts.made]
 
