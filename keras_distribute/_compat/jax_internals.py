@@ -26,6 +26,10 @@
   replicas is gathered there, not in a loop that a layer runs. Goes when JAX has it.
 - `core.trace_state_clean`: whether anything is being traced, in less time than a read
   of a variable takes. Goes when `jax.core` has it.
+- `JaxprEqnContext`: what JAX notes of the place where an operation is traced. A program
+  of one replica is made from operations of another one, whose mesh they noted, and
+  calls that XLA is told not to inline. Goes when operations can be bound elsewhere by
+  public means.
 - `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many
   devices it runs what it contains.
 """
@@ -172,3 +176,20 @@ def noting_folded_sums(axis: str) -> Generator[list[Any]]:
         yield folded
     finally:
         setattr(parallel, _PSUM, before)
+
+
+check(core.JaxprEqnContext, "manager", "xla_metadata")
+
+
+def traced_here(context: Any) -> Any:
+    """The context of an operation that was traced elsewhere, on the mesh of this
+    place.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    with context.manager, jax.sharding.use_abstract_mesh(mesh):
+        return core.JaxprEqnContext()
+
+
+def stays_a_call(eqn: Any) -> bool:
+    """Whether XLA is told to leave a call one."""
+    return (eqn.ctx.xla_metadata or {}).get("inlineable") == "false"

@@ -29,6 +29,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from keras_distribute._compat.jax_internals import stays_a_call
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.by_rows import (
@@ -230,6 +231,9 @@ class _Evaluation:
             inner = jaxprs.called(eqn)
             if inner is None or eqn.primitive.name in jaxprs.RECOMPUTED:
                 return self._results(eqn, operands, replica)
+            is_whole = all(replica.settled(v).is_whole for v in operands)
+            if is_whole and stays_a_call(eqn):
+                return replica.same(eqn, operands)
             try:
                 return self.run(inner, operands, replica)
             except MixedRows as mixed:

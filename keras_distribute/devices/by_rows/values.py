@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
+from keras_distribute._compat import jax_internals
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
 
@@ -71,7 +71,8 @@ class Replica:
 
     def __init__(self, count: int, rows: int, slicers: dict[str, Slicer]) -> None:
         self.count, self.rows = count, rows
-        self._slicers, self._index, self._context = slicers, None, None
+        self._slicers, self._index = slicers, None
+        self._contexts: dict[Any, Any] = {}
 
     def index(self) -> Any:
         """Which replica this is."""
@@ -97,7 +98,7 @@ class Replica:
         for name in _SHARDINGS:
             if eqn.params.get(name) is not None:  # On a mesh with the replicas' axis.
                 params[name] = None
-        eqn = eqn.replace(params={**eqn.params, **params}, ctx=self._here())
+        eqn = eqn.replace(params={**eqn.params, **params}, ctx=self._here(eqn.ctx))
         return [
             Value(result, rows, partial) for result in jaxprs.bound(eqn, list(arrays))
         ]
@@ -173,13 +174,13 @@ class Replica:
         sizes[dim] = self.divided(sizes[dim])
         return tuple(sizes)
 
-    def _here(self) -> Any:
-        """What JAX notes of the place where an operation is traced: the mesh, which is
-        another one in the program of one replica.
+    def _here(self, context: Any) -> Any:
+        """What JAX notes of the place where an operation is traced: the mesh is another
+        one in the program of one replica.
         """
-        if self._context is None:
-            self._context = jax.make_jaxpr(jnp.negative)(0.0).jaxpr.eqns[0].ctx
-        return self._context
+        if context not in self._contexts:
+            self._contexts[context] = jax_internals.traced_here(context)
+        return self._contexts[context]
 
     def _part(self, value: Value, dim: int, depth: int) -> Any:
         whole = self.whole(value)
