@@ -1,5 +1,6 @@
 """Runs the benchmarks, one after the other: `python -m benchmarks`, or `python -m
-benchmarks step_time exactness`.
+benchmarks step_time exactness`. With `--check`, only looks whether the times of steps
+are what they are to be, in less than 20 minutes, and fails if not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", choices=[[], *NAMES], help="which; all by default"
     )
-    for name in parser.parse_args().names or NAMES:
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.check:
+        command = [sys.executable, str(FOLDER / "step_time.py"), "--check"]
+        raise SystemExit(subprocess.run(command, check=False).returncode)
+    for name in arguments.names or NAMES:
         print(f"\n== {name}", flush=True)
         subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], check=True)
 

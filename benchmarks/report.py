@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+_LOAD = round(os.getloadavg()[0], 1)  # What else the machine did when this began.
 PACKAGES = ("keras_distribute", "keras", "jax", "numpy")
 
 
@@ -31,6 +32,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load before": _LOAD,
         "python": platform.python_version(),
         **versions,
     }
@@ -66,6 +68,7 @@ def write(
     )
     versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
     processor = f"{about['processor']}, {about['cores']} cores"
+    processor += f" (load before: {about['load before']})"
     where = f"{processor}, Python {about['python']}, {versions}"
     text = f"{markdown}\n\n{how} by `benchmarks/{name}.py` on: {where}.\n"
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")

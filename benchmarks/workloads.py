@@ -105,6 +105,64 @@ def transformer() -> Any:
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+VARIANTS = {
+    "dropout": "with dropout",
+    "bfloat16": "in mixed_bfloat16",
+    "own_layer": "with a layer of one's own",
+    "own_step": "with a `train_step` of one's own",
+}
+
+
+def varied(build: Callable[[], Any], variant: str) -> Callable[[], Any]:
+    """What makes the model of a workload in a variant."""
+
+    def made() -> Any:
+        import jax
+        import keras
+        from keras import layers
+
+        class Scaled(layers.Layer):
+            """A layer that Keras does not have."""
+
+            def build(self, shape: Any) -> None:
+                self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+            def call(self, x: Any) -> Any:
+                return keras.ops.tanh(x * self.scale)
+
+        class OwnStep(keras.Model):
+            """The training step of Keras's guide to custom steps in JAX."""
+
+            def train_step(self, state: Any, data: Any) -> Any:
+                weights, others, slots, metrics = state
+                x, y = data[:2]
+
+                def loss_of(weights: Any) -> Any:
+                    outputs, new = self.stateless_call(
+                        weights, others, x, training=True
+                    )
+                    return self.compute_loss(x, y, outputs), new
+
+                graded = jax.value_and_grad(loss_of, has_aux=True)
+                (loss, others), grads = graded(weights)
+                weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
+                return {"loss": loss}, (weights, others, slots, metrics)
+
+        if variant == "bfloat16":
+            keras.config.set_dtype_policy("mixed_bfloat16")
+        model = build()
+        keras.config.set_dtype_policy("float32")
+        if variant == "own_step":
+            return OwnStep(model.inputs, model.outputs)
+        if variant == "bfloat16":
+            return model
+        inside = layers.Dropout(0.3) if variant == "dropout" else Scaled()
+        outputs = layers.Dense(10)(inside(model.layers[-1].input))
+        return keras.Model(model.inputs, outputs)
+
+    return made
+
+
 WORKLOADS = {
     "mlp": Workload("MLP 784-128-10", mlp, (784,), 256, 100),
     "cnn": Workload("CNN, 3 × (conv, BatchNorm)", cnn, (32, 32, 3), 128, 12),
@@ -112,4 +170,13 @@ WORKLOADS = {
     "transformer": Workload(
         "transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200
     ),
+}
+WORKLOADS |= {
+    f"{name}_{variant}": dataclasses.replace(
+        WORKLOADS[name],
+        title=f"{WORKLOADS[name].title}, {title}",
+        build=varied(WORKLOADS[name].build, variant),
+    )
+    for name in ("mlp", "cnn", "transformer")
+    for variant, title in VARIANTS.items()
 }

@@ -92,6 +92,7 @@ def test_the_public_names_are_these():
     assert kd.callbacks.__all__ == [
         "BackupAndRestore",
         "RaiseOnNaN",
+        "RayReport",
         "ReplicaConsistency",
         "StepTimeReport",
     ]

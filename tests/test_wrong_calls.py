@@ -864,6 +864,7 @@ TARGETS: dict[str, Target] = {
         data_position=flag,
         objects=of(dict, none=True),
     ),
+    "callbacks.RayReport": made(kd.callbacks.RayReport, save_model=flag),
     "callbacks.ReplicaConsistency": made(
         kd.callbacks.ReplicaConsistency, every=integer(1), action=lambda v: False
     ),
@@ -1746,6 +1747,7 @@ def test_the_text_says_what_came_and_what_to_write():
         (lambda: options(timeout_seconds="5"), TypeError, "timeout_seconds='5'"),
         (lambda: options(timeout_seconds=math.inf), ValueError, "timeout_seconds=inf"),
         (lambda: kd.callbacks.StepTimeReport("a"), TypeError, "num_steps='a'"),
+        (kd.callbacks.RayReport().on_train_begin, RuntimeError, "JaxTrainer"),
         (
             lambda: kd.MirroredStrategy(["cpu:0"], shard_optimizer_state="no"),
             TypeError,

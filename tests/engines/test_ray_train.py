@@ -57,7 +57,7 @@ def train_func(config):
         model = keras.Sequential(layers)
         model.compile("adam", "mse")
     x = np.random.RandomState(0).randn(44, 5).astype("float32")
-    callbacks = []
+    callbacks = [kd.callbacks.RayReport()] if config.get("reports") else []
     if "fault" in config:
         backup = kd.callbacks.BackupAndRestore(
             f"{config['folder']}/backup", save_freq=2, save_before_preemption=False
@@ -76,21 +76,24 @@ def train_func(config):
 
 def run(tmp_path, config=None, num_workers=2, max_failures=0, **options):
     """What the first worker has returned."""
-    return (
-        JaxTrainer(
-            train_func,
-            train_loop_config={"folder": str(tmp_path), **(config or {})},
-            scaling_config=train.ScalingConfig(num_workers=num_workers),
-            run_config=train.RunConfig(
-                storage_path=str(tmp_path / "ray"),
-                failure_config=train.FailureConfig(max_failures=max_failures),
-                worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
-            ),
-            **options,
-        )
-        .fit()
-        .return_value
-    )
+    return result_of(
+        tmp_path, config, num_workers, max_failures, **options
+    ).return_value
+
+
+def result_of(tmp_path, config=None, num_workers=2, max_failures=0, **options):
+    """What Ray returns."""
+    return JaxTrainer(
+        train_func,
+        train_loop_config={"folder": str(tmp_path), **(config or {})},
+        scaling_config=train.ScalingConfig(num_workers=num_workers),
+        run_config=train.RunConfig(
+            storage_path=str(tmp_path / "ray"),
+            failure_config=train.FailureConfig(max_failures=max_failures),
+            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
+        ),
+        **options,
+    ).fit()
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,30 @@ def test_ray_starts_all_again_and_fit_goes_on(two_workers, tmp_path, fault, proc
     assert again["loss"] == two_workers["loss"]
     for value, right in zip(again["weights"], two_workers["weights"], strict=True):
         np.testing.assert_array_equal(value, right)
+
+
+def test_ray_is_told_the_logs_and_the_model_of_each_epoch(tmp_path):
+    result = result_of(tmp_path, {"reports": True})
+    trained = result.return_value
+    assert result.metrics["epoch"] == 4
+    assert result.metrics["loss"] == pytest.approx(trained["loss"][-1])
+    with result.checkpoint.as_directory() as folder:
+        assert os.listdir(folder) == ["model.keras"]
+        model = keras.models.load_model(f"{folder}/model.keras")
+    for value, right in zip(model.get_weights(), trained["weights"], strict=True):
+        np.testing.assert_array_equal(value, right)
+
+
+def test_reports_need_ray_train():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(kd.errors.ContextError, match="leave the callback out"):
+        model.fit(
+            np.ones((4, 2)),
+            np.ones((4, 1)),
+            verbose=0,
+            callbacks=[kd.callbacks.RayReport()],
+        )
 
 
 def test_without_restarts_the_error_of_a_worker_comes_to_the_driver(tmp_path):

@@ -169,17 +169,20 @@ def logged_offline(folder):
             }
 
 
-def test_the_program_of_the_page_logs_each_number_once(tmp_path):
+@pytest.mark.parametrize("store", ["sqlite:///mlflow.db", "file:mlruns"])
+def test_the_program_of_the_page_logs_each_number_once(tmp_path, store, monkeypatch):
     reason = "needs pip install wandb mlflow tensorflow-cpu tensorboard"
     for name in ("wandb", "mlflow", "tensorflow"):
         pytest.importorskip(name, reason=reason)
     import mlflow
 
-    history, _ = trained(tmp_path, PROGRAM)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants a database.
+    monkeypatch.chdir(tmp_path)
+    history, _ = trained(tmp_path, PROGRAM.replace("sqlite:///mlflow.db", store))
     for name, values in history.items():
         logged = [row[name] for row in logged_offline(tmp_path)]
         assert logged == values
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = mlflow.MlflowClient(store)
     (run,) = client.search_runs(["0"])
     assert run.info.status == "FINISHED"
     found = client.get_metric_history(run.info.run_id, "val_loss")
