@@ -173,9 +173,9 @@ STEP = (
         0,
         3,
         GREEN,
-        "training/steps/local.py",
+        "training/steps/by_rows.py",
         "",
-        ("each replica's gradients,", "summed once"),
+        ("each replica its rows;", "gradients summed once"),
     ),
     (1, 3, GREEN, "training/steps/long_weight.py", "", ("many small weights as one",)),
     (
