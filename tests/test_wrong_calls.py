@@ -1747,7 +1747,11 @@ def test_the_text_says_what_came_and_what_to_write():
         (lambda: options(timeout_seconds="5"), TypeError, "timeout_seconds='5'"),
         (lambda: options(timeout_seconds=math.inf), ValueError, "timeout_seconds=inf"),
         (lambda: kd.callbacks.StepTimeReport("a"), TypeError, "num_steps='a'"),
-        (kd.callbacks.RayReport().on_train_begin, RuntimeError, "JaxTrainer"),
+        (
+            kd.callbacks.RayReport().on_train_begin,
+            (ImportError, RuntimeError),  # Without Ray, and outside of its workers.
+            "(No module named 'ray'|in no worker)",
+        ),
         (
             lambda: kd.MirroredStrategy(["cpu:0"], shard_optimizer_state="no"),
             TypeError,

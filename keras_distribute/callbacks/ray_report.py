@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 from typing import Any
@@ -33,6 +32,7 @@ class RayReport(keras.callbacks.Callback):
             `CheckpointConfig`.
 
     Raises:
+        BackendError: From `fit`, without Ray.
         ContextError: From `fit`, outside of a worker of Ray Train.
 
     Example:
@@ -57,7 +57,7 @@ class RayReport(keras.callbacks.Callback):
         """Looks for Ray."""
         try:
             _ray_train().get_context().get_world_rank()
-        except (ImportError, RuntimeError) as error:
+        except RuntimeError as error:
             raise ContextError(
                 "RayReport reports to Ray Train.",
                 received=f"a fit that is in no worker of it: {error}",
@@ -82,4 +82,8 @@ class RayReport(keras.callbacks.Callback):
 
 def _ray_train() -> Any:
     """Ray's module, which only these programs need."""
-    return importlib.import_module("ray.train")
+    return checks.imported(
+        "ray.train",
+        "RayReport reports to Ray Train.",
+        "leave the callback out; or pip install 'keras-distribute[ray]'.",
+    )
