@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import report
 from contenders import TITLES, Measured, Task, measure
@@ -178,6 +179,18 @@ def _judged(ratio: float, limit: float) -> str:
     return f"{ratio:.2f}, to be at most {limit:.2f}: {verdict}"
 
 
+def judged(
+    comparison: Comparison, found: dict[str, Measured]
+) -> Iterator[tuple[str, bool]]:
+    """What was to be reached, in words, and whether it is."""
+    for ours, other, limit in comparison.limits:
+        ratio = found[ours].median / found[other].median
+        yield (
+            f"{TITLES[ours]} / {TITLES[other]}: {_judged(ratio, limit)}",
+            (ratio <= limit),
+        )
+
+
 def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> str:
     """A table of one comparison, and what of it was to be reached."""
     base = found[comparison.contenders[0]].median
@@ -206,9 +219,7 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     batch, devices = f"{workload.batch} rows", f"{comparison.devices} device(s)"
     title = f"### {workload.title}, {batch}, {kind}, {devices}"
     lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
-    for ours, other, limit in comparison.limits:
-        ratio = found[ours].median / found[other].median
-        lines.append(f"- {TITLES[ours]} / {TITLES[other]}: {_judged(ratio, limit)}")
+    lines += [f"- {text}" for text, _ in judged(comparison, found)]
     if comparison.scaling:
         theirs = found["tf_mirrored"].median / found["tf_one"].median
         ratio = found["ours"].median / found["plain"].median
@@ -227,14 +238,10 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
 
 def missed(name: str, comparison: Comparison, found: dict[str, Measured]) -> list[str]:
     """What of a comparison was to be reached, and is not."""
-    ratios = [
-        (ours, other, found[ours].median / found[other].median, limit)
-        for ours, other, limit in comparison.limits
-    ]
     return [
-        f"{name}: {TITLES[ours]} / {TITLES[other]}: {_judged(ratio, limit)}"
-        for ours, other, ratio, limit in ratios
-        if ratio > limit
+        f"{name}: {text}"
+        for text, is_reached in judged(comparison, found)
+        if not is_reached
     ]
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 from keras import ops
 
 import keras_distribute as kd
@@ -151,3 +152,20 @@ def test_losses_in_run_without_gradients():
     np.testing.assert_allclose(
         strategy.experimental_local_results(results), [expected] * 2, rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_of_sparse_rows_and_nothing_else(replicas):
+    def fitted(devices):
+        keras.utils.set_random_seed(0)
+        with kd.MirroredStrategy([f"cpu:{i}" for i in range(devices)]).scope():
+            model = keras.Sequential(
+                [keras.Input((12,), sparse=True), keras.layers.Dense(3), MeanSquare()]
+            )
+            model.compile("sgd")
+        x = scipy.sparse.random(20, 12, 0.4, "csr", "float32", random_state=0)
+        history = model.fit(x, batch_size=8, epochs=2, verbose=0).history
+        return history["loss"], model.get_weights()[0]
+
+    for ours, plain in zip(fitted(replicas), fitted(1), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-7)

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
 
 from keras_distribute.devices.by_rows import program, sums
-from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.mesh import ReplicaMesh
 
 pytestmark = pytest.mark.timeout(200)
 RNG = np.random.default_rng(0)
@@ -28,10 +26,6 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype("float32")
 
 
-def spec(dim: int | None) -> PartitionSpec:
-    return PartitionSpec(*[None] * (dim or 0), *[REPLICA_AXIS] * (dim is not None))
-
-
 def run(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -39,21 +33,12 @@ def run(
     replicas: int,
 ) -> tuple[list[Any], program.OneReplica, sums.Parts]:
     """The results of one replica's program on each, what it is, and its two parts."""
+    mesh = ReplicaMesh.of(jax.devices()[:replicas])
     traced = jax.make_jaxpr(function)(*arguments)
     own = program.of_one_replica(traced, rows, replicas)
     parts = sums.parts(own.program, [dim is None for dim in rows])
-    direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
-    inside = jax.shard_map(
-        core.jaxpr_as_fun(parts.inside),
-        mesh=Mesh(np.array(jax.devices()[:replicas]), (REPLICA_AXIS,)),
-        in_specs=tuple(spec(rows[i]) for i in parts.taken),
-        out_specs=[*[PartitionSpec()] * parts.inner, *map(spec, direct)],
-        check_vma=False,
-    )
-    found = jax.jit(inside)(*(arguments[i] for i in parts.taken))
-    others = iter(core.jaxpr_as_fun(parts.outside)(*arguments, *found[: parts.inner]))
-    mine = iter(found[parts.inner :])
-    return [next(mine if m else others) for m in parts.made], own, parts
+    found = jax.jit(lambda *given: sums.results_of(mesh, own, rows, given))(*arguments)
+    return found, own, parts
 
 
 def check(

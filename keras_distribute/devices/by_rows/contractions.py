@@ -11,12 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+from keras_distribute.devices.by_rows.values import (
+    Replica,
+    RowsMixError,
+    Value,
+    common_rows,
+)
 
 
 def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Products of arrays, summed over dimensions."""
-    left, right = _settled(replica, values)
+    left, right = values
     (contracted, batched) = eqn.params["dimension_numbers"]
     sides = [left, right]
     for mine, other in ((0, 1), (1, 0)):
@@ -47,7 +52,7 @@ def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def convolution(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Convolutions, and their gradients, which are some, too."""
-    image, kernel = _settled(replica, values)
+    image, kernel = values
     numbers = eqn.params["dimension_numbers"]
     if image.rows is None and kernel.rows is None:
         return _bilinear(replica, eqn, [image, kernel])
@@ -66,7 +71,7 @@ def convolution(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def reduce_sum(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Sums over dimensions."""
-    (value,) = _settled(replica, values)
+    (value,) = values
     axes = eqn.params["axes"]
     if value.rows is None:
         if not value.partial:
@@ -104,19 +109,14 @@ def over_other_dimensions(
     replica: Replica, eqn: Any, values: list[Value]
 ) -> list[Value]:
     """A reduction over dimensions that are not the rows'."""
-    dims = {value.rows for value in values if value.rows is not None}
-    if not dims:
+    dim = common_rows(values)
+    if dim is None:
         return replica.same(eqn, values)
     axes = eqn.params.get("axes", eqn.params.get("dimensions"))
-    if len(dims) > 1 or axes is None or dims & set(axes):
+    if axes is None or dim in axes:
         raise RowsMixError
-    (dim,) = dims
     parts = [replica.part_or_one(value, dim) for value in values]
     return replica.apply(eqn, parts, _left(dim, axes))
-
-
-def _settled(replica: Replica, values: Sequence[Value]) -> list[Value]:
-    return [replica.settled(value) for value in values]
 
 
 def _bilinear(replica: Replica, eqn: Any, sides: list[Value]) -> list[Value]:

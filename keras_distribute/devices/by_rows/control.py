@@ -56,16 +56,15 @@ class Control:
 
     Args:
         run: Evaluates a program.
-        inside: Makes a replica for the evaluation of a loop's body.
     """
 
-    def __init__(self, run: Run, inside: Callable[[Replica], Replica]) -> None:
-        self._run, self._inside = run, inside
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def cond(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A choice that is the same on all replicas."""
-        index, *operands = map(replica.settled, values)
-        given = [self._divided_or_whole(v) for v in operands]
+        index, *operands = values
+        given = [Kind(v.rows) for v in operands]
         arrays = [
             kind.made(replica, v) for kind, v in zip(given, operands, strict=True)
         ]
@@ -85,10 +84,9 @@ class Control:
         """A loop of a known length."""
         params, body = eqn.params, eqn.params["jaxpr"]
         num_consts, num_carry = params["num_consts"], params["num_carry"]
-        values = list(map(replica.settled, values))
         begin = values[num_consts : num_consts + num_carry]
         sliced = values[num_consts + num_carry :]
-        consts = [self._divided_or_whole(v) for v in values[:num_consts]]
+        consts = [Kind(v.rows) for v in values[:num_consts]]
         fixed = [
             k.made(replica, v) for k, v in zip(consts, values[:num_consts], strict=True)
         ]
@@ -98,10 +96,10 @@ class Control:
             length = replica.divided(length)
             xs, taken = [replica.part(v, 0) for v in sliced], [WHOLE] * len(sliced)
         else:
-            outer = [self._divided_or_whole(v) for v in sliced]
+            outer = [Kind(v.rows) for v in sliced]
             xs = [k.made(replica, v) for k, v in zip(outer, sliced, strict=True)]
             taken = [Kind(k.rows - 1) if k.rows else WHOLE for k in outer]
-        carry = [Kind(v.rows, v.partial) for v in begin]
+        carry = [Kind.of(v) for v in begin]
         pinned = [False] * num_carry
         while True:
             inputs = [*consts, *carry, *taken]
@@ -155,9 +153,8 @@ class Control:
         """A loop whose length is the same on all replicas."""
         params = eqn.params
         num_tested, num_body = params["cond_nconsts"], params["body_nconsts"]
-        values = list(map(replica.settled, values))
         begin = values[num_tested + num_body :]
-        given = [self._divided_or_whole(v) for v in values]
+        given = [Kind(v.rows) for v in values]
         arrays = [k.made(replica, v) for k, v in zip(given, values, strict=True)]
         tested, fixed = given[:num_tested], given[num_tested : num_tested + num_body]
         carry, body = given[num_tested + num_body :], params["body_jaxpr"]
@@ -185,7 +182,6 @@ class Control:
         self, replica: Replica, eqn: Any, values: list[Value]
     ) -> list[Value]:
         """A forward pass that the backward pass computes again, to save memory."""
-        values = list(map(replica.settled, values))
         given = [Kind.of(value) for value in values]
         program = core.ClosedJaxpr(eqn.params["jaxpr"], ())
         arrays = [value.array for value in values]
@@ -217,7 +213,7 @@ class Control:
 
         def traced(*own: Any) -> list[Any]:
             inputs = [k.of_array(a) for k, a in zip(given, own, strict=True)]
-            results = self._run(program, inputs, self._inside(replica))
+            results = self._run(program, inputs, replica.inside())
             kinds[:] = [
                 k if sums or not k.partial else WHOLE for k in map(Kind.of, results)
             ]
@@ -238,15 +234,12 @@ class Control:
         """A program of one replica's arrays, with results of the kinds wanted."""
 
         def function(*arrays: Any) -> list[Any]:
-            own = self._inside(replica)
+            own = replica.inside()
             inputs = [k.of_array(a) for k, a in zip(given, arrays, strict=True)]
             results = self._run(program, inputs, own)
             return [k.made(own, v) for k, v in zip(wanted, results, strict=True)]
 
         return function
-
-    def _divided_or_whole(self, value: Value) -> Kind:
-        return Kind(value.rows)
 
 
 def _is_over_rows(

@@ -6,7 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+from keras_distribute.devices.by_rows.values import (
+    Replica,
+    Value,
+    common_rows,
+    refuse,
+)
 
 # fmt: off
 NAMES = frozenset((
@@ -31,12 +36,9 @@ _OF_ONE = {"neg", "copy", "copy_p", "real", "imag"}
 
 def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Parts of parts, along the same dimension; sums of sums, where it is linear."""
-    values = [replica.settled(value) for value in values]
-    dims = {value.rows for value in values if value.rows is not None}
-    if len(dims) > 1 or eqn.outvars[0].aval.ndim != max(v.ndim for v in values):
-        raise RowsMixError
-    if dims:
-        (dim,) = dims
+    dim = common_rows(values)
+    refuse(eqn.outvars[0].aval.ndim != max(v.ndim for v in values))
+    if dim is not None:
         parts = [replica.part_or_one(value, dim) for value in values]
         return replica.apply(eqn, parts, dim)
     if any(value.partial for value in values) and _is_linear(eqn, values):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+from keras_distribute.devices.by_rows.values import Replica, Value, refuse
 
 
 def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Rows of a table; elements of each row; the same places of all rows."""
-    operand, indices = (replica.settled(value) for value in values)
+    operand, indices = values
     if operand.rows is None and indices.rows is None:
         return replica.same(eqn, [operand, indices])
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -29,11 +29,11 @@ def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         return replica.apply(eqn, arrays, batch[pair[1]])
     if operand.rows is None:
         assert indices.rows is not None
-        _refuse(indices.rows == indices.ndim - 1)
+        refuse(indices.rows == indices.ndim - 1)
         arrays = [replica.whole(operand), indices.array]
         return replica.apply(eqn, arrays, batch[indices.rows])
     dim, gone = operand.rows, [*numbers.collapsed_slice_dims, *pairs]
-    _refuse(
+    refuse(
         indices.rows is not None
         or dim in gone
         or dim in numbers.start_index_map
@@ -48,7 +48,6 @@ def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Elements put into each row; or added up, each replica its rows'."""
-    values = [replica.settled(value) for value in values]
     operand, indices, updates = values
     numbers = eqn.params["dimension_numbers"]
     window = numbers.update_window_dims
@@ -82,8 +81,8 @@ def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
             assert updates.rows is not None
             dim = kept[window.index(updates.rows)]
         return _of_windows(replica, eqn, values, dim, kept)
-    _refuse(operand.rows is not None or of_index == indices.ndim - 1)
-    _refuse(eqn.primitive.name != "scatter-add")
+    refuse(operand.rows is not None or of_index == indices.ndim - 1)
+    refuse(eqn.primitive.name != "scatter-add")
     arrays = [
         replica.summand(operand),
         replica.part(indices, of_index),
@@ -98,10 +97,10 @@ def _of_windows(
     """The same places of all rows, in windows that have all rows."""
     operand, indices, updates = values
     numbers = eqn.params["dimension_numbers"]
-    _refuse(dim not in kept or dim in numbers.scatter_dims_to_operand_dims)
+    refuse(dim not in kept or dim in numbers.scatter_dims_to_operand_dims)
     place = numbers.update_window_dims[list(kept).index(dim)]
     shapes = [eqn.invars[0].aval.shape, eqn.invars[2].aval.shape]
-    _refuse(shapes[0][dim] != shapes[1][place])
+    refuse(shapes[0][dim] != shapes[1][place])
     arrays = [
         replica.part(operand, dim),
         replica.whole(indices),
@@ -131,8 +130,3 @@ def _pair(
         if operand == pair[0] or (operand is None and indices == pair[1]):
             return pair
     return None
-
-
-def _refuse(mixes: bool) -> None:
-    if mixes:
-        raise RowsMixError

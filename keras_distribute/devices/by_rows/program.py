@@ -2,8 +2,8 @@
 
 XLA can divide such a program, too, and does where this cannot; but it sums each
 gradient over the replicas where it is computed, one after the other. Here what is
-summed stays a replica's own for as long as the operations on it are linear, and all
-sums that no other one waits for are one communication (`sums.py`).
+summed stays a replica's own for as long as the operations on it are linear; what
+follows from the sums alone needs no replica's program any more (`sums.py`).
 
 Each operation has a rule that says what the program of one replica does in its place,
 from what that replica has of the operands: all of a value, its rows, or a part of a
@@ -111,7 +111,6 @@ _SLICERS: dict[str, Slicer] = {
     "iota": shapes.part_of_iota,
     "random_bits": draws.part_of_draw,
 }
-_DRAWS = "random_"  # How the names of operations on keys begin.
 
 
 class MixedRows(Exception):
@@ -179,7 +178,6 @@ def of_one_replica(
         results = evaluation.run(program, values, replica)
         arrays_out = []
         for value in results:
-            value = replica.settled(value)
             if value.partial:
                 value = Value(replica.whole(value))
             found.append(value.rows)
@@ -203,13 +201,13 @@ class _Evaluation:
 
     def __init__(self, sums: dict[str, Callable[[Any], Any]]) -> None:
         self._sums = sums
-        control = Control(self.run, lambda r: Replica(r.count, r.rows, _SLICERS))
+        control = Control(self.run)
         self._rules: dict[str, Rule] = {
             **_RULES,
             "name": self._named,
             "cond": control.cond,
             "optimization_barrier": _unchanged,
-            "reshard": lambda replica, eqn, values: [replica.settled(values[0])],
+            "reshard": lambda replica, eqn, values: values,
             "sharding_constraint": _constrained,
             "scan": control.scan,
             "while": control.while_,
@@ -225,14 +223,13 @@ class _Evaluation:
 
         def rule(eqn: Any, given: list[Any]) -> list[Value]:
             operands = [
-                literal(atom) if isinstance(atom, core.Literal) else v
+                literal(atom) if isinstance(atom, core.Literal) else v.settled
                 for atom, v in zip(eqn.invars, given, strict=True)
             ]
             inner = jaxprs.called(eqn)
             if inner is None or eqn.primitive.name in jaxprs.RECOMPUTED:
                 return self._results(eqn, operands, replica)
-            is_whole = all(replica.settled(v).is_whole for v in operands)
-            if is_whole and stays_a_call(eqn):
+            if all(v.is_whole for v in operands) and stays_a_call(eqn):
                 return replica.same(eqn, operands)
             try:
                 return self.run(inner, operands, replica)
@@ -266,7 +263,7 @@ class _Evaluation:
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A value that the caller has a way to sum."""
         total = self._sums.get(eqn.params["name"])
-        value = replica.settled(values[0])
+        (value,) = values
         if total is not None and value.partial:
             value.total = Value(total(value.array))
             value = value.total
@@ -304,7 +301,6 @@ def _own_rows(replica: Replica, value: Value) -> Value:
 
 def _unchanged(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Values as they are."""
-    values = list(map(replica.settled, values))
     found = replica.apply(eqn, [value.array for value in values])
     return [
         Value(new.array, value.rows, value.partial)
@@ -314,7 +310,7 @@ def _unchanged(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def _constrained(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """A value divided over the logical devices of each replica."""
-    value, sharding = replica.settled(values[0]), eqn.params["sharding"]
+    value, sharding = values[0], eqn.params["sharding"]
     if sharding.mesh.axis_names == (REPLICA_AXIS,):
         return [value]
     mesh = sharding.mesh.abstract_mesh.update_axis_types(

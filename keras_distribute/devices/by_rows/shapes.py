@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+from keras_distribute.devices.by_rows.values import (
+    Replica,
+    RowsMixError,
+    Value,
+    common_rows,
+    refuse,
+)
 
 
 def broadcast_in_dim(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -27,9 +31,10 @@ def part_of_broadcast(
     """A part of a broadcast."""
     value, dims = operands[0], eqn.params["broadcast_dimensions"]
     shape = eqn.params["shape"]
-    array = replica.whole(value)
-    if dim in dims and jnp.shape(array)[dims.index(dim)] != 1:
-        array = replica.part(value, dims.index(dim), depth)
+    if dim in dims:
+        array = replica.part_or_one(value, dims.index(dim), depth)
+    else:
+        array = replica.whole(value)
     own = replica.divided_at(shape, dim)
     return replica.apply(eqn, [array], shape=own)[0].array
 
@@ -76,7 +81,7 @@ def squeeze(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     if value.rows is None:
         return linear(replica, eqn, values)
     dim = value.rows - sum(d < value.rows for d in eqn.params["dimensions"])
-    _refuse(value.rows in eqn.params["dimensions"])
+    refuse(value.rows in eqn.params["dimensions"])
     return replica.apply(eqn, [value.array], dim)
 
 
@@ -92,7 +97,7 @@ def pad(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         if value.partial and not filling.zero:
             return replica.same(eqn, values)
         return linear(replica, eqn, values)
-    _refuse(eqn.params["padding_config"][value.rows] != (0, 0, 0))
+    refuse(eqn.params["padding_config"][value.rows] != (0, 0, 0))
     return replica.apply(eqn, [value.array, replica.whole(filling)], value.rows)
 
 
@@ -104,7 +109,7 @@ def slice_(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     dim, size = value.rows, eqn.invars[0].aval.shape[value.rows]
     strides = params["strides"]
     is_all = params["start_indices"][dim] == 0 and params["limit_indices"][dim] == size
-    _refuse(not is_all or (strides is not None and strides[dim] != 1))
+    refuse(not is_all or (strides is not None and strides[dim] != 1))
     limits = replica.divided_at(params["limit_indices"], dim)
     return replica.apply(eqn, [value.array], dim, limit_indices=limits)
 
@@ -114,7 +119,7 @@ def split(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     value = values[0]
     if value.rows is None:
         return linear(replica, eqn, values)
-    _refuse(value.rows == eqn.params["axis"])
+    refuse(value.rows == eqn.params["axis"])
     return replica.apply(eqn, [value.array], value.rows)
 
 
@@ -125,7 +130,7 @@ def dynamic_slice(replica: Replica, eqn: Any, values: list[Value]) -> list[Value
     if value.rows is None:
         return linear(replica, eqn, values)
     sizes = eqn.params["slice_sizes"]
-    _refuse(sizes[value.rows] != eqn.invars[0].aval.shape[value.rows])
+    refuse(sizes[value.rows] != eqn.invars[0].aval.shape[value.rows])
     own = replica.divided_at(sizes, value.rows)
     return replica.apply(eqn, [value.array, *where], value.rows, slice_sizes=own)
 
@@ -134,14 +139,12 @@ def dynamic_update_slice(
     replica: Replica, eqn: Any, values: list[Value]
 ) -> list[Value]:
     """A piece put in a place that the program computes."""
-    whole, piece = (replica.settled(value) for value in values[:2])
+    whole, piece = values[:2]
     where = [replica.whole(start) for start in values[2:]]
-    dims = {value.rows for value in (whole, piece) if value.rows is not None}
-    if dims:
-        _refuse(len(dims) > 1)
-        (dim,) = dims
+    dim = common_rows([whole, piece])
+    if dim is not None:
         shapes = [atom.aval.shape for atom in eqn.invars[:2]]
-        _refuse(shapes[0][dim] != shapes[1][dim])
+        refuse(shapes[0][dim] != shapes[1][dim])
         parts = [replica.part(value, dim) for value in (whole, piece)]
         return replica.apply(eqn, [*parts, *where], dim)
     if whole.partial or piece.partial:
@@ -169,17 +172,15 @@ def reverse(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     value = values[0]
     if value.rows is None:
         return linear(replica, eqn, values)
-    _refuse(value.rows in eqn.params["dimensions"])
+    refuse(value.rows in eqn.params["dimensions"])
     return replica.apply(eqn, [value.array], value.rows)
 
 
 def window(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Windows of one row."""
-    dims = {value.rows for value in values if value.rows is not None}
-    if not dims:
+    dim = common_rows(values)
+    if dim is None:
         return replica.same(eqn, values)
-    _refuse(len(dims) > 1)
-    (dim,) = dims
     wanted = {
         "window_dimensions": 1,
         "window_strides": 1,
@@ -189,7 +190,7 @@ def window(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     }
     for name, plain in wanted.items():
         given = eqn.params.get(name)
-        _refuse(given is not None and given[dim] != plain)
+        refuse(given is not None and given[dim] != plain)
     parts = [replica.part_or_one(value, dim) for value in values]
     return replica.apply(eqn, parts, dim)
 
@@ -203,12 +204,10 @@ def leading(num_own: int) -> Any:
     """
 
     def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-        dims = {value.rows for value in values if value.rows is not None}
-        if not dims:
+        dim = common_rows(values)
+        if dim is None:
             return replica.same(eqn, values)
-        _refuse(len(dims) > 1)
-        (dim,) = dims
-        _refuse(any(dim >= value.ndim - num_own for value in values))
+        refuse(any(dim >= value.ndim - num_own for value in values))
         parts = [replica.part(value, dim) for value in values]
         return replica.apply(eqn, parts, dim)
 
@@ -222,7 +221,6 @@ def fft(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def linear(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """What moves elements, of a value that is not divided: sums stay sums."""
-    values = [replica.settled(value) for value in values]
     first, others = values[0], values[1:]
     if not first.partial:
         return replica.same(eqn, values)
@@ -234,11 +232,9 @@ def _alongside(
     replica: Replica, eqn: Any, values: Sequence[Value], own: int
 ) -> list[Value]:
     """An operation along one dimension, on operands of equal shapes beside it."""
-    values = [replica.settled(value) for value in values]
-    dims = {value.rows for value in values if value.rows is not None}
-    if dims:
-        _refuse(len(dims) > 1 or own in dims)
-        (dim,) = dims
+    dim = common_rows(values)
+    if dim is not None:
+        refuse(dim == own)
         return replica.apply(eqn, [replica.part(v, dim) for v in values], dim)
     joins = eqn.primitive.name == "concatenate"
     adds = eqn.primitive.name == "cumsum"
@@ -246,8 +242,3 @@ def _alongside(
         summands = [replica.summand(value) for value in values]
         return replica.apply(eqn, summands, partial=True)
     return replica.same(eqn, values)
-
-
-def _refuse(mixes: bool) -> None:
-    if mixes:
-        raise RowsMixError

@@ -1,6 +1,5 @@
-"""One replica's program in two parts: what has to do with rows, where all sums over the
-replicas that do not wait for each other are one communication; and what follows from
-the sums, the same for all replicas, which needs no part of it.
+"""One replica's program in two parts: what has to do with rows, and sums over the
+replicas; and what follows from the sums, the same for all replicas, which is outside.
 """
 
 from __future__ import annotations
@@ -10,8 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from keras_distribute.devices import jaxprs
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.by_rows.program import OneReplica
+from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.replication_proof import communicates, equal_results
 
 
@@ -34,6 +38,31 @@ class Parts:
     outside: core.ClosedJaxpr
     inner: int
     made: Sequence[bool]
+
+
+def results_of(
+    mesh: ReplicaMesh,
+    own: OneReplica,
+    rows: Sequence[int | None],
+    arrays: Sequence[Any],
+) -> list[Any]:
+    """The results of the program over all rows that one replica's stands for.
+
+    Args:
+        rows: Of each input the dimension that is divided over the replicas, or `None`.
+        arrays: The inputs, over all rows.
+    """
+    both = parts(own.program, [dim is None for dim in rows])
+    direct = [dim for dim, made in zip(own.rows, both.made, strict=True) if made]
+    results = over_replicas(
+        mesh,
+        core.jaxpr_as_fun(both.inside),
+        in_specs=tuple(_spec(rows[i]) for i in both.taken),
+        out_specs=[*[PartitionSpec()] * both.inner, *map(_spec, direct)],
+    )(*(arrays[i] for i in both.taken))
+    others = iter(core.jaxpr_as_fun(both.outside)(*arrays, *results[: both.inner]))
+    inside = iter(results[both.inner :])
+    return [next(inside if made else others) for made in both.made]
 
 
 def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
@@ -96,6 +125,10 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
         len(wanted),
         is_made,
     )
+
+
+def _spec(dim: int | None) -> PartitionSpec:
+    return PartitionSpec(*([None] * (dim or 0)), *([REPLICA_AXIS] * (dim is not None)))
 
 
 def _key(atom: Any) -> Any:

@@ -55,6 +55,11 @@ class Value:
     def is_whole(self) -> bool:
         return self.rows is None and not self.partial
 
+    @property
+    def settled(self) -> Value:
+        """The sum, where it is known already."""
+        return self.total if self.partial and self.total is not None else self
+
 
 Rule = Callable[["Replica", Any, list[Value]], list[Value]]
 Slicer = Callable[["Replica", Any, list[Value], int, int], Any]
@@ -73,6 +78,10 @@ class Replica:
         self.count, self.rows = count, rows
         self._slicers, self._index = slicers, None
         self._contexts: dict[Any, Any] = {}
+
+    def inside(self) -> Replica:
+        """The same replica, for the evaluation of a loop's body."""
+        return Replica(self.count, self.rows, self._slicers)
 
     def index(self) -> Any:
         """Which replica this is."""
@@ -105,16 +114,11 @@ class Replica:
 
     def same(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         """The results of an operation on whole values."""
-        values = [self.settled(value) for value in values]
         values = [v if v.is_whole else Value(self.whole(v)) for v in values]
         results = self.apply(eqn, [value.array for value in values])
         for result in results:
             result.origin = eqn, values
         return results
-
-    def settled(self, value: Value) -> Value:
-        """The sum, where it is known already."""
-        return value.total if value.partial and value.total is not None else value
 
     def whole(self, value: Value) -> Any:
         """The value, the same on every replica.
@@ -185,9 +189,8 @@ class Replica:
     def _part(self, value: Value, dim: int, depth: int) -> Any:
         whole = self.whole(value)
         size = self.divided(jnp.shape(whole)[dim])
-        settled = self.settled(value)
-        if settled.origin is not None and depth < _DEPTH:
-            eqn, operands = settled.origin
+        if value.origin is not None and depth < _DEPTH:
+            eqn, operands = value.origin
             slicer = self._slicers.get(eqn.primitive.name)
             if slicer is not None:
                 return slicer(self, eqn, operands, dim, depth + 1)
@@ -197,6 +200,24 @@ class Replica:
         if array.dtype == jnp.bool_:
             return self._gathered(array.astype("int8"), rows).astype(bool)
         return lax.all_gather(array, REPLICA_AXIS, axis=rows, tiled=True)
+
+
+def common_rows(values: Sequence[Value]) -> int | None:
+    """The dimension of which a replica has its part of all values that are divided;
+    `None` if none is.
+
+    Raises:
+        RowsMixError: Where it is not the same.
+    """
+    dims = {value.rows for value in values if value.rows is not None}
+    refuse(len(dims) > 1)
+    return next(iter(dims), None)
+
+
+def refuse(mixes: bool) -> None:
+    """Raises `RowsMixError` where an operation mixes rows."""
+    if mixes:
+        raise RowsMixError
 
 
 def literal(atom: core.Literal) -> Value:

@@ -13,13 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.by_rows import program, sums
-from keras_distribute.devices.mesh import REPLICA_AXIS
-from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
 from keras_distribute.training.steps.step_programs import Step
@@ -47,6 +44,8 @@ def step_by_rows(strategy: Strategy, step: Step, told: Told) -> Step:
             0 if i >= num_state and jnp.shape(leaf)[:1] == (batch.rows,) else None
             for i, leaf in enumerate(leaves)
         ]
+        if not any(dim == 0 for dim in rows):  # Data that is sparse, and nothing else.
+            return step(state, data)
         found: dict[str, Any] = {}
 
         def on_leaves(*leaves: Any) -> list[Any]:
@@ -91,18 +90,4 @@ def _evaluated(
         told(mixed)
         return core.jaxpr_as_fun(traced)(*leaves)
     told(None)
-    parts = sums.parts(own.program, [dim is None for dim in rows])
-    direct = [dim for dim, made in zip(own.rows, parts.made, strict=True) if made]
-    results = over_replicas(
-        mesh,
-        core.jaxpr_as_fun(parts.inside),
-        in_specs=tuple(_spec(rows[i]) for i in parts.taken),
-        out_specs=[*[PartitionSpec()] * parts.inner, *map(_spec, direct)],
-    )(*(leaves[i] for i in parts.taken))
-    others = iter(core.jaxpr_as_fun(parts.outside)(*leaves, *results[: parts.inner]))
-    inside = iter(results[parts.inner :])
-    return [next(inside if made else others) for made in parts.made]
-
-
-def _spec(dim: int | None) -> PartitionSpec:
-    return PartitionSpec(*([None] * (dim or 0)), *([REPLICA_AXIS] * (dim is not None)))
+    return sums.results_of(mesh, own, rows, leaves)
