@@ -151,6 +151,15 @@ class ReplicaConsistencyError(DistributeError, RuntimeError):
         self.report = report
 
 
+class StepReplayError(ReplicaConsistencyError):
+    """A step gave other bits when it was run again on other devices.
+
+    Attributes:
+        report: The `kd.callbacks.StepReport` that says what differs, and which device
+            computed it.
+    """
+
+
 class CheckpointError(DistributeError, ValueError):
     """A checkpoint that is missing, does not fit the objects it is restored into, or
     cannot be written.

@@ -35,6 +35,10 @@ COMMANDS = {
         "keras_distribute.commands.check",
         "Train with every strategy that can run here, beside one device of Keras",
     ),
+    "replay": Command(
+        "keras_distribute.commands.replay",
+        "Run a training step that was kept again, and compare the bits",
+    ),
     "launch": Command(
         "keras_distribute.launch.command",
         "Start a script in several processes of this host",

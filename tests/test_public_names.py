@@ -94,6 +94,8 @@ def test_the_public_names_are_these():
         "RaiseOnNaN",
         "RayReport",
         "ReplicaConsistency",
+        "StepReplay",
+        "StepReport",
         "StepTimeReport",
     ]
     assert kd.cluster_resolver.__all__ == [

@@ -868,6 +868,12 @@ TARGETS: dict[str, Target] = {
     "callbacks.ReplicaConsistency": made(
         kd.callbacks.ReplicaConsistency, every=integer(1), action=lambda v: False
     ),
+    "callbacks.StepReplay": made(
+        kd.callbacks.StepReplay,
+        every=integer(1),
+        action=lambda v: False,
+        folder=path_or_none,
+    ),
     "callbacks.StepTimeReport": made(
         kd.callbacks.StepTimeReport,
         num_steps=integer(1),

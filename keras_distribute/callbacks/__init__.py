@@ -6,12 +6,16 @@ from keras_distribute.callbacks.consistency import (
 )
 from keras_distribute.callbacks.non_finite import RaiseOnNaN as RaiseOnNaN
 from keras_distribute.callbacks.ray_report import RayReport as RayReport
+from keras_distribute.callbacks.step_replay import StepReplay as StepReplay
 from keras_distribute.callbacks.step_times import StepTimeReport as StepTimeReport
+from keras_distribute.consistency.replays import StepReport as StepReport
 
 __all__ = [
     "BackupAndRestore",
     "RaiseOnNaN",
     "RayReport",
     "ReplicaConsistency",
+    "StepReplay",
+    "StepReport",
     "StepTimeReport",
 ]

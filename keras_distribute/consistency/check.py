@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute.cluster import agreement, liveness
+from keras_distribute.cluster import liveness
 from keras_distribute.consistency import elements, hashing, words
 from keras_distribute.consistency.copies import Group, Verdict, groups_of, verdict
 from keras_distribute.consistency.report import (
@@ -19,6 +19,7 @@ from keras_distribute.consistency.report import (
     Difference,
     Element,
 )
+from keras_distribute.consistency.telling import told_by_all
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import ReplicaConsistencyError
@@ -153,32 +154,11 @@ class _Check:
     def _hashes(self, array: jax.Array) -> list[list[int]]:
         """For each thing that was hashed, the hash on each device."""
         liveness.current.begin_program(self._mesh.num_processes)
-        (pairs,) = self._of_all("the hashes of a check of consistency", [array])
+        (pairs,) = told_by_all(
+            "the hashes of a check of consistency", [array], self._mesh.num_processes
+        )
         whole = pairs[..., 0].astype(np.uint64) << np.uint64(32) | pairs[..., 1]
         return whole.T.tolist()
-
-    def _of_all(
-        self, topic: str, arrays: Sequence[jax.Array]
-    ) -> list[np.ndarray[Any, Any]]:
-        """What the devices of all processes have of arrays that are split over them.
-        Each process tells it, without a program that devices would have to be trusted
-        with.
-        """
-        num_processes = self._mesh.num_processes
-        if num_processes == 1:
-            return list(map(np.asarray, arrays))
-        own = [
-            {
-                shard.index[0].start or 0: np.asarray(shard.data)
-                for shard in a.addressable_shards
-            }
-            for a in arrays
-        ]
-        said = agreement.exchange(topic, own, num_processes)
-        merged = [
-            {k: v for each in said for k, v in each[i].items()} for i in range(len(own))
-        ]
-        return [np.concatenate([all_[k] for k in sorted(all_)]) for all_ in merged]
 
     def _differences(self, found: _Found, in_detail: bool) -> Iterator[Difference]:
         """The copies that differ, in words; all processes take part."""
@@ -188,9 +168,10 @@ class _Check:
         if in_detail:
             size = _size_on_a_device(found)
             liveness.current.begin_program(mesh.num_processes)
-            results = self._of_all(
+            results = told_by_all(
                 "the elements of a check of consistency",
                 elements.compared(found.standing, part.start, size, said.reference),
+                mesh.num_processes,
             )
         beside = self._who(said.reference)
         for place in said.differing:

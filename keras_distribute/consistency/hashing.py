@@ -58,6 +58,11 @@ def of_parts(arrays: Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
     return _program_of_parts(mesh, specs, tuple(sizes))(list(arrays))
 
 
+def of_value(array: Any) -> Any:
+    """The hash of an array in a program, of shape `(2,)`."""
+    return jnp.stack(list(map(_total, _mixed(words.of(array)))))
+
+
 def on_each_device(mesh: Mesh, body: Any, in_specs: Any, out_specs: Any = None) -> Any:
     """`body` as the program of each device alone; by default its results are stacked,
     one for each device.

@@ -13,6 +13,7 @@ import keras
 
 from keras_distribute import checks
 from keras_distribute.cluster.processes import process_index
+from keras_distribute.devices.bit_flips import FIX
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.testing import flips
 
@@ -32,6 +33,7 @@ _SIGNALS = {
     "terminate": signal.SIGTERM,
     "freeze": signal.SIGSTOP,
 }
+WHAT = ("variable", "gradient", "batch")
 ACTIONS = ("raise", "delay", "flip", *_SIGNALS)
 
 
@@ -43,16 +45,20 @@ class Fault(keras.callbacks.Callback):
     Args:
         action: `"raise"` an error, `"kill"` the process (`SIGKILL`), `"terminate"` it
             (`SIGTERM`), `"freeze"` it (`SIGSTOP`, for ever), `"delay"` it, or `"flip"`
-            a bit in one device's copy of a variable, as in memory that fails.
+            a bit, as in hardware that fails.
         process: The number of the process; `None` for all.
         moment: When, in a `fit`: the name of a callback's method without `on_`.
         step: How many steps the optimizer has taken by then, at least; for a loop, what
             `now` is given.
         error: What to raise.
         seconds: How long to delay.
-        variable: What has the bit: a variable of a strategy, or the path of one of the
-            model that is trained, of its optimizer or its metrics. In a `fit` the copy
-            changes that its next step is given.
+        what: What has the bit. `"variable"`: one device's copy of a variable, as in
+            memory that fails; in a `fit` the copy changes that its next step is given.
+            `"gradient"`: what one replica gives to the sum of the variable's gradient,
+            in the next step of a `fit`. `"batch"`: one replica's rows of the first
+            array of the next batch of a `fit`.
+        variable: The variable of a strategy, or the path of one of the model that is
+            trained, of its optimizer or its metrics; none for a batch.
         replica: Whose copy has it; of several logical devices, the first.
         element: In which element of the copy, counted as in one row.
         bit: Which one, 0 the lowest.
@@ -81,6 +87,7 @@ class Fault(keras.callbacks.Callback):
         step: int = 0,
         error: Exception | None = None,
         seconds: float = 1.0,
+        what: str = "variable",
         variable: keras.Variable | str | None = None,
         replica: int = 0,
         element: int = 0,
@@ -93,16 +100,19 @@ class Fault(keras.callbacks.Callback):
             checks.count("process", process)
         checks.count("step", step)
         checks.number("seconds", seconds, zero=True)
-        what, fix = "An exception is raised.", 'error=OSError("no network")'
-        checks.instance("error", error, Exception | None, what, fix)
-        what = "What flips is a bit of a variable."
+        said, fix = "An exception is raised.", 'error=OSError("no network")'
+        checks.instance("error", error, Exception | None, said, fix)
+        checks.one_of("what", what, WHAT)
+        said = "What flips is a bit of a variable."
         kinds = keras.Variable | str | None
-        checks.instance("variable", variable, kinds, what, flips.FIX)
+        checks.instance("variable", variable, kinds, said, FIX)
         for name, number in (("replica", replica), ("element", element), ("bit", bit)):
             checks.count(name, number)
-        if action == "flip" and variable is None:
-            raise ValueStructureError(what, received="variable=None.", fix=flips.FIX)
-        self._flip = flips.Flip(variable, int(replica), int(element), int(bit))
+        if action == "flip" and (variable is None) != (what == "batch"):
+            said = "A bit flips in a variable, its gradient, or in a batch without one."
+            received = f"what={what!r}, variable={checks.shown(variable)}."
+            raise ValueStructureError(said, received=received, fix=FIX)
+        self._flip = flips.Flip(what, variable, int(replica), int(element), int(bit))
         self._action, self._process, self._step = action, process, step
         self._error = error or RuntimeError("a fault that was injected")
         self._seconds = seconds

@@ -12,6 +12,7 @@ from keras_distribute._compat import epochs
 
 GROUP_SIZES = "_keras_distribute_group_sizes"
 _SEES_STEPS = "_keras_distribute_sees_steps"
+_WATCHER = "_keras_distribute_watcher"
 
 
 @dataclasses.dataclass
@@ -107,6 +108,21 @@ def set_sees_steps(trainer: Any, sees: bool) -> None:
     """Notes whether a callback of the trainer's `fit` is called with each step."""
     if trainer is not None:  # Not by Keras's `__setattr__`, which tracks attributes.
         object.__setattr__(trainer, _SEES_STEPS, sees)
+
+
+def watch_next_step(trainer: Any, watcher: Any) -> None:
+    """Has the next training step run by `watcher`, a `watched_step.Watcher`."""
+    vars(trainer)[_WATCHER] = watcher
+
+
+def is_watched(trainer: Any) -> bool:
+    """Whether the next training step is watched."""
+    return _WATCHER in vars(trainer)
+
+
+def asked_watcher(trainer: Any) -> Any:
+    """Who watches this step; `None` if nobody does."""
+    return vars(trainer).pop(_WATCHER, None)
 
 
 def release(feed: Any) -> None:

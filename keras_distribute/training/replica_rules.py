@@ -33,7 +33,9 @@ from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
 
 GRADIENT = "keras_distribute_gradient"
-"""The name of a gradient in the program of a step."""
+"""How the name of a gradient begins in the program of a step; the path of its variable
+follows, after a colon.
+"""
 
 Apply = Callable[[Any, list[Any], list[Any] | None], None]
 
@@ -53,7 +55,7 @@ def apply_gradients(
         return taker(optimizer, grads, variables)
     if not in_replica():
         with context.without_gathering():
-            return original(optimizer, _named(grads), variables)
+            return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
     targets = (
         list(variables) if variables is not None else compat.built_variables(optimizer)
@@ -72,11 +74,16 @@ def apply_gradients(
         return original(optimizer, grads, targets)
 
 
-def _named(grads: list[Any]) -> list[Any]:
+def _named(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> list[Any]:
     """In the program of a step of `fit`, gradients that `steps/by_rows.py` knows."""
     if context.frame().batch is None:
         return grads
-    return [None if g is None else checkpoint_name(g, GRADIENT) for g in grads]
+    if variables is None:
+        variables = compat.built_variables(optimizer)
+    return [
+        None if g is None else checkpoint_name(g, f"{GRADIENT}:{v.path}")
+        for g, v in zip(grads, variables, strict=True)
+    ]
 
 
 def all_replicas_agree(finite: Any) -> Any:

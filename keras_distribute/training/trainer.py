@@ -37,6 +37,7 @@ from keras_distribute.training.epoch_iterator import StrategyEpochIterator
 from keras_distribute.training.steps import choose
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StateGroup
+from keras_distribute.training.steps.watched_step import WatchedStep
 from keras_distribute.variables import given_away
 
 # These use a model's metrics or change its weights.
@@ -288,6 +289,8 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
+    if kind == "train" and isinstance(step, choose.CompiledStep):
+        step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution
     if calls.group_sizes_of(trainer) is not None:
         size = None

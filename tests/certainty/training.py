@@ -112,3 +112,29 @@ def differences(call: Any) -> Any:
         assert "Received:" in str(error) and "Fix:" in str(error)
         return error.report
     raise AssertionError("nothing was found")
+
+
+def replayed_on_processes() -> dict[str, Any]:
+    """What each process finds where the last device errs once."""
+    strategy = kd.MultiWorkerMirroredStrategy()
+    model = built(strategy)
+    last = strategy.num_replicas_in_sync - 1
+    fault = kd.testing.Fault(
+        "flip",
+        step=3,
+        what="gradient",
+        variable=model.layers[0].kernel,
+        replica=last,
+        bit=29,
+    )
+    replay = kd.callbacks.StepReplay(every=3, action="report")
+    fitted(model, fault, replay)
+    device = strategy.replica_mesh.devices[-1]
+    names = {f"{device.platform}:{device.id}": "last"}
+    return {
+        "steps": [report.step for report in replay.reports],
+        "devices": [
+            tuple(names.get(each, each) for each in report.devices)
+            for report in replay.reports
+        ],
+    }

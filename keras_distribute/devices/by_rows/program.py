@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,18 @@ _SLICERS: dict[str, Slicer] = {
 }
 
 
+class Watch(Protocol):
+    """Who sees what a replica gives to sums that have a name."""
+
+    def passed(self, name: str, own: Any) -> Any:
+        """What is summed in the place of `own`."""
+        ...
+
+    def results(self) -> Sequence[Any]:
+        """What the program is to return of it, each replica its own."""
+        ...
+
+
 class MixedRows(Exception):
     """A program that cannot be made one of each replica's rows.
 
@@ -150,6 +162,7 @@ def of_one_replica(
     rows: Sequence[int | None],
     replicas: int,
     sums: dict[str, Callable[[Any], Any]] | None = None,
+    watch: Watch | None = None,
 ) -> OneReplica:
     """The program of each replica's rows.
 
@@ -159,7 +172,8 @@ def of_one_replica(
             `None`.
         replicas: How many.
         sums: How to sum over the replicas what `jax.ad_checkpoint.checkpoint_name`
-            gave a name, by that name.
+            gave a name, by that name, up to a colon in it.
+        watch: Sees what is summed so; its results follow the program's own.
 
     Raises:
         MixedRows: Where a rule is missing.
@@ -170,7 +184,7 @@ def of_one_replica(
         for aval, dim in zip(program.in_avals, rows, strict=True)
         if dim is not None
     )
-    evaluation = _Evaluation(sums or {})
+    evaluation = _Evaluation(sums or {}, watch)
 
     def one_replica(*arrays: Any) -> list[Any]:
         replica = Replica(replicas, count, _SLICERS)
@@ -182,6 +196,9 @@ def of_one_replica(
                 value = Value(replica.whole(value))
             found.append(value.rows)
             arrays_out.append(value.array)
+        for array in () if watch is None else watch.results():
+            found.append(0)
+            arrays_out.append(array[None])
         return arrays_out
 
     given = [
@@ -197,10 +214,13 @@ class _Evaluation:
 
     Args:
         sums: How to sum what has a name.
+        watch: Sees what is summed so.
     """
 
-    def __init__(self, sums: dict[str, Callable[[Any], Any]]) -> None:
-        self._sums = sums
+    def __init__(
+        self, sums: dict[str, Callable[[Any], Any]], watch: Watch | None
+    ) -> None:
+        self._sums, self._watch = sums, watch
         control = Control(self.run)
         self._rules: dict[str, Rule] = {
             **_RULES,
@@ -262,10 +282,14 @@ class _Evaluation:
 
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A value that the caller has a way to sum."""
-        total = self._sums.get(eqn.params["name"])
+        kind, _, name = eqn.params["name"].partition(":")
+        total = self._sums.get(kind)
         (value,) = values
         if total is not None and value.partial:
-            value.total = Value(total(value.array))
+            own = value.array
+            if self._watch is not None and not replica.in_loop:
+                own = self._watch.passed(name, own)
+            value.total = Value(total(own))
             value = value.total
         return replica.apply(eqn, [value.array], value.rows, value.partial)
 

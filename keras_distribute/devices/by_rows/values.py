@@ -72,16 +72,19 @@ class Replica:
         count: How many replicas there are.
         rows: How many rows all of them have.
         slicers: By the name of an operation: what makes a part of its result.
+        in_loop: Whether a loop's body is evaluated, or another program inside of it.
     """
 
-    def __init__(self, count: int, rows: int, slicers: dict[str, Slicer]) -> None:
-        self.count, self.rows = count, rows
+    def __init__(
+        self, count: int, rows: int, slicers: dict[str, Slicer], in_loop: bool = False
+    ) -> None:
+        self.count, self.rows, self.in_loop = count, rows, in_loop
         self._slicers, self._index = slicers, None
         self._contexts: dict[Any, Any] = {}
 
     def inside(self) -> Replica:
         """The same replica, for the evaluation of a loop's body."""
-        return Replica(self.count, self.rows, self._slicers)
+        return Replica(self.count, self.rows, self._slicers, in_loop=True)
 
     def index(self) -> Any:
         """Which replica this is."""

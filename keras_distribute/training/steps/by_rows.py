@@ -8,7 +8,7 @@ Where one does, the step stays what it is, and XLA divides it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,29 @@ from keras_distribute.values import reductions
 Told = Callable[[program.MixedRows | None], None]
 
 
-def step_by_rows(strategy: Strategy, step: Step, told: Told) -> Step:
+class Watched(NamedTuple):
+    """What a step returns in the place of its logs, if it is watched.
+
+    Args:
+        logs: Of the step.
+        own: What the watch returns, of each replica, along axis 0; nothing for a step
+            over the global batch.
+    """
+
+    logs: Any
+    own: list[Any]
+
+
+def step_by_rows(
+    strategy: Strategy, step: Step, told: Told, watch: program.Watch | None = None
+) -> Step:
     """A step that each replica computes on its own rows.
 
     Args:
         step: Over the global batch.
         told: Is given what mixes rows, or `None`, each time that a step is traced.
+        watch: Sees what each replica gives to the sum of each gradient; the logs are
+            `Watched` then.
     """
 
     def on_rows(state: Any, data: Any) -> Any:
@@ -58,8 +75,10 @@ def step_by_rows(strategy: Strategy, step: Step, told: Told) -> Step:
         # Constants, too, may be on devices of which a replica knows but one.
         leaves, rows = [*traced.consts, *leaves], [*[None] * len(traced.consts), *rows]
         traced = core.ClosedJaxpr(jaxprs.with_constants_given(traced.jaxpr), ())
-        outputs = _evaluated(strategy, traced, rows, leaves, told)
-        return jax.tree.unflatten(found["structure"], outputs)
+        outputs = _evaluated(strategy, traced, rows, leaves, told, watch)
+        count = len(traced.out_avals)
+        logs, new = jax.tree.unflatten(found["structure"], outputs[:count])
+        return (logs if watch is None else Watched(logs, outputs[count:])), new
 
     return on_rows
 
@@ -70,6 +89,7 @@ def _evaluated(
     rows: Sequence[int | None],
     leaves: Sequence[Any],
     told: Told,
+    watch: program.Watch | None,
 ) -> list[Any]:
     """The results of a step's program."""
     ops, dtype = (
@@ -84,7 +104,7 @@ def _evaluated(
     try:
         with mesh.tracing():
             own = program.of_one_replica(
-                traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}
+                traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}, watch
             )
     except program.MixedRows as mixed:
         told(mixed)

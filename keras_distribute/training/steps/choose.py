@@ -29,6 +29,7 @@ from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.in_series import step_in_series
 from keras_distribute.training.steps.local_rounds import LocalRounds
 from keras_distribute.training.steps.long_weight import FlatStep
+from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import note_mixed, plan_in_series, plan_of
 from keras_distribute.training.steps.scheduled import ScheduledStep
@@ -67,12 +68,15 @@ def compile_step(
     return compiled_step(strategy, trainer, kind)
 
 
-def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
+def compiled_step(
+    strategy: Strategy, trainer: Any, kind: str, watch: OwnGradients | None = None
+) -> CompiledStep:
     """The program of a step; making it reads no variable's value.
 
     Args:
         trainer: The model, whose variables belong to `strategy`.
         kind: `"train"`, `"test"` or `"predict"`.
+        watch: Sees what each replica gives to the sums of the gradients.
     """
     groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     mesh, step, flat = strategy.replica_mesh, plain, None
@@ -98,7 +102,9 @@ def compiled_step(strategy: Strategy, trainer: Any, kind: str) -> CompiledStep:
         carried = packing.around(step) if packing else step
     if plan is not None and plan.is_local and not plan.shards:
         told = functools.partial(note_mixed, trainer)
-        carried = step_by_rows(strategy, carried, told)
+        if watch is not None:
+            watch.flat = flat
+        carried = step_by_rows(strategy, carried, told, watch)
     # Where nothing is divided or rests elsewhere, a step of the user's own may return
     # its groups as tuples or lists.
     elsewhere = bool(places) or strategy.placement.rests_elsewhere

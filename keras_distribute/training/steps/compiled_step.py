@@ -107,6 +107,13 @@ class CompiledStep:
         """
         return self.programs.executable(placed, size)
 
+    def arrays_of(self, state: State) -> list[jax.Array]:
+        """What the step takes for a state that Keras handed over; its call ends
+        them.
+        """
+        with launches.lock:
+            return list(self._holder(state).take())
+
     def delete_state(self) -> None:
         """Frees what the last call has left: the variables of the state have no value
         before they are assigned.

@@ -129,6 +129,25 @@ class FlatStep:
         carried = forward.updated(self._optimizer, carried, grads)
         return logs, self._packed(carried, state)
 
+    def place_of(self, path: str) -> tuple[int, int] | None:
+        """The number of the gradient that has this variable's, and where it begins in
+        it; `None` for another variable.
+        """
+        paths = [variable.path for variable in self._trainer.trainable_variables]
+        if path not in paths:
+            return None
+        index = paths.index(path)
+        if index in self._large:
+            return 1 + self._large.index(index), 0
+        parts = self.packing.parts_of_buffers()[0]
+        return 0, next(start for (_, i), start, _ in parts if i == index)
+
+    def name_of(self, number: int) -> str:
+        """What a gradient is of, in words."""
+        if number == 0:
+            return f"{len(self._small)} small weights together"
+        return self._trainer.trainable_variables[self._large[number - 1]].path
+
     def _gradients(
         self, state: TrainState, data: Any
     ) -> tuple[Any, list[Any], TrainState]:

@@ -76,7 +76,7 @@ class StepPrograms:
         """The compiled program for a batch of this form, or for `size` of them
         at once.
         """
-        key = (size, _form(placed))
+        key = (size, form_of_batch(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
                 if key not in self._executables:
@@ -89,6 +89,30 @@ class StepPrograms:
         made = Executable(program, self._form_of_state(), data)
         made.logs = found["logs"]
         return made
+
+    def exported(self, placed: batches.Placed) -> jax.export.Exported:
+        """The program for a batch of this form, for other devices, too: its results are
+        the arrays of the logs, then those of the state.
+        """
+        program, _ = self._jitted(placed, 1)
+        forms = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+            placed.data,
+        )
+        with launches.tracing:
+            return jax.export.export(program)(self._form_of_state(), forms)
+
+    def names_of_state(self) -> list[str]:
+        """What each array of the state is, in words."""
+        paths = tuple([v.path for v in group] for group in self._groups)
+        if self._packing is None:
+            return jax.tree.leaves(paths)
+        buffers = [
+            _in_words([paths[g][i] for (g, i), _, _ in places])
+            for places in self._packing.parts_of_buffers()
+        ]
+        rest = self._packing.without_packed(paths)
+        return jax.tree.leaves(Packed(buffers, rest))
 
     def traced(
         self, state: State, placed: batches.Placed, size: int = 1
@@ -202,7 +226,7 @@ class StepPrograms:
             count == batches.WHOLE for count in placed.rows
         ):
             return False
-        key = _form(placed)
+        key = form_of_batch(placed)
         if key not in self._scatters:
             self._scatters[key] = False  # While it is traced to find out.
             self._scatters[key] = self._has(placed, carried, "scatter")
@@ -214,7 +238,7 @@ class StepPrograms:
         """Whether a loop on the device is as fast as one here: XLA runs convolutions in
         a loop slowly on a CPU.
         """
-        key = _form(group[0])
+        key = form_of_batch(group[0])
         if key not in self._scans:
             on_cpu = self._mesh.devices[0].platform == "cpu"
             slow = on_cpu and self._has(group[0], carried, "conv_general_dilated")
@@ -277,11 +301,17 @@ def _leaves_like(old: Any, new: Any) -> list[Any]:
     return [jnp.asarray(a, b.dtype) for a, b in zip(after, before, strict=True)]
 
 
+def _in_words(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 1} more, in one buffer" if len(paths) > 1 else ""
+    return f"{paths[0]}{more}"
+
+
 def alike(group: Sequence[batches.Placed]) -> bool:
-    return all(_form(placed) == _form(group[0]) for placed in group)
+    return all(form_of_batch(placed) == form_of_batch(group[0]) for placed in group)
 
 
-def _form(placed: batches.Placed) -> Any:
+def form_of_batch(placed: batches.Placed) -> Any:
+    """What two batches have in common that one program can take."""
     leaves, structure = jax.tree.flatten(placed.data)
     return (
         structure,
