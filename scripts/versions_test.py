@@ -6,6 +6,7 @@ numbers of one device.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pathlib
 import subprocess
 import sys
@@ -125,6 +126,13 @@ def test_two_processes(tmp_path: pathlib.Path) -> None:
         )
     )
     command = [sys.executable, "-m", "keras_distribute.launch", "debug", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+    )
+    # What the processes write, errors too, is in the launcher's standard output.
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert "2 2" in result.stdout

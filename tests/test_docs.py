@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -178,6 +179,28 @@ def test_links_lead_to_files_and_headings(page):
         # Those of the reference pages are made of docstrings; MkDocs checks them.
         if anchor and "reference/" not in target:
             assert anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def commands(page):
+    """The lines of a page's shell blocks, and commands that are indented."""
+    blocks = re.findall(
+        r"^```(?:shell|bash)[^\n]*\n(.*?)^```", page.read_text(), re.M | re.S
+    )
+    indented = re.findall(
+        r"(?m)^    (?:pip|scripts/|python|EVERY_CASE).*", page.read_text()
+    )
+    return "\n".join([*blocks, *indented])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_files_and_extras_that_are_there(page):
+    text = commands(page)
+    named = re.findall(r"(?<![\w./-])(?:scripts|tests|benchmarks)/[\w./-]+", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ",".join(re.findall(r"(?:keras-distribute|\.)\[([\w,-]+)\]", text))
+    known = {"", *project["optional-dependencies"]}
+    assert set(extras.split(",")) - known == set()
 
 
 def test_links_to_the_repository_have_one_address():

@@ -17,6 +17,7 @@ import sys
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.cluster import signing
 
 yaml = pytest.importorskip("yaml")
 CR = kd.cluster_resolver
@@ -102,6 +103,40 @@ def test_each_pod_is_the_process_of_its_index(title, monkeypatch):
         found = CR.automatic_resolver()
         assert type(found) is CR.KerasClusterResolver
         assert found.topology() == CR.Topology(index, count, f"{first}:1234")
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> calls
+for each; do
+    case $each in --from-file=*) cp -p "${each#--from-file=}" secret ;; esac
+done
+"""
+
+
+def test_the_commands_make_the_secret_that_the_job_reads(tmp_path):
+    _, job = manifests("job.yaml")
+    container, spec = pod(job)
+    commands = re.findall(r"^```shell\n(.*?)^```", PAGE, re.M | re.S)[0]
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    places = [str(kubectl.parent), str(pathlib.Path(sys.executable).parent)]
+    path = os.pathsep.join([*places, os.environ["PATH"]])
+    environment = os.environ | {"PATH": path}
+    command = ["sh", "-euc", commands]
+    subprocess.run(command, cwd=tmp_path, check=True, env=environment)
+    secret = next(v["secret"] for v in spec["volumes"] if v["name"] == "token")
+    create = f"create secret generic {secret['secretName']} --from-file=token"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [create, "apply -f job.yaml"]
+    file = tmp_path / "secret"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(signing.token_of_job(file) or "") == 64
+    # The key in the secret is the name of the file that was given.
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "token")
+    variables = {v["name"]: v.get("value") for v in container["env"]}
+    assert variables["KERAS_DISTRIBUTE_JOB_TOKEN_FILE"] == f"{mount['mountPath']}/token"
 
 
 def test_the_exit_codes_of_the_job_are_ours():

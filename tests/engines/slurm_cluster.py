@@ -38,7 +38,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 KillWait=30
 SlurmdTimeout=20
 GresTypes=gpu
@@ -186,6 +186,12 @@ class SlurmCluster:
     def states(self):
         """The states of the nodes."""
         return set(self.run("sinfo", "-h", "-N", "-o", "%T").split())
+
+    def steps_on(self, node: str, number: str) -> int:
+        """How many steps of a job run on a node, as the node itself knows."""
+        log = (self.folder / f"slurmd-{node}.log").read_text()
+        started = log.count(f"launch task StepId={number}.")
+        return started - len(re.findall(rf"\[{number}\.\d+\] done with job", log))
 
     def submit(self, file: pathlib.Path, *options: str) -> str:
         """The number of the job that `sbatch` makes of a batch file, in its folder."""

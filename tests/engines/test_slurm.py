@@ -25,6 +25,7 @@ pytestmark = [
 ROOT = pathlib.Path(__file__).parents[2]
 PASSING = "train.sbatch, with --signal=B:TERM@120"
 PAGE = (ROOT / "docs/guide/slurm.md").read_text()
+SUBMIT = re.findall(r"^```shell\n(.*?)\n```", PAGE, re.M | re.S)[0]
 # Steps as slow as wanted, who takes part, and the numbers to the bit.
 WATCH = """
 import hashlib
@@ -78,7 +79,9 @@ class Training:
 
     def __init__(self, slurm, folder, batch=None, program=None):
         self.slurm, self.folder = slurm, folder
-        self.batch = folder / "train.sbatch"
+        submits, name = SUBMIT.split()
+        assert submits == "sbatch"
+        self.batch = folder / name
         self.batch.write_text(batch or block("train.sbatch"))
         (folder / "train.py").write_text(program or watched(block("train.py")))
 
@@ -118,7 +121,7 @@ class Training:
         """Waits for the end of the job, and for what is still on its way to the log."""
         job = self.slurm.end_of(self.number, seconds)
         time.sleep(1.0)
-        assert job["JobState"] == state, (job, self.log)
+        assert job["JobState"] == state, f"{job}\n{self.log}"
         return job
 
 
@@ -247,6 +250,10 @@ def test_a_node_that_is_set_down_and_comes_back(uninterrupted, training):
     down = ("scontrol", "update", "nodename=node2")
     training.slurm.run(*down, "state=down", "reason=test")
     wait(lambda: training.slurm.job(training.number)["Restarts"] == "1", "it", 150)
+    # Slurm does not wait for the job's step on such a node, and the next one would have
+    # the same number.
+    running = training.slurm.steps_on
+    wait(lambda: not running("node2", training.number), "the end of its step", 90)
     training.slurm.run(*down, "state=resume")
     training.go_on()
     training.end()
