@@ -35,10 +35,6 @@ COMMANDS = {
         "keras_distribute.commands.check",
         "Train with every strategy that can run here, beside one device of Keras",
     ),
-    "replay": Command(
-        "keras_distribute.commands.replay",
-        "Run a training step that was kept again, and compare the bits",
-    ),
     "launch": Command(
         "keras_distribute.launch.command",
         "Start a script in several processes of this host",
@@ -46,6 +42,10 @@ COMMANDS = {
     "dry-run": Command(
         "keras_distribute.dry_run.command",
         "Compile a training step for TPUs and GPUs that are not there",
+    ),
+    "replay": Command(
+        "keras_distribute.commands.replay",
+        "Run a training step that was kept again, and compare the bits",
     ),
 }
 

@@ -87,7 +87,7 @@ def test_no_command_and_no_such_command():
     assert done.stderr == (
         "error: there is no command 'lunch'.\n"
         "  Did you mean 'launch'?\n"
-        "  Commands: env, test, launch, dry-run. For help: keras-distribute --help\n"
+        "  Commands: env, test, launch, dry-run, replay. For help: keras-distribute --help\n"
     )
     assert "Did you mean" not in command("xyz", seconds=20).stderr
 
