@@ -97,6 +97,8 @@ class StepReplay(keras.callbacks.Callback):
         checks.one_of("action", action, ACTIONS)
         self._every = checks.count("every", every, 1)
         self._action = action
+        if folder is not None:
+            checks.path("folder", folder)
         self._folder = None if folder is None else pathlib.Path(folder)
         self.reports: list[StepReport] = []
         self._since = self._begun = self._count = 0
