@@ -115,6 +115,7 @@ def test_processes_have_the_bits_of_one():
         assert found == alone
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mlp", "lstm", "embedding"])
 def test_the_numbers_are_those_of_one_device(name):
     """Without random layers and batch normalization."""

@@ -37,6 +37,7 @@ def compiled(monkeypatch):
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", models.EVERY)
 def test_the_figures_are_the_compilers(name, compiled):
     report = kd.dry_run(getattr(models, name), 16, topology="cpu:4")

@@ -44,7 +44,7 @@ def on_one_device():
     return sharded_killed.fit(sharded_killed.built())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("processes", "moment", "victim"),
     [

@@ -82,6 +82,7 @@ def divided(variables: Any) -> list[Any]:
     return [v for v in variables if not v.value.sharding.is_fully_replicated]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_weights_and_slots_are_divided_and_numbers_those_of_one_device(replicas):
     model = assert_like_one_device(
@@ -122,7 +123,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     # Lion moves by a sign, which rounding of a gradient near zero changes.
@@ -250,6 +251,7 @@ def loops_of(strategy: Any, optimizer: Any) -> list[Any]:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["sgd", "accumulating", "global norm"])
 def test_a_loop_sees_whole_weights(name):
     expected, _ = loops_of(mirrored(1), OPTIMIZERS[name])
