@@ -10,7 +10,6 @@ import pathlib
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable
 from importlib import metadata
 
 from packaging.version import Version
@@ -123,10 +122,15 @@ def sample(cases, number):
 def values_of(case):
     """Each parameter of a case, with its value, or with what tells it from others."""
     parameters = case.callspec.params if hasattr(case, "callspec") else {}
-    return {
-        (name, value if isinstance(value, Hashable) else id(value))
-        for name, value in parameters.items()
-    }
+    return {(name, told_apart(value)) for name, value in parameters.items()}
+
+
+def told_apart(value):
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def pytest_collection_finish():
