@@ -23,7 +23,6 @@ def divided(shape, dtype):
     return [2 if shape[0] > 4 else 1, *[1] * (len(shape) - 1)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("partitioner", [None, divided])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_asynchronous_training_is_computed_again(cluster, workers, partitioner):

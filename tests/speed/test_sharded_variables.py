@@ -361,7 +361,7 @@ def test_saving_and_loading_on_other_numbers(tmp_path):
         mirrored(4, **SMALL), decoder, lambda: keras.optimizers.Adam(1e-3)
     )
     model.save(tmp_path / "model.keras")
-    x, y = tokens()
+    x, y = tokens(24)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     for strategy in (kd.get_strategy(), mirrored(8, **SMALL), mirrored(2)):
         with strategy.scope():
@@ -472,6 +472,7 @@ def saved(tmp_path_factory):
     return folder, model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -499,6 +500,7 @@ def test_the_state_is_never_whole_on_a_device_when_it_comes(name, devices, saved
     assert STATE / devices <= found.more <= STATE / devices + 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["save", "save_weights", "checkpoint", "read"])
 def test_the_state_is_never_whole_on_a_device_when_it_goes(name, tmp_path):
     with mirrored(8, **SMALL).scope():
