@@ -2,6 +2,7 @@
 compiling cheap; which cases of long tests run; and which files begin.
 """
 
+import functools
 import gc
 import math
 import os
@@ -27,6 +28,8 @@ if not os.environ.get("EVERY_CASE"):
         )
         own = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{own} {XLA_FLAGS}".strip()
+    # Programs do not say which lines of Python made them: a twentieth less to lower.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import keras_distribute as kd
 
@@ -34,6 +37,7 @@ kd.config.set_cpu_devices(8)
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 
 LIGHT = str(pathlib.Path(__file__).with_name("light"))
@@ -77,7 +81,7 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Of the cases of each test that is marked `sampled(n)` one in `n` runs, always the
-    same; with `EVERY_CASE` all. The longest files come first.
+    same (`sample`); with `EVERY_CASE` all. The longest files come first.
     """
     here = pathlib.Path(__file__).parent
     order = {here / name: place for place, name in enumerate(LONGEST)}
@@ -90,13 +94,43 @@ def pytest_collection_modifyitems(config, items):
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
     left_out = set()
     for (_, n), of_one_test in cases.items():
-        of_one_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(of_one_test[math.ceil(len(of_one_test) / n) :])
+        chosen = sample(of_one_test, math.ceil(len(of_one_test) / n))
+        left_out.update(set(of_one_test).difference(chosen))
     if left_out:
         config.hook.pytest_deselected(
             items=[item for item in items if item in left_out]
         )
         items[:] = [item for item in items if item not in left_out]
+
+
+def sample(cases, number):
+    """So many of the cases, chosen so that as many as possible of the values of each
+    parameter occur: one after the other, that which adds the most values to those that
+    have been chosen.
+    """
+    values = {case: values_of(case) for case in cases}
+    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    seen, chosen = set(), []
+    for _ in range(number):
+        best = max(left, key=lambda case: len(values[case] - seen))
+        left.remove(best)
+        chosen.append(best)
+        seen |= values[best]
+    return chosen
+
+
+def values_of(case):
+    """Each parameter of a case, with its value, or with what tells it from others."""
+    parameters = case.callspec.params if hasattr(case, "callspec") else {}
+    return {(name, told_apart(value)) for name, value in parameters.items()}
+
+
+def told_apart(value):
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def pytest_collection_finish():
@@ -164,6 +198,20 @@ def memory_is_given_back():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_share_a_context():
+    """JAX lowers each program in a context of MLIR of its own, which takes a fifth of
+    the time of a small one: here those of a file have one. Of the programs it holds
+    what they are made of, not themselves.
+    """
+    if os.environ.get("EVERY_CASE") or not hasattr(mlir, "make_ir_context"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import choose
 from tests.support import mirrored
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(5)
 
 RNG = np.random.RandomState(0)
 TOKENS = RNG.randint(0, 10, (70, 6))

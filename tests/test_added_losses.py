@@ -118,6 +118,7 @@ def train(strategy, x, y, steps=3):
     return losses, [np.asarray(variable) for variable in model.variables]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_losses_of_a_loop_equal_one_device(replicas):
     x, y = harness.table(16)

@@ -85,6 +85,7 @@ def state_of(model):
     return holder.landing[-1][1]
 
 
+@pytest.mark.sampled(3)
 def test_variables_rest_between_steps(strategy):
     with strategy.scope():
         model = make_model()
@@ -113,7 +114,7 @@ def test_variables_rest_between_steps(strategy):
     assert_at_rest(strategy, [model.layers[0].kernel.stored])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("replicas", [1, 4, 8])
 def test_numbers_are_those_of_one_device(place, replicas):
@@ -134,6 +135,7 @@ def test_numbers_are_those_of_one_device(place, replicas):
     )
 
 
+@pytest.mark.sampled(3)
 def test_several_steps_in_one_dispatch_copy_once(strategy):
     with strategy.scope():
         model = make_model(steps_per_execution=5)
@@ -141,6 +143,7 @@ def test_several_steps_in_one_dispatch_copy_once(strategy):
     assert_at_rest(strategy, [v.stored for v in mirrored_of(model)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_a_state_in_buffers_rests_too(strategy, optimizer, monkeypatch):
     """Adam's step sees one long weight, Muon's is packed."""
@@ -166,6 +169,7 @@ def test_a_state_in_buffers_rests_too(strategy, optimizer, monkeypatch):
     fit(model)
 
 
+@pytest.mark.sampled(3)
 def test_gradient_accumulation(strategy):
     def make():
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -179,6 +183,7 @@ def test_gradient_accumulation(strategy):
     assert_at_rest(strategy, [v.stored for v in mirrored_of(model)])
 
 
+@pytest.mark.sampled(3)
 def test_eager_steps(strategy):
     with strategy.scope():
         model = make_model(run_eagerly=True)
@@ -187,6 +192,7 @@ def test_eager_steps(strategy):
     assert_at_rest(strategy, state_of(model)[: len(model.trainable_variables)])
 
 
+@pytest.mark.sampled(3)
 def test_a_loop_of_ones_own(strategy):
     with strategy.scope():
         total = keras.Variable(np.zeros(3), aggregation="sum")
@@ -208,6 +214,7 @@ def test_a_loop_of_ones_own(strategy):
     assert float(own.numpy()) == 7  # The initial 1 stands on the first replica.
 
 
+@pytest.mark.sampled(3)
 def test_saving_and_loading(strategy, tmp_path):
     with strategy.scope():
         model = make_model()
@@ -260,6 +267,7 @@ def test_the_summary_says_where_variables_are():
     assert "on cpu:1" in str(strategy.summary(variable))
 
 
+@pytest.mark.sampled(3)
 def test_later_epochs_compile_nothing(strategy, compilations):
     with strategy.scope():
         model = make_model()

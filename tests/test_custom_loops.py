@@ -13,7 +13,7 @@ from keras_distribute import errors
 from keras_distribute._compat.rows import set_keras_mask
 from tests.support import mirrored
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(12)
 
 RNG = np.random.RandomState(0)
 ROWS = 24

@@ -32,7 +32,7 @@ SITE = runpy.run_path(
 RUN = runpy.run_path(str(ROOT / "scripts" / "run_docs.py"), run_name="run_docs")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "page", RUN["pages"](), ids=lambda page: str(pathlib.Path(page).name)
 )

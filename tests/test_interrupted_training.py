@@ -52,6 +52,7 @@ def values(model):
     return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
     ["on_train_batch_begin", "on_train_batch_end", "on_epoch_begin", "on_epoch_end"],

@@ -158,7 +158,7 @@ def made(request: Any, monkeypatch: Any) -> tuple[keras.Model, str]:
         return MODELS[kind](), call
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("made", KINDS, indirect=True, ids=" | ".join)
 @pytest.mark.timeout(1800)
 def test_an_interruption_leaves_the_state_of_a_whole_step(made: Any) -> None:

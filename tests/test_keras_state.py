@@ -13,7 +13,7 @@ from keras import layers
 from keras_distribute.training.steps import packed_state
 from tests.support import mirrored_or_default
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(8)
 
 GROUPS = (
     "trainable_variables",

@@ -51,12 +51,13 @@ def trained(strategy: Any, build: Any) -> keras.Model:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = build()
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (21, LENGTH + 1))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (24, LENGTH + 1))
     x, y = tokens[:, :-1], tokens[:, 1:]
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("kind", ["heads", "grouped"])
 def test_a_plan_divides_memory_and_keeps_the_numbers(kind, shards):

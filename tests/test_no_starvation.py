@@ -37,6 +37,7 @@ print("finished", int(model.optimizer.iterations), float(strategy.reduce("SUM", 
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(300 * max(1, RUNS // 3))
 @pytest.mark.parametrize(
     ("setup", "flags"),

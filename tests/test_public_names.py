@@ -205,6 +205,7 @@ def _source_file(thing):
         return None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _modules())
 def test_docstring_examples(name):
     module = importlib.import_module(name)

@@ -29,6 +29,7 @@ def temporary_bytes(model, strategy, rows):
         return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tail", [62, 61, 33])
 def test_a_tail_needs_no_more_than_a_full_batch(tail, monkeypatch):
     plan_of = choose.plan_of

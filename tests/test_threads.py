@@ -48,6 +48,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
         return [future.result() for future in [pool.submit(run, f) for f in functions]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_predicting_as_a_web_server_does(replicas: int) -> None:
     """Requests of several sizes from several threads, the first of which compile."""
@@ -122,6 +123,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
     name: str,
@@ -158,6 +160,7 @@ def test_training_one_model_in_two_threads_is_refused_and_harms_nothing(
         pool.submit(CALLS[name], model).result()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_two_models_of_one_strategy_are_trained_in_two_threads(replicas: int) -> None:
     strategy = mirrored(replicas)

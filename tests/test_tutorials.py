@@ -27,7 +27,7 @@ def test_there_are_notebooks():
     assert len(RUN["NOTEBOOKS"]) == 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_every_cell_runs(path, monkeypatch):
     # As a person would run it; the numbers are those of this machine, so only what the
     # cells assert is compared.

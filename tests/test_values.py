@@ -71,6 +71,7 @@ def per_replica(n=2):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", BINARY)
 def test_mirrored_computes_like_its_array(name, n):

@@ -155,6 +155,7 @@ def test_random_initial_values_are_the_same_everywhere():
     assert np.std(shards(layer.kernel)[0]) > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["on_write", "on_read"])
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])

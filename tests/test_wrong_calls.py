@@ -1453,6 +1453,7 @@ def tried(name: str, parameter: str, value: Any, right: bool | None) -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*TARGETS, *KERAS])
 def test_wrong_kinds(name, alone, capsys):
     for variable_name, text in (STEP | MPI).items():

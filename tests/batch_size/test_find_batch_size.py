@@ -32,7 +32,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_largest_batch_that_ran(name):
     """A step that really runs out of memory; the model goes on as if it had not been
@@ -56,6 +56,7 @@ def test_the_largest_batch_that_ran(name):
     assert bits(model) == bits(twin)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", [0, 2, 4])
 def test_a_limit_in_bytes(replicas, compilations):
     """Batches over it are compiled, and not run; each size is compiled once, and
@@ -97,6 +98,7 @@ def test_with_a_margin_and_without():
     assert (all_ran.largest, all_ran.recommended, all_ran.too_large) == (32, 32, None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [0, 4])
 def test_a_batch_in_parts(replicas):
     """Trained with what was found, the update is that of the whole batch."""
@@ -190,6 +192,7 @@ def test_a_model_with_packed_state():
     assert bits(model) != before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_model_that_is_not_built(replicas):
     scope = mirrored(2).scope() if replicas > 1 else contextlib.nullcontext()
@@ -226,7 +229,7 @@ def generator():
         yield X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replicas", [0, 2])
 @pytest.mark.parametrize("kind", ["PyDataset", "tf.data", "weights", "distributed"])
 def test_data_of_every_kind(kind, replicas):
@@ -263,6 +266,7 @@ def test_a_generator_is_read_again_by_fit():
     assert len(steps) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_memory_of_the_host(replicas, monkeypatch):
     model = trained(mirrored(replicas) if replicas else None)
@@ -278,6 +282,7 @@ def test_memory_of_the_host(replicas, monkeypatch):
     assert bits(model) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_an_error_in_a_step_leaves_the_model_as_it_was(replicas):
     class Broken(keras.layers.Layer):
@@ -297,6 +302,7 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(replicas):
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_an_interruption_leaves_the_model_as_it_was(replicas):
     model = trained(mirrored(replicas) if replicas else None, Hungry(8))
@@ -307,7 +313,7 @@ def test_an_interruption_leaves_the_model_as_it_was(replicas):
 
     counted = Interrupter(None, inside=inside)
     assert not counted(search)
-    places = 40 if os.environ.get("EVERY_CASE") else 8
+    places = 40 if os.environ.get("EVERY_CASE") else 4
     for i in range(places):
         interrupter = Interrupter(i * counted.count // places, inside=inside)
         assert interrupter(search), interrupter.where

@@ -260,6 +260,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_each_operation(name: str, replicas: int) -> None:
@@ -278,6 +279,7 @@ def drawn(kind: str) -> Callable[..., Any]:
     return draws[kind]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(N,), (N, 3), (N, 1, 5), (3, N)])
 @pytest.mark.parametrize("kind", ["uniform", "normal", "bernoulli", "bits", "bfloat16"])
 def test_draws_are_those_of_one_device(kind: str, shape: tuple[int, ...]) -> None:

@@ -35,7 +35,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_false_alarm(kind, replicas):
@@ -64,6 +64,7 @@ def test_no_false_alarm(kind, replicas):
     assert seen[-1].num_variables >= 15
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("element", [5, 31])
 def test_several_logical_devices_a_replica(element):
     """Each part of a divided weight is compared over the replicas."""

@@ -40,7 +40,7 @@ def trained(replicas, is_packed):
     return model, [(variable, np.array(variable.value)) for variable in every]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("seed", range(300))
 def test_a_flipped_bit(seed):
     replicas, is_packed, kind, replica, (which, where, how), choice = drawn(seed)

@@ -27,6 +27,7 @@ def flip(model, step, kind, which, replica, bit):
     return kd.testing.Fault("flip", step=step, **given)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replicas", [4, 8])
 @pytest.mark.parametrize("per_execution", [1, 2])
 def test_majority_repair_gives_the_bits_of_an_undisturbed_run(

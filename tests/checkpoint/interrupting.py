@@ -182,6 +182,6 @@ def fit_arrays(model: Any, callbacks: Any, **options: Any) -> Any:
         "batch_size": 8,
         "epochs": 3,
         "verbose": 0,
-        "validation_data": (x[:12], y[:12]),
+        "validation_data": (x[:16], y[:16]),
     } | options
     return model.fit(x, y, callbacks=callbacks, **settings)

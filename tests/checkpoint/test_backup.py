@@ -27,7 +27,7 @@ from .interrupting import (
 )
 from .support import data, scope, strategy_of
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(14)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(24)]
 STEP = "on_train_batch_end"
 
 

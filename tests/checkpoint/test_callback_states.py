@@ -26,7 +26,7 @@ from .interrupting import (
 )
 from .support import data
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(9)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(18)]
 C = keras.callbacks
 
 

@@ -189,6 +189,7 @@ def test_arguments(value: Value, tmp_path: Any) -> None:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_was_saved_is_the_moment_of_the_save(
     asynchronous: bool, tmp_path: Any

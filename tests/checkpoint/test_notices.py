@@ -68,7 +68,7 @@ def uninterrupted() -> dict[str, Any]:
         "on_epoch_end",
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("freq", [1, "epoch", False])
 def test_in_fit(method: str, freq: Any, tmp_path: Any) -> None:
     """Saves, whatever `save_freq` says, and exits; the second run does the rest, and

@@ -32,6 +32,7 @@ from .support import (
 pytestmark = pytest.mark.sampled(3)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("place", "optimizer"),
     [(0, "accumulating"), (4, "accumulating"), (2, "loss_scale_ema"), (8, "sgd")],
@@ -83,6 +84,7 @@ def test_a_custom_loop_goes_on_bit_for_bit(place: int, tmp_path: Any) -> None:
     assert float(other.metric.result()) == result
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("source", "target"),
     [(0, 4), (8, 0), (1, 8), (4, 2)],
@@ -119,6 +121,7 @@ def test_on_any_number_of_replicas(source: int, target: int, tmp_path: Any) -> N
     assert_close(numbers(model=other), numbers(model=model), rtol=1e-4)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
 def test_from_eight_replicas_to_others_and_back(place: int, tmp_path: Any) -> None:
     """Weights and optimizer state are the same bits all the way; moving statistics are

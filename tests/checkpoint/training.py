@@ -75,7 +75,7 @@ def arrays(model: Any, **options: Any) -> Any:
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1)
     options["callbacks"] = [plateau, *options["callbacks"]]
     return model.fit(
-        x, y, batch_size=BATCH, validation_data=(x[:12], y[:12]), **options
+        x, y, batch_size=BATCH, validation_data=(x[:16], y[:16]), **options
     )
 
 

@@ -59,7 +59,7 @@ def plain():
     return history, model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0), model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_training_gives_the_numbers_of_one_device(strategy, plain, tmp_path):
     with strategy.scope():
         model = make_model()
@@ -97,6 +97,7 @@ def plain_loop():
     return loop_of_plain_keras()
 
 
+@pytest.mark.sampled(3)
 def test_a_custom_loop_gives_the_numbers_of_one_device(strategy, plain_loop):
     """The batch is split by hand, so it must divide: 24 rows over each of the replica
     counts.

@@ -39,6 +39,7 @@ def ran(model, x, y, monkeypatch):
     return texts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "rows", "divided"),
     [
@@ -76,6 +77,7 @@ def test_the_program_is_that_of_fit(name, rows, divided, monkeypatch):
     assert home.num_replicas_in_sync == 1  # As before.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_logical", [2, 4])
 def test_the_program_of_logical_devices_is_that_of_fit(num_logical, monkeypatch):
     with logical.tpu_strategy(num_logical, layout_map=logical.HIDDEN).scope():
@@ -92,6 +94,7 @@ def test_the_program_of_logical_devices_is_that_of_fit(num_logical, monkeypatch)
     assert plan.traced.lower().as_text() == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [8, 10, 3])
 def test_a_batch_gets_the_form_that_it_is_placed_in(rows):
     mesh = ReplicaMesh.of(jax.devices("cpu")[:4])

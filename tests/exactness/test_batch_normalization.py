@@ -89,6 +89,7 @@ def network(layer: layers.Layer, image: bool = False) -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_batch_normalization_uses_each_replicas_statistics(replicas: int) -> None:
     """TF: each replica keeps its own moving statistics, the first is saved. KD: global
@@ -170,6 +171,7 @@ def test_moving_statistics_by_hand_and_as_saved(tmp_path: Any) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("image", [False, True], ids=["dense", "convolutional"])
 @pytest.mark.parametrize("samples", [64, 70])
 def test_batch_normalization_synchronized(image: bool, samples: int) -> None:

@@ -225,6 +225,7 @@ class WithPrior(keras.Model):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [8, 6])
 def test_an_array_that_is_no_batch_beside_the_batch(rows: int) -> None:
     """A vector of three numbers for all rows, named so that it comes first: it belongs
@@ -294,6 +295,7 @@ assert not np.array_equal(model.get_layer("a").kernel.numpy(), model.get_layer("
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["average", "assigned"])
 def test_two_variables_that_share_a_value(how: str) -> None:
     """A weight and its average after a fit, or a variable assigned to another: both can

@@ -20,7 +20,7 @@ import keras_distribute as kd
 from . import harness
 from .harness import equals_one_device, fit_only, table
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(6)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(18)]
 
 X, Y = table(22)
 

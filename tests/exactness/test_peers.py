@@ -50,6 +50,7 @@ def test_arrays_divisible_batches() -> None:
     equals_one_device(dense, fit_evaluate_predict(X[:64], Y[:64]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("samples", [70, 65])
 def test_fit_70_samples_batch_32(samples: int) -> None:
     """TF: weights silently off by 2.4e-2 (9.6e-2 with 65). KD: IndivisibleError,
@@ -76,6 +77,7 @@ def test_evaluate_predict_70() -> None:
     assert outcome.result["predictions"].shape == (70, 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("samples", "batch_size"), [(6, 32), (3, 32), (60, 30)])
 def test_6_or_3_samples_and_batch_30(samples: int, batch_size: int) -> None:
     """TF: InvalidArgumentError in fit. KD: IndivisibleError."""
@@ -84,6 +86,7 @@ def test_6_or_3_samples_and_batch_30(samples: int, batch_size: int) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layer", [layers.Dropout, layers.GaussianNoise, layers.GaussianDropout]
 )
@@ -155,6 +158,7 @@ def test_add_loss_sum() -> None:
     equals_one_device(lambda: dense(zoo.Penalty()), fit_evaluate_predict(X, Y))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum", "mean"])
 def test_mean_with_sample_weight(reduction: str) -> None:
     """TF: silently off by 1.7e-2. KD ok."""
@@ -205,6 +209,7 @@ def test_loss_that_returns_a_scalar() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["none", None])
 def test_reduction_none(reduction: str | None) -> None:
     """TF: the log silently times 4. KD, and one device: TypeError, there is no scalar
@@ -225,6 +230,7 @@ def test_reduction_none(reduction: str | None) -> None:
     assert errors == [TypeError, TypeError]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flavour", [0, 1], ids=["compute_loss", "ops_mean"])
 def test_own_train_step(flavour: int) -> None:
     """TF: with `compute_loss` the logged loss is a quarter; with `ops.mean` the
@@ -243,6 +249,7 @@ def test_steps_per_execution_4() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -261,6 +268,7 @@ def test_gradient_accumulation_and_ema(options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_clipping(option: str) -> None:
     """TF: silently clips before the reduction. KD ok."""
@@ -345,6 +353,7 @@ def test_a_0d_value_beside_the_batch() -> None:
     assert harness.observe(build, run, harness.mirrored(4)).result is expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [32, 30])
 def test_train_on_batch(rows: int) -> None:
     """TF: each replica runs the whole batch, counts are times 4. KD ok if divisible."""
@@ -361,6 +370,7 @@ def test_train_on_batch(rows: int) -> None:
     equals_one_device(dense, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [32, 30])
 def test_predict_on_batch(rows: int) -> None:
     """TF: silently 128 rows out for 32 in. KD ok."""

@@ -42,6 +42,7 @@ def compiled(model: keras.Model, optimizer: Any = None) -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", [0, 1, 2, 4])
 def test_save_and_load_on_1_2_4_replicas(target: int, tmp_path: Any) -> None:
     """TF: predictions differ by 9.4e-3 with BatchNorm. KD ok. 0 replicas is plain
@@ -80,6 +81,7 @@ class Crash(keras.callbacks.Callback):
             raise InterruptedError("the machine went away")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_freq", ["epoch", 1])
 def test_backup_and_restore(save_freq: Any, tmp_path: Any) -> None:
     """After a crash in the second epoch: as one device, where `save_freq=1` repeats a

@@ -111,7 +111,7 @@ def assert_continues(model: keras.Model, uninterrupted: Any) -> None:
     harness.assert_close_tree(model.predict(X, verbose=0), predictions, "predictions")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "target"), [(4, 0), (0, 4), (8, 2), (1, 8), (2, 1), (4, 4)]
 )
@@ -126,7 +126,7 @@ def test_load_model_in_scope_continues(
     assert_continues(model, uninterrupted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "target", "inside"),
     [(4, 8, True), (8, 0, False), (0, 2, False), (2, 4, False)],

@@ -16,7 +16,7 @@ from keras import layers, ops
 from . import harness, zoo
 from .harness import equals_one_device, fit_evaluate_predict
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled(6)]
 
 NUM_IDS = 128
 

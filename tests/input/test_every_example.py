@@ -69,7 +69,7 @@ def check(ids: np.ndarray, features: np.ndarray) -> None:
     np.testing.assert_array_equal(features, np.stack([ids * 0.5, -ids], 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_example_once_in_order(kind: str) -> None:

@@ -67,6 +67,7 @@ def broken_generator(at: int) -> Any:
         yield the_users_own_function(index) if index == at else (X, Y)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at", [2, 5])
 @pytest.mark.parametrize(
     "make", [Broken, broken_generator, lambda at: Broken(at, workers=2)]

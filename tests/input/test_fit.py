@@ -17,7 +17,7 @@ import keras_distribute as kd
 from keras_distribute import errors
 from tests.support import mirrored
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(45, 3).astype("float32")

@@ -48,6 +48,7 @@ def failing(x):
     raise ValueError("an error of the user's")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "data", [tf_data, unknown_length, grain_data], ids=lambda data: data.__name__
 )

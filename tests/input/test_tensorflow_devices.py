@@ -45,6 +45,7 @@ def run(folder: Any, code: str, started: bool = False, **environment: str) -> An
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", ["keras_distribute", "tensorflow"])
 def test_devices_are_hidden(first: str, tmp_path: Any) -> None:
     second = {"keras_distribute": "tensorflow", "tensorflow": "keras_distribute"}[first]

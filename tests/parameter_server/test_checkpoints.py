@@ -59,6 +59,7 @@ def backed_up_fit(strategy, folder, save_freq, *callbacks):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [11, 16])
 def test_a_fit_that_is_broken_off_goes_on(one_worker, tmp_path, step):
     """With the very next batch after the last save, to the numbers of one device."""
@@ -97,6 +98,7 @@ def test_a_save_waits_for_what_was_scheduled(strategy, tmp_path):
     assert (a.numpy().tolist(), float(b.numpy())) == ([100.0] * 9, 100.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [11, 19])
 def test_local_steps_go_on_to_the_bit(make, tmp_path, step):
     """With the slots of each group, and the momentum of the outer optimizer."""

@@ -36,6 +36,7 @@ def batches(context: Any = None) -> Any:
     return made()(context or kd.InputContext())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_one_worker_is_one_device(one_worker, steps):
     """Over epochs that go on in the data, with tails, validation and `evaluate`."""

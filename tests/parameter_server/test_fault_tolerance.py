@@ -108,6 +108,7 @@ def test_a_worker_fails_again_and_again(own_cluster, model):
     model.join(10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_dataset_fn", [True, False])
 def test_datasets_are_created_while_a_worker_is_away(
     own_cluster, model, use_dataset_fn

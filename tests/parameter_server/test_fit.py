@@ -64,6 +64,7 @@ def test_optimizers_with_every_option(one_worker, name):
     equals_one_device(one_worker, build, fit_only(X, Y, batch_size=8))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_clipping_looks_at_whole_gradients(one_worker, clip):
     equals_one_device(
@@ -91,6 +92,7 @@ def network() -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_tail_and_validation(one_worker, steps):
     def build() -> keras.Model:
@@ -104,7 +106,7 @@ def test_a_tail_and_validation(one_worker, steps):
     equals_one_device(one_worker, build, run)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("inputs", zoo.INPUTS)
 @pytest.mark.parametrize("kind", sorted(zoo.BUILDERS))
 def test_models_of_every_kind_on_every_input(one_worker, kind, inputs):
@@ -263,6 +265,7 @@ def test_train_on_batch(one_worker):
     equals_one_device(one_worker, network, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [2, 3])
 def test_divided_variables(cluster, parts):
     """Their parts are on both servers, and are put together."""
@@ -298,6 +301,7 @@ def test_the_summary_says_where_steps_run(strategy):
     assert "scheduled on a worker" in str(strategy.summary(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_travel_in_16_bits(make, dtype):
     """Rounded once, on the worker; the update is made in the weight's own dtype."""

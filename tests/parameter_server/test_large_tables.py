@@ -194,6 +194,7 @@ def test_a_server_that_dies_in_a_save(own_cluster, small_blocks, tmp_path, monke
     strategy.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_table_is_named(make, small_blocks, tmp_path, how):
     strategy = make(1)

@@ -48,7 +48,7 @@ def network(optimizer: Any, **options: Any) -> keras.Model:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_trains_as_one_device(make, name, steps_per_execution):
@@ -144,7 +144,7 @@ def assert_diloco(strategy: Any, name: str, steps: int, epochs: int = 3) -> None
         np.testing.assert_allclose(found, own, rtol=2e-5, err_msg=key)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_groups_train_as_in_diloco(make, name, steps):
@@ -265,6 +265,7 @@ UNDISTURBED: list[Any] = []
 """What two workers of which none goes end with, when it has been computed."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
     """What it had is run by the other one, with the slots of its group."""

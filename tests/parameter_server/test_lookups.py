@@ -63,6 +63,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_its_gradient(name):
     looked = compared(

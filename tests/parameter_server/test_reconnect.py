@@ -26,6 +26,7 @@ def killing(cluster, step):
     return keras.callbacks.LambdaCallback(on_train_batch_end=count)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("local_steps", [1, 2])
 def test_a_fit_goes_on_to_the_numbers_of_one_device(own_cluster, tmp_path, local_steps):
     options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}

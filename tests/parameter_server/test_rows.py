@@ -56,6 +56,7 @@ EXACT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXACT)
 def test_rows_alone_give_the_numbers_of_one_device(one_worker, name):
     def build() -> keras.Model:
@@ -65,6 +66,7 @@ def test_rows_alone_give_the_numbers_of_one_device(one_worker, name):
     assert_same_outcome(observe(build, run, one_worker), observe(build, run))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_tail_a_mask_and_two_layers_of_one_table(one_worker, steps):
     """On divided tables; also `evaluate` and `predict`."""
@@ -254,6 +256,7 @@ INITIALIZERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_large_tables_are_drawn_by_the_servers(make, monkeypatch, name):
     """The same values on one server, on two, and here."""

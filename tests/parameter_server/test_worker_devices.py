@@ -35,6 +35,7 @@ def made(cluster, **options):
     return kd.ParameterServerStrategy(resolver_of(cluster, 1, 1), **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [16, 9])
 def test_fit_evaluate_and_predict(wide, batch_size):
     """Batches that divide, a last one of 6 rows, and none that divides."""

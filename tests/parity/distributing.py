@@ -506,8 +506,14 @@ def pipeline(
 
 
 def batches_of(steps: JSON) -> list[JSON]:
-    """The elements of a pipeline, encoded."""
-    return [encode(element) for element in pipeline(steps).as_numpy_iterator()]
+    """The elements of a pipeline, encoded; many entries have the same ones."""
+    return list(_elements(json.dumps(steps)))
+
+
+@cache
+def _elements(steps: str) -> list[JSON]:
+    dataset = pipeline(json.loads(steps))
+    return [encode(element) for element in dataset.as_numpy_iterator()]
 
 
 def raised_in(entry: Entry) -> bool:

@@ -172,6 +172,7 @@ def _dtype(leaf):
     return decode(leaf["PerReplica"][0]).dtype.name
 
 
+@pytest.mark.sampled(4)
 @entries(
     "structures",
     where=lambda entry: "error" not in entry["local_results"] and not refusal(entry),

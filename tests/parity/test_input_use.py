@@ -26,6 +26,7 @@ from .encoding import is_error
 IN_RUN = ("distribute in run", "iter in run", "next in run", "get_next in run")
 
 
+@pytest.mark.sampled(3)
 @entries("iteration")
 def test_iteration(entry):
     strategy, name, expected = (

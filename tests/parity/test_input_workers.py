@@ -199,6 +199,7 @@ def as_wrapped(kind: str, entry: Entry, elements: list[JSON]) -> list[JSON]:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("entry", "kind"), cases("AUTO", "DATA"))
 def test_other_kinds_by_data(entry, kind):
     for worker in WORKERS:
@@ -230,6 +231,7 @@ def knows_its_size(entry: Entry, kind: str) -> bool:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("entry", "kind"),
     [case for case in cases("OFF") if knows_its_size(case.values[0], case.values[1])],

@@ -1,5 +1,7 @@
 """`strategy.reduce` and `strategy.gather` against TensorFlow."""
 
+import pytest
+
 import keras_distribute as kd
 
 from .comparing import (
@@ -15,6 +17,7 @@ from .differences import because
 from .encoding import is_error
 
 
+@pytest.mark.sampled(2)
 @cases("reduce")
 def test_reduce(entry, case):
     op, axis, expected = case
@@ -85,6 +88,7 @@ def _as_array(expected):
     return expected
 
 
+@pytest.mark.sampled(2)
 @cases("gather")
 def test_gather(entry, case):
     axis, expected = case

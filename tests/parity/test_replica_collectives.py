@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import keras_distribute as kd
 
@@ -27,6 +28,7 @@ def run(entry, step):
     return strategy.run(step, args=(value_of(strategy, entry["value"]),))
 
 
+@pytest.mark.sampled(2)
 @cases("all_reduce")
 def test_all_reduce(entry, case):
     op, expected = case
@@ -67,6 +69,7 @@ def _floats(expected):
     return {"float32": expected["int32"]} if "int32" in expected else expected
 
 
+@pytest.mark.sampled(2)
 @cases("all_gather")
 def test_all_gather(entry, case):
     axis, expected = case

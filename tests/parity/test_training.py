@@ -43,7 +43,7 @@ def test_optimizer_sums_raw_gradients(entry):
     assert int(optimizer.iterations.value) == entry["iterations"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @entries("metrics", "metric", "weighted")
 def test_metric(entry):
     strategy = mirrored(entry["replicas"])
@@ -88,6 +88,7 @@ def _updated(metric, batch):
     return encode(metric.result())
 
 
+@pytest.mark.sampled(2)
 @entries("average_loss", "name")
 def test_compute_average_loss(entry):
     strategy, name, expected = (

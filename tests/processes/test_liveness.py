@@ -81,7 +81,7 @@ def survivors_of(num_processes, victim, number):
     return seconds, [result.log for result in others]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_processes", "victim", "number", "name"),
     [
@@ -159,6 +159,7 @@ def leaving(leaver, what):
     time.sleep(60 if what != "nothing" else 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("leaver", "what"), [(1, "step"), (1, "read"), (0, "barrier")])
 def test_a_process_that_ends_too_early_is_named_by_all(leaver, what):
     with kd.testing.MultiProcessRunner(

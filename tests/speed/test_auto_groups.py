@@ -149,6 +149,7 @@ def test_the_progress_bar_reaches_the_end(eager_to_group: None, capsys: Any) -> 
     assert "201/201" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [70, 201])
 def test_steps_per_epoch_and_data_that_knows_its_length(
     steps: int, eager_to_group: None

@@ -141,6 +141,7 @@ def test_nearly_all_models_have_it(kind: str, monkeypatch: Any) -> None:
     assert not plan_of(model, kd.MirroredStrategy(["cpu:0"])).is_local
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "batch normalization"])
 def test_their_numbers_are_those_of_one_replica(kind: str, replicas: int) -> None:
@@ -156,6 +157,7 @@ def test_their_numbers_are_those_of_one_replica(kind: str, replicas: int) -> Non
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [24, 21])
 def test_the_numbers_of_one_replica(rows: int) -> None:
     """With rows that divide, and with a last batch that does not."""
@@ -226,6 +228,7 @@ def test_a_callback_given_its_method_afterwards_is_called() -> None:
     assert seen == [0, 1, 2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dtype", ["float64", "int64", "float16", "bool", ">f4", "uint8"]
 )
@@ -290,6 +293,7 @@ def linear(replicas: int, dtype: str | None, **options: Any) -> keras.Model:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_gradients_travel_in_the_chosen_dtype(steps: int, monkeypatch: Any) -> None:
     accumulating = {"gradient_accumulation_steps": steps} if steps > 1 else {}

@@ -14,7 +14,7 @@ import keras_distribute as kd
 from keras_distribute.training.steps import packed_state
 from tests.processes import sharded
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 X, Y = sharded.X, sharded.Y
 

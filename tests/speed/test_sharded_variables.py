@@ -17,7 +17,8 @@ import keras_distribute as kd
 from keras_distribute.devices.launches import Executable
 from tests.support import OnFirstDevice, distributed, mirrored
 
-LENGTH, VOCABULARY, WIDTH, ROWS = 8, 64, 32, 21
+LENGTH, VOCABULARY, WIDTH = 8, 64, 32
+TAIL = 21  # As many rows end in a batch of 5, which is a program more.
 SMALL = {"shard_variables": True, "min_shard_bytes": 32}
 
 
@@ -36,12 +37,14 @@ def decoder(dropout: float = 0.0, blocks: int = 1) -> keras.Model:
     return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
 
 
-def tokens() -> tuple[Any, Any]:
-    found = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH + 1))
+def tokens(rows: int = TAIL) -> tuple[Any, Any]:
+    found = np.random.default_rng(0).integers(0, VOCABULARY, (rows, LENGTH + 1))
     return found[:, :-1], found[:, 1:]
 
 
-def trained(strategy: Any, build: Any, optimizer: Any, epochs: int = 2) -> Any:
+def trained(
+    strategy: Any, build: Any, optimizer: Any, epochs: int = 2, rows: int = 24
+) -> Any:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = build()
@@ -50,7 +53,7 @@ def trained(strategy: Any, build: Any, optimizer: Any, epochs: int = 2) -> Any:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    x, y = tokens()
+    x, y = tokens(rows)
     logs = model.fit(
         x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0
     ).history
@@ -58,15 +61,15 @@ def trained(strategy: Any, build: Any, optimizer: Any, epochs: int = 2) -> Any:
 
 
 def assert_like_one_device(
-    strategy: Any, build: Any, optimizer: Any, tolerance: float = 2e-5
+    strategy: Any, build: Any, optimizer: Any, tolerance: float = 2e-5, rows: int = 24
 ) -> keras.Model:
-    expected, logs = trained(kd.get_strategy(), build, optimizer)
-    model, own = trained(strategy, build, optimizer)
+    expected, logs = trained(kd.get_strategy(), build, optimizer, rows=rows)
+    model, own = trained(strategy, build, optimizer, rows=rows)
     np.testing.assert_allclose(own["loss"], logs["loss"], rtol=tolerance)
     np.testing.assert_allclose(own["accuracy"], logs["accuracy"], rtol=1e-6)
     for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
-    x, y = tokens()
+    x, y = tokens(rows)
     for kind in ("evaluate", "predict"):
         arguments = (x, y) if kind == "evaluate" else (x,)
         np.testing.assert_allclose(
@@ -82,10 +85,14 @@ def divided(variables: Any) -> list[Any]:
     return [v for v in variables if not v.value.sharding.is_fully_replicated]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_weights_and_slots_are_divided_and_numbers_those_of_one_device(replicas):
     model = assert_like_one_device(
-        mirrored(replicas, **SMALL), decoder, lambda: keras.optimizers.Adam(1e-3)
+        mirrored(replicas, **SMALL),
+        decoder,
+        lambda: keras.optimizers.Adam(1e-3),
+        rows=TAIL,
     )
     if replicas == 1:
         assert not divided(model.variables)
@@ -122,7 +129,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     # Lion moves by a sign, which rounding of a gradient near zero changes.
@@ -192,7 +199,7 @@ def test_a_quantized_base_is_divided():
         return model
 
     model = assert_like_one_device(
-        mirrored(4, **SMALL), build, lambda: keras.optimizers.Adam(1e-3), 1e-4
+        mirrored(4, **SMALL), build, lambda: keras.optimizers.Adam(1e-3), 1e-4, TAIL
     )
     base = [v for v in model.variables if v.dtype == "int8"]
     assert base and len(divided(base)) == len(base)
@@ -250,6 +257,7 @@ def loops_of(strategy: Any, optimizer: Any) -> list[Any]:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["sgd", "accumulating", "global norm"])
 def test_a_loop_sees_whole_weights(name):
     expected, _ = loops_of(mirrored(1), OPTIMIZERS[name])
@@ -353,7 +361,7 @@ def test_saving_and_loading_on_other_numbers(tmp_path):
         mirrored(4, **SMALL), decoder, lambda: keras.optimizers.Adam(1e-3)
     )
     model.save(tmp_path / "model.keras")
-    x, y = tokens()
+    x, y = tokens(24)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     for strategy in (kd.get_strategy(), mirrored(8, **SMALL), mirrored(2)):
         with strategy.scope():
@@ -464,6 +472,7 @@ def saved(tmp_path_factory):
     return folder, model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -491,6 +500,7 @@ def test_the_state_is_never_whole_on_a_device_when_it_comes(name, devices, saved
     assert STATE / devices <= found.more <= STATE / devices + 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["save", "save_weights", "checkpoint", "read"])
 def test_the_state_is_never_whole_on_a_device_when_it_goes(name, tmp_path):
     with mirrored(8, **SMALL).scope():
