@@ -1047,6 +1047,7 @@ TARGETS: dict[str, Target] = {
         replica=integer(),
         element=integer(),
         bit=integer(),
+        what=lambda v: False,
     ),
     "testing.Fault.now": method(
         lambda: kd.testing.Fault("raise", step=10**9), "now", step=integer()
@@ -1266,6 +1267,7 @@ def compiled(**given: Any) -> None:
 
 # What a user does not make, or what has no parameter of its own.
 MADE_BY_THE_PACKAGE = {
+    "callbacks.StepReport",
     "BatchSizeResult",
     "ConsistencyReport",
     "DistributedDataset",

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import keras
 
 from keras_distribute import checks
+from keras_distribute._compat.trainer import is_traced
 from keras_distribute.consistency import kept_steps
 from keras_distribute.consistency.replays import StepProgram, StepReport, replayed
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError, StepReplayError
-from keras_distribute.strategies.base import Strategy
+from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, calls
 from keras_distribute.training.steps.by_rows import Watched
 from keras_distribute.training.steps.step_programs import form_of_batch
@@ -31,8 +32,9 @@ class StepReplay(keras.callbacks.Callback):
     """Runs a step of a `fit` again on other devices, every so many steps, and compares
     the bits.
 
-    Each replica's rows are computed by the device of the next replica, from the same
-    batch, state and seeds, by the same program. So whatever differs is the hardware's:
+    Each replica's rows are computed by the device of the next replica (a single one's
+    by another device of the machine, if there is one), from the same batch, state and
+    seeds, by the same program. So whatever differs is the hardware's:
     a device that computes wrongly, now and then or always, also where all replicas then
     agree on what came of it, which `ReplicaConsistency` cannot see. Where something
     differs, a third run says which device erred: the one whose result for a replica,
@@ -108,12 +110,14 @@ class StepReplay(keras.callbacks.Callback):
         """Begins to count steps."""
         model: Any = self.model
         strategy = adoption.strategy_of(model)
-        if not isinstance(strategy, Strategy) or model.run_eagerly:
+        is_asynchronous = isinstance(strategy, ParameterServerStrategy)
+        if strategy is None or is_asynchronous or not is_traced(model):
             raise ContextError(
                 "StepReplay runs the compiled steps of a synchronous strategy again.",
-                received=f"{strategy!r}, run_eagerly={model.run_eagerly}.",
+                received=f"{strategy!r}, run_eagerly={model.run_eagerly}, "
+                f"jit_compile={model.jit_compile}.",
                 fix="create and compile the model in the scope of a strategy, such as "
-                "kd.MirroredStrategy(), without run_eagerly=True.",
+                "kd.MirroredStrategy(), without run_eagerly=True or jit_compile=False.",
             )
         self._since, self._programs = 0, {}
 

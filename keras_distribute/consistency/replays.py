@@ -56,11 +56,11 @@ class StepReport:
         """One sentence."""
         if not self.differing:
             return (
-                f"Step {self.step} gave the same bits on other devices, in all of "
+                f"Step {self.step}, run again, gave the same bits in all of "
                 f"{self.num_results} results."
             )
         count = f"{len(self.differing)} of {self.num_results} results"
-        begin = f"Step {self.step}, run again on other devices, gave other bits in "
+        begin = f"Step {self.step}, run again, gave other bits in "
         if not self.devices:
             return f"{begin}{count}, on no device in particular."
         names = " and ".join(self.devices)
@@ -157,14 +157,31 @@ class StepProgram:
         liveness.current.begin_program(self.mesh.num_processes)
         return list(self._compiled[by](*given))
 
+    def _rows(self) -> np.ndarray[Any, Any]:
+        """The devices, along axis 0 those that stand for each other."""
+        grid = self.mesh.mesh.devices
+        if grid.size > 1:
+            return grid
+        own = grid.flat[0]
+        alike = [d for d in jax.local_devices() if d.device_kind == own.device_kind]
+        every = [own, *(d for d in alike if d != own)]
+        return np.asarray(every, dtype=object).reshape(-1, *grid.shape[1:])
+
     def _called(self, *leaves: jax.Array) -> list[jax.Array]:
         arguments, _ = jax.tree.unflatten(self.exported.in_tree, leaves)
         return jax.tree.leaves(self.exported.call(*arguments))
 
+    @property
+    def num_places(self) -> int:
+        """How many devices, or groups of logical ones, may compute a replica's part."""
+        return len(self._rows())
+
     def moved(self, by: int) -> Mesh:
-        """The mesh, each of whose places has the device of a later one."""
+        """The mesh, each of whose places has the device of a later one; of a mesh with
+        one place, another device of this process.
+        """
         mesh = self.mesh.mesh
-        devices = np.roll(mesh.devices, -by, axis=0)
+        devices = np.roll(self._rows(), -by, axis=0)[: len(mesh.devices)]
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
     def hashes(self, results: Sequence[jax.Array]) -> Hashes:
@@ -199,10 +216,11 @@ def replayed(
         step: For the text.
         keep: Keeps the step, where something differs.
     """
-    count = program.mesh.num_replicas
+    outputs = [_on_mesh(array, program.mesh) for array in outputs]
+    others = program.num_places - 1
     with launches.lock:
         tables = [program.hashes(outputs)]
-        moves = [0, min(1, count - 1)]
+        moves = [0, min(1, others)]
         tables.append(program.hashes(program.run(inputs, outputs, moves[1])))
         columns = np.flatnonzero((tables[0] != tables[1]).any(axis=0))
         names = program.result_names
@@ -210,22 +228,20 @@ def replayed(
         if not columns.size:
             return report
         report = dataclasses.replace(report, folder=keep(tables[0]))
-        moves.append(2 if count > 2 else 0)
+        moves.append(2 if others > 1 else 0)
         tables.append(program.hashes(program.run(inputs, outputs, moves[2])))
     meshes = [program.moved(by).devices.reshape(-1) for by in moves]
-    # What is summed over the replicas is wrong everywhere if one replica's is.
     own = columns[columns < program.num_own]
     wrong, is_certain = erring(tables, meshes, own if own.size else columns)
-    if len(wrong) == len(program.mesh.devices) > 2:
+    if not own.size and len(wrong) == len(meshes[0]) > 1:
+        # What has been summed is wrong everywhere if one replica's part was.
         wrong, is_certain = [], False
     devices = tuple(f"{each.platform}:{each.id}" for each in wrong)
     return dataclasses.replace(report, devices=devices, is_certain=is_certain)
 
 
 def erring(
-    tables: Sequence[Hashes],
-    devices: Sequence[Any],
-    columns: Any,
+    tables: Sequence[Hashes], devices: Sequence[Any], columns: Any
 ) -> tuple[list[jax.Device], bool]:
     """The devices that computed what two others did not, and whether it is certain.
 
@@ -235,20 +251,26 @@ def erring(
         columns: Which results to look at.
     """
     wrong: dict[jax.Device, None] = {}
-    is_certain = len(set(devices[0])) > 1
+    is_certain = True
     for place in range(len(tables[0])):
+        who = [each[place] for each in devices]
         for column in columns:
             cells = [int(table[place, column]) for table in tables]
-            if len(set(cells)) == 3:
-                is_certain = False
-                wrong.update(dict.fromkeys(each[place] for each in devices))
-            elif len(set(cells)) == 2:
-                odd = next(i for i in range(3) if cells.count(cells[i]) == 1)
-                wrong[devices[odd][place]] = None
-    # With two devices one run was on the same as another, so one of them says it twice.
-    if len(set(devices[0])) == 2 and len(wrong) > 1:
-        is_certain = False
+            odd = [i for i in range(3) if cells.count(cells[i]) == 1]
+            if len(odd) == 3 or (odd == [1] and who[0] is who[2] is not who[1]):
+                # All differ; or one device says twice what another one does not.
+                is_certain = is_certain and len(set(who)) == 1
+                wrong.update(dict.fromkeys(who))
+            elif odd:
+                wrong[who[odd[0]]] = None
     return sorted(wrong, key=lambda each: each.id), is_certain
+
+
+def _on_mesh(array: jax.Array, mesh: ReplicaMesh) -> jax.Array:
+    """The array; where XLA chose where it is, on all devices."""
+    if isinstance(array.sharding, NamedSharding):
+        return array
+    return jax.device_put(array, mesh.replicated)
 
 
 def _on(array: jax.Array, mesh: Mesh) -> NamedSharding:

@@ -27,6 +27,7 @@ from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.seams import Replacements
 from keras_distribute._compat.trainer import JAXTrainer
+from keras_distribute.devices import bit_flips
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
@@ -265,6 +266,8 @@ def called(
         opened.restore()
         if name == "fit":
             epochs.fit_ended(trainer)
+            calls.asked_watcher(trainer)  # Of a step that did not come any more.
+            bit_flips.asked(trainer)
         if not outer:
             calls.release_feeds()
 

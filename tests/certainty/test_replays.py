@@ -38,9 +38,18 @@ def flip(what: str, replica: int, variable: Any = None, step: int = 3) -> Any:
     return kd.testing.Fault("flip", step=step, what=what, variable=variable, **where)
 
 
+PLACES = [(2, 0), (2, 1), (4, 2), (8, 7)]
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("what", ["gradient", "batch"])
-@pytest.mark.parametrize(("replicas", "replica"), [(2, 0), (2, 1), (4, 2), (8, 7)])
+@pytest.mark.parametrize(
+    ("what", "replicas", "replica"),
+    [
+        ("batch", 1, 0),  # A single replica's gradient is the sum.
+        *(("batch", *place) for place in PLACES),
+        *(("gradient", *place) for place in PLACES),
+    ],
+)
 def test_the_device_that_erred_is_named(what: str, replicas: int, replica: int) -> None:
     model = training.built(mirrored(replicas))
     kernel = model.layers[0].kernel if what == "gradient" else None
@@ -135,7 +144,7 @@ def test_the_error_and_the_step_on_disk(tmp_path: pathlib.Path) -> None:
         training.fitted(model, flip("gradient", 2, kernel), replay)
     first, *_, fix = str(caught.value).splitlines()
     kept = tmp_path / "step-0000003"
-    assert first.startswith("Step 3, run again on other devices, gave other bits in ")
+    assert first.startswith("Step 3, run again, gave other bits in ")
     assert first.endswith("computed wrongly by cpu:2.")
     assert f"kept in {kept}" in str(caught.value)
     assert fix == "  Fix: go on from a checkpoint of an earlier step, without cpu:2."
@@ -204,6 +213,14 @@ def test_two_devices_that_err_and_one_that_always_does() -> None:
         table[[d.id for d in order].index(0), 0] = 100
     found, is_certain = erring(always, two, [0])
     assert len(found) == 2 and not is_certain
+    # Of the rows of one replica alone, too: two results of the same device.
+    always = [right[:2].copy() for _ in two]
+    always[0][0, 0] = always[2][0, 0] = 100
+    found, is_certain = erring(always, two, [0])
+    assert len(found) == 2 and not is_certain
+    once = [right[:2].copy() for _ in two]
+    once[0][1, 0] = 100
+    assert erring(once, two, [0]) == ([jax.devices()[1]], True)
 
 
 def test_what_cannot_be_replayed() -> None:

@@ -101,8 +101,9 @@ class WatchedStep:
         if of_gradients and not isinstance(logs, Watched):
             raise bit_flips.refused(
                 "A bit flips in what a replica gives to a gradient, before the sum.",
-                "a step over the global batch, which has no such parts: rows that do "
-                "not divide, or what strategy.summary(model) says.",
+                "a step over the global batch, which has no such parts: of a single "
+                "replica, of rows that do not divide, or for the reason that "
+                "strategy.summary(model) tells.",
             )
         return (logs.logs if isinstance(logs, Watched) else logs), state
 
