@@ -29,6 +29,7 @@ from keras_distribute.cluster.resolvers.tf_config import (
 )
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.servers.on_ray import RayClusterResolver
+from keras_distribute.types import publish
 
 __all__ = [
     "ClusterResolver",
@@ -51,3 +52,5 @@ __all__ = [
     "UnionResolver",
     "automatic_resolver",
 ]
+
+publish(__name__, *(globals()[name] for name in __all__))

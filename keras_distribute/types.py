@@ -1,4 +1,6 @@
-"""The enums and frozen options of the public API. Knows nothing of JAX or Keras."""
+"""What the public API is made of: its enums and frozen options, and where its objects
+say they are. Knows nothing of JAX or Keras.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,15 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+
+
+def publish(module: str, *things: Any) -> None:
+    """Has classes and functions say that they come from where users find them, as
+    `numpy` does, and not from the file that defines them.
+    """
+    for thing in things:
+        if hasattr(thing, "__module__"):  # Modules have none.
+            thing.__module__ = module
 
 
 class VariableSynchronization(enum.StrEnum):

@@ -203,3 +203,38 @@ def test_errors_of_others_are_left_as_they_are():
     with pytest.raises(ImportError) as caught, seams.loaded():
         raise ImportError("no numbers today")
     assert not isinstance(caught.value, errors.BackendError)
+
+
+def test_what_few_programs_use_is_imported_later():
+    result = run(
+        "import sys, keras_distribute as kd\n"
+        "later = ('zmq', 'scheduling', 'servers', 'launch', 'testing', 'callbacks')\n"
+        "own = ['keras_distribute.' + name for name in later[1:]]\n"
+        "print([name for name in (later[0], *own) if name in sys.modules])\n"
+        "import keras_distribute.dry_run.hlo\n"
+        "print(kd.dry_run.__name__, kd.dry_run.__module__, kd.DryRunReport.__module__)\n"
+        "from keras_distribute import *\n"
+        "print(sorted(set(kd.__all__) - set(globals())), set(kd.__all__) <= {*dir(kd)})\n"
+        "print(kd.experimental.ParameterServerStrategy is kd.ParameterServerStrategy)\n"
+        "print(ParameterServerStrategy.__module__, callbacks.StepReplay.__module__)\n"
+        "kd.nothing"
+    )
+    assert result.stdout.splitlines() == [
+        "[]",
+        "dry_run keras_distribute keras_distribute",
+        "[] True",
+        "True",
+        "keras_distribute keras_distribute.callbacks",
+    ]
+    last = "AttributeError: module 'keras_distribute' has no attribute 'nothing'"
+    assert result.stderr.strip().endswith(last)
+
+
+def test_all_that_is_private_is_looked_up_at_the_import():
+    result = run(
+        "import pathlib, sys, keras_distribute._compat as compat\n"
+        "names = {p.stem for p in pathlib.Path(compat.__file__).parent.glob('*.py')}\n"
+        "names -= {n.rpartition('.')[2] for n in sys.modules if '._compat.' in n}\n"
+        "print(names)"
+    )
+    assert result.stdout.strip() == "{'__init__'}", result.stderr

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import pkgutil
 import traceback
 from collections.abc import Callable, Generator
 from typing import Any
@@ -57,6 +58,12 @@ def loaded() -> Generator[None]:
             raise
         module = pathlib.Path(ours[-1].filename).stem
         raise moved(f"{error} (_compat.{module})") from error
+
+
+def import_all() -> None:
+    """Imports all of `_compat`, also what is used only later."""
+    for module in pkgutil.iter_modules([str(_HERE)]):
+        importlib.import_module(f"keras_distribute._compat.{module.name}")
 
 
 def find(*places: str) -> Any:

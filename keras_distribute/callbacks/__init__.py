@@ -9,6 +9,7 @@ from keras_distribute.callbacks.ray_report import RayReport as RayReport
 from keras_distribute.callbacks.step_replay import StepReplay as StepReplay
 from keras_distribute.callbacks.step_times import StepTimeReport as StepTimeReport
 from keras_distribute.consistency.replays import StepReport as StepReport
+from keras_distribute.types import publish
 
 __all__ = [
     "BackupAndRestore",
@@ -19,3 +20,5 @@ __all__ = [
     "StepReport",
     "StepTimeReport",
 ]
+
+publish(__name__, *(globals()[name] for name in __all__))

@@ -17,7 +17,6 @@ from keras_distribute.consistency import kept_steps
 from keras_distribute.consistency.replays import StepProgram, StepReport, replayed
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError, StepReplayError
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, calls
 from keras_distribute.training.steps.by_rows import Watched
 from keras_distribute.training.steps.step_programs import form_of_batch
@@ -110,7 +109,7 @@ class StepReplay(keras.callbacks.Callback):
         """Begins to count steps."""
         model: Any = self.model
         strategy = adoption.strategy_of(model)
-        is_asynchronous = isinstance(strategy, ParameterServerStrategy)
+        is_asynchronous = strategy is not None and strategy.placement.is_on_servers
         if strategy is None or is_asynchronous or not is_traced(model):
             raise ContextError(
                 "StepReplay runs the compiled steps of a synchronous strategy again.",

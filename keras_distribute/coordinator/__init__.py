@@ -5,6 +5,7 @@ from keras_distribute.coordinator.coordinator import (
     experimental_get_current_worker_index,
 )
 from keras_distribute.scheduling.values import PerWorkerValues, RemoteValue
+from keras_distribute.types import publish
 
 PerWorkerValue = PerWorkerValues
 
@@ -15,3 +16,5 @@ __all__ = [
     "RemoteValue",
     "experimental_get_current_worker_index",
 ]
+
+publish(__name__, *(globals()[name] for name in __all__))

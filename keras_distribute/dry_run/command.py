@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from keras_distribute.dry_run import dry_run
+from keras_distribute.dry_run.api import dry_run
 from keras_distribute.errors import DistributeError
 
 

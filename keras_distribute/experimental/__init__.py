@@ -31,6 +31,7 @@ from keras_distribute.types import (
 )
 from keras_distribute.types import CommunicationOptions as CommunicationOptions
 from keras_distribute.types import ValueContext as ValueContext
+from keras_distribute.types import publish
 
 __all__ = [
     "CentralStorageStrategy",
@@ -49,3 +50,7 @@ __all__ = [
     "coordinator",
     "partitioners",
 ]
+
+# Of the package itself first.
+_OWN = [name for name in __all__ if name != "ParameterServerStrategy"]
+publish(__name__, *(globals()[name] for name in _OWN))

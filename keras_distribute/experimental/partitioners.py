@@ -8,6 +8,7 @@ from keras_distribute.scheduling.partitioners import (
     MinSizePartitioner,
     Partitioner,
 )
+from keras_distribute.types import publish
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -15,3 +16,5 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
 ]
+
+publish(__name__, *(globals()[name] for name in __all__))

@@ -10,6 +10,7 @@ from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.testing import combinations
 from keras_distribute.testing.combinations import NamedStrategy, combine, cpu_devices
 from keras_distribute.testing.faults import Fault
+from keras_distribute.types import publish
 
 __all__ = [
     "Fault",
@@ -23,3 +24,5 @@ __all__ = [
     "cpu_devices",
     "run_in_processes",
 ]
+
+publish(__name__, *(globals()[name] for name in __all__))

@@ -19,7 +19,6 @@ from keras_distribute.strategies.base import (
     get_strategy,
     refuse_keras_distribution,
 )
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import calls, feeds
 from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.variables import DistributedVariable
@@ -124,7 +123,7 @@ def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
     `release`.
     """
     strategy = strategy_of(trainer)
-    if strategy is None or isinstance(strategy, ParameterServerStrategy):
+    if strategy is None or strategy.placement.is_on_servers:
         return feeds.host_feed(adapter, per_epoch)
     followed = follower_of(trainer) is not None
     return feeds.feed(

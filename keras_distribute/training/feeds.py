@@ -26,7 +26,6 @@ from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.sharing import distribute_source
 from keras_distribute.input.source import Batch, Reader, Source
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import batches
 from keras_distribute.training.fit_arguments import check_fit_arguments
 from keras_distribute.training.worker_data import WorkerDataAdapter, check_steps
@@ -105,7 +104,7 @@ def choose_adapter(
     if isinstance(x, DatasetCreator):
         _refuse_more("A DatasetCreator's dataset", x, arguments)
         check_steps(x, arguments.get("steps_per_epoch"))
-        if isinstance(strategy, ParameterServerStrategy):
+        if strategy is not None and strategy.placement.is_on_servers:
             return WorkerDataAdapter(x, strategy, method)
         if strategy is None:
             x = x.dataset_fn(InputContext())

@@ -30,7 +30,6 @@ from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute.devices import bit_flips
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, calls
 from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
@@ -94,10 +93,10 @@ class StrategyTrainer(JAXTrainer):
         """How a step of `fit` is made, and why; `None` before `compile`, and without a
         strategy.
         """
-        strategy = adoption.strategy_of(self)
+        strategy: Any = adoption.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
-        if isinstance(strategy, ParameterServerStrategy):
+        if strategy.placement.is_on_servers:
             return strategy.describe_steps()
         if not compat.is_traced(self):
             return (

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_distribute._compat import adapters as compat
-from keras_distribute.coordinator import ClusterCoordinator
 from keras_distribute.errors import ContextError, InputError
 from keras_distribute.input.creator import DatasetCreator
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.input.source import Batch, Position, Reader
-from keras_distribute.scheduling.values import PerWorkerDataset, PerWorkerIterator
-from keras_distribute.servers.current_worker import current_index
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from keras_distribute.scheduling.values import PerWorkerDataset, PerWorkerIterator
 
 
 class WorkerDataAdapter(compat.DataAdapter):
@@ -24,7 +23,7 @@ class WorkerDataAdapter(compat.DataAdapter):
 
     Args:
         creator: Makes the dataset of a worker.
-        strategy: Whose workers they are.
+        strategy: The `ParameterServerStrategy` whose workers they are.
         method: Of the model: `"fit"`, ...
 
     Raises:
@@ -32,9 +31,10 @@ class WorkerDataAdapter(compat.DataAdapter):
         InputError: For a dataset without a batch, or one that cannot be pickled.
     """
 
-    def __init__(
-        self, creator: DatasetCreator, strategy: ParameterServerStrategy, method: str
-    ) -> None:
+    def __init__(self, creator: DatasetCreator, strategy: Any, method: str) -> None:
+        # Few programs have workers; the others start without what this imports.
+        from keras_distribute.coordinator import ClusterCoordinator
+
         _check(creator, strategy, method)
         made = functools.partial(
             _batches, creator.dataset_fn, len(strategy.cluster.workers)
@@ -98,9 +98,7 @@ def check_steps(creator: DatasetCreator, steps: int | None) -> None:
         )
 
 
-def _check(
-    creator: DatasetCreator, strategy: ParameterServerStrategy, method: str
-) -> None:
+def _check(creator: DatasetCreator, strategy: Any, method: str) -> None:
     if method == "predict":
         raise ContextError(
             "predict returns rows in the order of the data, and rows that several "
@@ -125,6 +123,8 @@ def _check(
 
 def _batches(dataset_fn: Callable[[InputContext], Any], workers: int) -> Iterator[Any]:
     """What a worker reads; runs there."""
+    from keras_distribute.servers.current_worker import current_index
+
     worker, count = current_index() or 0, 0
     for batch in dataset_fn(InputContext(workers, worker)):
         yield batch

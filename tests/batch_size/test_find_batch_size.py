@@ -302,6 +302,7 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(replicas):
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_an_interruption_leaves_the_model_as_it_was(replicas):
@@ -315,8 +316,10 @@ def test_an_interruption_leaves_the_model_as_it_was(replicas):
     assert not counted(search)
     places = 40 if os.environ.get("EVERY_CASE") else 4
     for i in range(places):
-        interrupter = Interrupter(i * counted.count // places, inside=inside)
-        assert interrupter(search), interrupter.where
+        place = i * counted.count // places
+        interrupter = Interrupter(place, inside=inside)
+        # A later search may be shorter, by what the first one has made.
+        assert interrupter(search) or 0.9 * counted.count < interrupter.count <= place
         assert bits(model) == before, interrupter.where
         assert not kd.has_strategy()
     search()

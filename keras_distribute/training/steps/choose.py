@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_distribute import context
 from keras_distribute._compat import trainer as compat
@@ -21,23 +21,23 @@ from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.by_rows import step_by_rows
 from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.in_series import step_in_series
-from keras_distribute.training.steps.local_rounds import LocalRounds
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import note_mixed, plan_in_series, plan_of
-from keras_distribute.training.steps.scheduled import ScheduledStep
 from keras_distribute.training.steps.sharded import sharded_step
 from keras_distribute.training.steps.sharded_local import sharded_local_step
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
 from keras_distribute.variables import DistributedVariable, check_same_values
+
+if TYPE_CHECKING:
+    from keras_distribute.training.steps.scheduled import ScheduledStep
 
 _SLOTS = TrainState._fields.index("slots")  # Where they are in the state.
 
@@ -57,10 +57,11 @@ def compile_step(
     groups = compat.state_variables(trainer, kind)
     _check_variables(strategy, groups)
     check_same_values([variable for group in groups for variable in group])
-    if isinstance(strategy, ParameterServerStrategy):
-        if kind == "train" and strategy.local_steps > 1:
-            return LocalRounds(strategy, trainer)
-        return ScheduledStep(strategy, trainer, kind)
+    if strategy.placement.is_on_servers:
+        # Few programs have servers; the others start without what it imports.
+        from keras_distribute.training.steps.local_rounds import step_on_workers
+
+        return step_on_workers(strategy, trainer, kind)
     if not compat.is_traced(trainer):
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":

@@ -29,6 +29,18 @@ from keras_distribute.training.steps.local_steps import LocalSteps
 from keras_distribute.training.steps.scheduled import Logs, ScheduledStep
 
 
+def step_on_workers(strategy: Any, trainer: Any, kind: str) -> ScheduledStep:
+    """A step that workers make, or a round of steps.
+
+    Args:
+        strategy: A `ParameterServerStrategy`.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    if kind == "train" and strategy.local_steps > 1:
+        return LocalRounds(strategy, trainer)
+    return ScheduledStep(strategy, trainer, kind)
+
+
 class _Round(NamedTuple):
     """A round that is under way: of each group how many steps, and their result."""
 

@@ -1,0 +1,179 @@
+"""What happens once in a program, beside plain Keras on one device: the import, the way
+from there to the end of the first training step, and a `fit` of one batch later.
+
+Each measurement is a process of its own; plain Keras and keras_distribute take turns,
+and the median of the rounds counts. What is compared is the time of the processors,
+which what else the machine does disturbs least; `fit` calls of one batch, by the clock.
+
+    python benchmarks/startup.py             # writes results/startup.md, .json
+    python benchmarks/startup.py --rounds 1  # quicker and rougher
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+NAMES = ("mlp", "cnn", "transformer", "resnet50")
+TITLES = {"resnet50": "ResNet-50, 16 rows of 64 × 64"}
+CALLS = 30
+LIMITS = {"import": 0.15, "first": 1.1, "again": 1.3}
+
+
+def measure(kind: str, name: str) -> dict[str, float]:
+    """In this process: the seconds of the import, from there to the end of the first
+    step, and of a later `fit` of one batch.
+
+    Args:
+        kind: `"plain"`, or `"ours"`.
+        name: Of the model.
+    """
+    import keras
+
+    scope: Callable[[], Any] = contextlib.nullcontext
+    begin = time.process_time()
+    if kind == "ours":
+        import keras_distribute as kd
+
+        def scope() -> Any:
+            return kd.OneDeviceStrategy("cpu:0").scope()
+
+    imported = time.process_time() - begin
+    import jax
+    import numpy as np
+    from workloads import WORKLOADS
+
+    def built() -> Any:
+        keras.utils.set_random_seed(0)
+        if name in WORKLOADS:
+            model = WORKLOADS[name].build()
+        else:
+            shape: Any = (64, 64, 3)
+            options: Any = {"weights": None, "classifier_activation": None}
+            model = keras.applications.ResNet50(
+                input_shape=shape, classes=10, **options
+            )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-4), loss, metrics=["accuracy"])
+        return model
+
+    if name in WORKLOADS:
+        workload = WORKLOADS[name]
+        x, y = (array[: workload.batch] for array in workload.data())
+    else:
+        x, y = np.zeros((16, 64, 64, 3), "float32"), np.zeros(16, "int32")
+    jax.block_until_ready(jax.numpy.zeros(1))  # JAX itself has begun.
+    begin = time.process_time()
+    with scope():
+        model = built()
+    options: dict[str, Any] = {"batch_size": len(x), "shuffle": False, "verbose": 0}
+    model.fit(x, y, **options)
+    first = time.process_time() - begin
+    again = []
+    for _ in range(CALLS):
+        started = time.perf_counter()
+        model.fit(x, y, **options)
+        again.append(time.perf_counter() - started)
+    return {"import": imported, "first": first, "again": statistics.median(again)}
+
+
+def measured(rounds: int) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """All measurements, by model and kind; the kinds in turn, each in a process."""
+    # `import keras` is before the clock, and takes JAX with it.
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        name: {"plain": [], "ours": []} for name in NAMES
+    }
+    for name in NAMES:
+        for number in range(rounds):
+            kinds = ("plain", "ours") if number % 2 else ("ours", "plain")
+            for kind in kinds:
+                command = [sys.executable, __file__, "--measure", kind, name]
+                done = subprocess.run(
+                    command, env=environment, check=True, capture_output=True, text=True
+                )
+                found[name][kind].append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def written(facts: dict[str, Any], rounds: int) -> None:
+    """Writes the results of all models."""
+    import report
+    from workloads import WORKLOADS
+
+    def median(name: str, kind: str, what: str) -> float:
+        return statistics.median(each[what] for each in facts[name][kind])
+
+    imports = [each["import"] for name in NAMES for each in facts[name]["ours"]]
+    rows: list[list[str]] = []
+    for name in NAMES:
+        cells = [WORKLOADS[name].title if name in WORKLOADS else TITLES[name]]
+        for what, scale, unit in (("first", 1.0, "s"), ("again", 1000.0, "ms")):
+            plain, ours = (median(name, kind, what) for kind in ("plain", "ours"))
+            cells += [
+                f"{scale * plain:.1f} {unit}",
+                f"{scale * ours:.1f} {unit}",
+                f"{ours / plain:.2f} ×",
+            ]
+        rows.append(cells)
+    header = [
+        "",
+        "first step, Keras",
+        "keras_distribute",
+        "ratio",
+        "`fit` of a batch, Keras",
+        "keras_distribute",
+        "ratio",
+    ]
+    table = report.table(header, rows, "lrrrrrr")
+    reached = []
+    taken = statistics.median(imports)
+    reached.append(_limit("`import keras_distribute`, seconds", "import", taken))
+    for what, title in (
+        ("first", "first step, keras_distribute / Keras, at most"),
+        ("again", "`fit` of one batch, keras_distribute / Keras, at most"),
+    ):
+        ratios = [median(n, "ours", what) / median(n, "plain", what) for n in NAMES]
+        reached.append(_limit(title, what, max(ratios)))
+    note = (
+        f"One CPU device; the medians of {rounds} rounds, each in processes of its "
+        "own, plain Keras and `OneDeviceStrategy` in turn. The import is what "
+        "`import keras_distribute` takes after `import keras`. The first step is all "
+        "from building the model to the end of a `fit` of one batch, in seconds of "
+        f"the processors; `fit` of a batch, the median of {CALLS} such calls after "
+        "that, by the clock."
+    )
+    limits = "\n".join(reached)
+    text = f"{table}\n\n{limits}\n\n{note}"
+    report.write("startup", {"rounds": rounds, "found": facts}, text)
+
+
+def _limit(title: str, what: str, value: float) -> str:
+    is_reached = value <= LIMITS[what]
+    end = "reached" if is_reached else "**missed**"
+    return f"- {title}: {value:.2f}, to be at most {LIMITS[what]:.2f}: {end}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--measure", nargs=2, metavar=("KIND", "MODEL"))
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
+    else:
+        written(measured(arguments.rounds), arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
