@@ -15,6 +15,7 @@ NAMES = (
     "why",
     "exactness",
     "step_time",
+    "startup",
     "processes",
     "parameter_servers",
     "local_steps",

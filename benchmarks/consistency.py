@@ -1,10 +1,12 @@
-"""What a check of consistency costs: beside a step of the same model, and every 100
-steps.
+"""What a check of consistency costs, and running a step again: beside a step of the
+same model, and every 100 steps.
 
 For each model, rounds of 100 steps of `fit` in turn: without the callback, and with
 `kd.callbacks.ReplicaConsistency(every=100)`, which checks once in a round. Then checks
 by themselves. The fastest round of each counts, since whatever else the machine does
-only adds to it; the first, which compiles, is left out.
+only adds to it; the first, which compiles, is left out. Last, a round with
+`kd.callbacks.StepReplay(every=10)`, each of whose steps is waited for: what the median
+of those that run again takes more than the median of the others.
 
     python benchmarks/consistency.py             # writes results/consistency.md, .json
     python benchmarks/consistency.py --rounds 1  # quicker and rougher
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import statistics
 import time
 from typing import Any
 
@@ -21,13 +25,33 @@ import report
 
 import keras_distribute as kd
 
-DEVICES, STEPS, CHECKS = 4, 100, 10
+DEVICES, STEPS, CHECKS, REPLAY_EVERY = 4, 100, 10, 10
 
 kd.config.set_cpu_devices(DEVICES)
 
 import jax
 import keras
 import workloads
+
+
+class Times(keras.callbacks.Callback):
+    """How long each step takes, with its callbacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begins: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Waits for the step before."""
+        model: Any = self.model
+        jax.block_until_ready(model.trainable_variables[0].value)
+        self._begins.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all steps but the last."""
+        pairs = itertools.pairwise(self._begins)
+        return [after - before for before, after in pairs]
 
 
 def measured(workload: workloads.Workload, rounds: int) -> dict[str, Any]:
@@ -61,15 +85,24 @@ def measured(workload: workloads.Workload, rounds: int) -> dict[str, Any]:
         strategy.check_consistency(model)
         begin = time.perf_counter()
         for _ in range(CHECKS):
-            result = strategy.check_consistency(model)
+            strategy.check_consistency(model)
         check = (time.perf_counter() - begin) / CHECKS
         if number:
             for name, value in zip(seconds, (without, every, check), strict=True):
                 seconds[name].append(value)
+    replay, times = kd.callbacks.StepReplay(REPLAY_EVERY), Times()
+    for _ in range(2):  # Of a second `fit` the pipeline of the input is warm, too.
+        times = Times()
+        model.fit(x, y, verbose=0, callbacks=[times, replay], **options)
+    again = set(range(REPLAY_EVERY - 1, STEPS, REPLAY_EVERY))
+    once = [t for i, t in enumerate(times.seconds) if i not in again]
+    twice = [t for i, t in enumerate(times.seconds) if i in again][1:]  # It compiles.
     variables = [*model.variables, *model.optimizer.variables]
     return {
-        "variables": result.num_variables,
+        "variables": strategy.check_consistency(model).num_variables,
         "bytes": sum(v.value.nbytes for v in variables),
+        "replay": statistics.median(twice) - statistics.median(once),
+        "alone": statistics.median(once),
         "fastest": {name: min(all_) for name, all_ in seconds.items()},
         "all": seconds,
     }
@@ -93,6 +126,7 @@ def written(facts: dict[str, Any], rounds: int) -> None:
                 f"{check / step:.2f} ×",
                 f"{100 * check / step / STEPS:.2f} %",
                 f"{every / step:.2f} ×",
+                f"{found['replay'] / found['alone']:.1f} ×",
             ]
         )
     header = [
@@ -104,16 +138,19 @@ def written(facts: dict[str, Any], rounds: int) -> None:
         "a check beside a step",
         "beside 100 steps",
         "steps with every=100, beside none",
+        "a replay beside a step",
     ]
     note = (
         f"{DEVICES} replicas on virtual CPU devices, Adam: the fastest of {rounds} "
         f"rounds of {STEPS} steps, with and without the callback in turn, and of "
         f"{CHECKS} checks after each. The replicas share the cores, so a check takes "
         "as long as all copies together; on devices of their own, as one copy. The "
-        "last column is two measurements of `fit` beside each other, which are apart "
-        "by a tenth or two where nothing differs."
+        "last column but one is two measurements of `fit` beside each other, which are "
+        "apart by a tenth or two where nothing differs. A replay (`StepReplay`) runs "
+        "the step with hashes of what each replica gives to the gradients, copies the "
+        "state and the batch, and runs it again."
     )
-    table = report.table(header, rows, "lrrrrrrr")
+    table = report.table(header, rows, "lrrrrrrrr")
     report.write("consistency", {"rounds": rounds, **facts}, f"{table}\n\n{note}")
 
 

@@ -8,7 +8,7 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,23 +56,51 @@ def _smaller(a: Any, b: Any) -> Any:
 
 def _of_replicas(of_two: _OfTwo, series: Series, value: Value) -> Value:
     """By one tree over the replicas."""
-    total, devices = _tree(of_two, value.array), series.num_devices
+    return Value(_of_devices(of_two, series, _tree(of_two, value.array)), True)
+
+
+def _of_devices(of_two: _OfTwo, series: Series, total: Any) -> Any:
+    """From what each device's own replicas have."""
+    devices = series.num_devices
     if devices == 1 or not total.size:
-        return Value(total, True)
+        return total
     if total.nbytes * devices <= _SMALL:
-        return Value(_tree(of_two, lax.all_gather(total, REPLICA_AXIS)), True)
+        return _tree(of_two, lax.all_gather(total, REPLICA_AXIS))
     flat = total.ravel()
     flat = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
     pieces = lax.all_to_all(flat, REPLICA_AXIS, 0, 0, tiled=True)
     whole = lax.all_gather(_tree(of_two, pieces), REPLICA_AXIS, tiled=True)
-    return Value(whole[: total.size].reshape(total.shape), True)
+    return whole[: total.size].reshape(total.shape)
+
+
+def summed(series: Series, values: Sequence[Value]) -> list[Value]:
+    """The sums over the replicas; over several devices, all of a dtype at once."""
+    totals = [
+        _times_replicas(series, value) if value.is_equal else _tree(_added, value.array)
+        for value in values
+    ]
+    of_dtypes: dict[Any, list[int]] = {}
+    for i, value in enumerate(values):
+        if not value.is_equal:
+            of_dtypes.setdefault(totals[i].dtype, []).append(i)
+    for places in of_dtypes.values():
+        if series.num_devices > 1:
+            together = jnp.concatenate([totals[i].ravel() for i in places])
+            together, begin = _of_devices(_added, series, together), 0
+            for i in places:
+                end = begin + totals[i].size
+                totals[i] = together[begin:end].reshape(totals[i].shape)
+                begin = end
+    return [Value(total, True) for total in totals]
+
+
+def _times_replicas(series: Series, value: Value) -> Any:
+    array = jnp.asarray(value.array)
+    return array * jnp.asarray(series.num_replicas, array.dtype)
 
 
 def _psum(series: Series, params: Any, value: Value) -> Value:
-    if value.is_equal:
-        array = jnp.asarray(value.array)
-        return Value(array * jnp.asarray(series.num_replicas, array.dtype), True)
-    return _of_replicas(_added, series, value)
+    return summed(series, [value])[0]
 
 
 def _extreme(of_two: _OfTwo) -> Callable[..., Value]:
@@ -148,9 +176,9 @@ def _unchanged(series: Series, params: Any, value: Value) -> Value:
     return value
 
 
+SUMS = ("psum", "psum_invariant")
 COLLECTIVES: dict[str, Callable[[Series, Any, Value], Value]] = {
-    "psum": _psum,
-    "psum_invariant": _psum,
+    **dict.fromkeys(SUMS, _psum),
     "pmax": _extreme(_larger),
     "pmin": _extreme(_smaller),
     "all_gather": _all_gather,

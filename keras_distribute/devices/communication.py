@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from keras_distribute.devices import replication_proof
-from keras_distribute.devices.collectives import COLLECTIVES
+from keras_distribute.devices.collectives import COLLECTIVES, SUMS, summed
 from keras_distribute.devices.series import Series, Value
 from keras_distribute.errors import ContextError
 
@@ -32,8 +32,20 @@ class Communication:
     ) -> None:
         self._series, self._run = series, run
 
-    def __call__(self, eqn: Any, given: list[Value]) -> list[Value]:
-        """The results of an operation that communicates."""
+    def __call__(
+        self, eqns: Sequence[Any], given: Sequence[list[Value]]
+    ) -> list[list[Value]]:
+        """The results of operations that communicate, none of which needs another's."""
+        sums = [i for i, eqn in enumerate(eqns) if _is_sum(eqn)]
+        totals = iter(summed(self._series, [v for i in sums for v in given[i]]))
+        return [
+            [next(totals) for _ in values]
+            if _is_sum(eqn)
+            else self._result(eqn, values)
+            for eqn, values in zip(eqns, given, strict=True)
+        ]
+
+    def _result(self, eqn: Any, given: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         holds = {"cond": self._cond, "scan": self._scan, "while": self._while}
         if name in holds:
@@ -122,6 +134,10 @@ class Communication:
             value.alone() if same else value.stacked(each)
             for value, same in zip(values, equal, strict=True)
         ]
+
+
+def _is_sum(eqn: Any) -> bool:
+    return eqn.primitive.name in SUMS and not _groups_of(eqn)
 
 
 def _groups_of(eqn: Any) -> str:

@@ -9,9 +9,10 @@ shapes, with nothing around it that depends on the number of devices, and sums o
 replicas follow one binary tree (`collectives.py`): the results have the same bits on
 any number of devices.
 
-What is computed once is the body of a loop, too, of one turn: XLA compiles each body by
-itself. It must not know the length of a loop, or it would take one of a single turn
-apart, and fuse the body with what is around it.
+What is computed once is a branch of a condition: XLA compiles each body of a loop, and
+each branch, by itself. It must know neither the length of a loop nor the condition, or
+it would take apart a loop of a single turn, or the condition, and fuse what is in it
+with what is around it.
 """
 
 from __future__ import annotations
@@ -128,13 +129,15 @@ class _Part:
         given = [self._known[number].array for number in taken]
         flat, forms = list(map(flattened, given)), dict[int, Any]()
 
-        def turn(_: Any, results: list[Any]) -> list[Any]:
+        def computed(flat: Any) -> list[Any]:
             own = dict(zip(taken, map(formed, flat, map(form_of, given)), strict=True))
             self._compute(operations, own)
             forms.update((number, form_of(own[number])) for number in leaving)
             return [flattened(own[number]) for number in leaving]
 
-        results = lax.fori_loop(0, 1 + self._zero, turn, self._zeros(leaving))
+        results = lax.cond(
+            self._zero == 0, computed, lambda _: self._zeros(leaving), flat
+        )
         for number, array in zip(leaving, results, strict=True):
             self._known[number] = Value(formed(array, forms[number]), True)
 
@@ -195,8 +198,10 @@ class _Part:
             self._series,
             lambda program, inputs: run(self._series, program, inputs, self._zero),
         )
-        for op in _at(self._together, level):
-            results = together(op.eqn, list(map(self._value, op.inputs)))
+        operations = list(_at(self._together, level))
+        given = [list(map(self._value, op.inputs)) for op in operations]
+        all_results = together([op.eqn for op in operations], given)
+        for op, results in zip(operations, all_results, strict=True):
             self._known.update(zip(op.outputs, results, strict=True))
 
     def _compute(

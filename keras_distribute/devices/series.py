@@ -38,12 +38,14 @@ class Series:
         For several devices, XLA merges equal operations before it simplifies them, for
         one device after (JAX 0.10): a division by what two share becomes another
         product then. `in_series.py` merges them itself. What in a loop depends on no
-        turn would be moved out of it, and joined with what is around. On GPUs, XLA may
+        turn would be moved out of it, and joined with what is around; a condition could
+        become a choice of results. On GPUs, XLA may
         else choose algorithms by how fast they were, and add in any order
         (https://openxla.org/xla/determinism).
         """
         options: dict[str, Any] = {
-            "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion"
+            "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,"
+            "simplify-conditional"
         }
         if self.platform == "gpu":
             options["xla_gpu_deterministic_ops"] = True

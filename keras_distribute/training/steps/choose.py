@@ -130,11 +130,19 @@ def _in_series(
         trainer, strategy, kind, plain, is_whole=not plan.is_local, accumulators=indices
     )
     shardings = state_shardings.of_state(groups, strategy.replica_mesh)
-    for i in indices:
-        shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
-    components = [(_SLOTS, i) for i in indices]
-    carried = CarriedStep(step, shardings=shardings, components=components)
-    return CompiledStep(strategy, carried, groups, plain if not indices else None)
+    if indices:
+        for i in indices:
+            shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
+        components = [(_SLOTS, i) for i in indices]
+        carried = CarriedStep(step, shardings=shardings, components=components)
+        return CompiledStep(strategy, carried, groups)
+    places = state_shardings.divided_places(groups)
+    mesh, rest = strategy.replica_mesh, strategy.placement
+    packing = Packing(form_of(groups), mesh, single=places, rest=rest)
+    if packing:
+        step, shardings = packing.around(step), packing.shardings(shardings)
+    carried = CarriedStep(step, packing or None, shardings)
+    return CompiledStep(strategy, carried, groups, plain)
 
 
 def _accumulating(
