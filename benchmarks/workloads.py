@@ -163,7 +163,7 @@ def varied(build: Callable[[], Any], variant: str) -> Callable[[], Any]:
     return made
 
 
-WORKLOADS = {
+PLAIN = {
     "mlp": Workload("MLP 784-128-10", mlp, (784,), 256, 100),
     "cnn": Workload("CNN, 3 × (conv, BatchNorm)", cnn, (32, 32, 3), 128, 12),
     "deep": Workload("161 dense layers of 32", deep, (32,), 256, 20),
@@ -171,11 +171,11 @@ WORKLOADS = {
         "transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200
     ),
 }
-WORKLOADS |= {
+WORKLOADS = PLAIN | {
     f"{name}_{variant}": dataclasses.replace(
-        WORKLOADS[name],
-        title=f"{WORKLOADS[name].title}, {title}",
-        build=varied(WORKLOADS[name].build, variant),
+        PLAIN[name],
+        title=f"{PLAIN[name].title}, {title}",
+        build=varied(PLAIN[name].build, variant),
     )
     for name in ("mlp", "cnn", "transformer")
     for variant, title in VARIANTS.items()
