@@ -758,6 +758,8 @@ TARGETS: dict[str, Target] = {
         shard_optimizer_state=flag,
         shard_variables=flag,
         min_shard_bytes=integer(1),
+        deterministic=flag,
+        num_replicas=lambda v: v is None,
     ),
     "TPUStrategy.experimental_assign_to_logical_device": method(
         tpu_strategy,

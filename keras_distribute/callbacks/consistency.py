@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -9,8 +10,11 @@ import keras
 
 from keras_distribute import checks
 from keras_distribute.consistency import ACTIONS, ConsistencyReport
+from keras_distribute.consistency.check import differing
+from keras_distribute.consistency.kept import Kept
+from keras_distribute.consistency.report import Difference
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import adoption
+from keras_distribute.training import adoption, calls
 
 LOG_NAME = "replica_differences"
 _log = logging.getLogger(__name__)
@@ -25,6 +29,11 @@ class ReplicaConsistency(keras.callbacks.Callback):
     waits for the step before it; the steps in between are left alone. It comes before
     the next step begins, so what is repaired has had no effect.
 
+    Of weights that are divided over the devices (`shard_variables=True`) there are no
+    copies to compare. Those that no step changes, such as frozen ones under LoRA, are
+    compared with what they were at the check before, and at the beginning of `fit`.
+    Nothing can repair them; assignments from outside of the steps are taken as meant.
+
     Differs from TensorFlow, which has no such check.
 
     Args:
@@ -33,11 +42,11 @@ class ReplicaConsistency(keras.callbacks.Callback):
         action: `"raise"` an error; `"report"` a warning in the log of Python, and go
             on; or `"repair"`: take the copies that more than half of the replicas have,
             and warn. With the last two, `replica_differences` in the logs of an epoch
-            counts the copies that were found, 0 if there were none.
+            counts what was found, 0 if there was nothing.
 
     Raises:
         ReplicaConsistencyError: From `fit`; with `"repair"` where no copy is that of
-            more than half of the replicas, as of two.
+            more than half of the replicas, as of two, or there is none.
         StructureTypeError: For arguments of other types.
         ValueStructureError: For an unknown action, and less than one step.
 
@@ -67,10 +76,17 @@ class ReplicaConsistency(keras.callbacks.Callback):
         self._every = checks.count("every", every, 1)
         self._action = action
         self._since = self._begun = self._count = 0
+        self._kept: Kept | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count steps."""
         self._since = 0
+        model: Any = self.model
+        strategy: Any = adoption.strategy_of(model)
+        self._kept = None
+        if isinstance(strategy, Strategy) and not strategy.placement.is_on_servers:
+            self._kept = Kept(strategy.replica_mesh)
+            self._changed()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count what is found."""
@@ -101,8 +117,24 @@ class ReplicaConsistency(keras.callbacks.Callback):
         report = strategy.check_consistency(
             model, action=self._action, step=_step_of(model)
         )
+        if changed := self._changed():
+            found = (*report.differences, *changed)
+            report = dataclasses.replace(report, differences=found)
+            if self._action != "report":
+                raise differing(report)
         if report.differences:
             self._warn(report)
+
+    def _changed(self) -> list[Difference]:
+        """What exists once, and has changed since the last check, though no step
+        changes it.
+        """
+        model: Any = self.model
+        if self._kept is None:
+            return []
+        others, step = model.non_trainable_variables, _step_of(model) or 0
+        unchanged = calls.unchanged_variables(model) if self._kept.knows_any else []
+        return self._kept.look(others, unchanged, step)
 
     def _warn(self, report: ConsistencyReport) -> None:
         self._count += len(report.differences)

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_distribute._compat import callbacks as compat
 from keras_distribute._compat import epochs as compat_epochs
-from keras_distribute.callbacks import random_streams, states
+from keras_distribute.callbacks import random_streams, same_bits, states
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.preemption import Reaction, TerminationConfig, Watch
@@ -97,6 +97,7 @@ class Run:
             "data": data,
             "random": random_streams.get_state(),
             "callbacks": states.get_state(self._others),
+            "conditions": same_bits.conditions(self._model),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -149,6 +150,7 @@ class Run:
         if self._reading is None:
             return
         self._restore()
+        same_bits.warn_of_others(self._state.get("conditions", {}), self._model)
         epoch = self._state["epoch"]
         if self._state["where"] == _EPOCH:
             epoch += 1

@@ -35,11 +35,13 @@ class VariableRecord:
         path: Its path in the process that saved it.
         replicas: How many components its array has along axis 0; `None` for one value.
         aggregation: How the components combine into the value.
+        checksum: Of the array, which was divided, as the devices had it.
     """
 
     path: str
     replicas: int | None = None
     aggregation: str = "none"
+    checksum: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,11 @@ class Reading:
         )
 
     def assign(self) -> None:
-        """Gives the objects their state; may be called again."""
+        """Gives the objects their state; may be called again.
+
+        Raises:
+            CheckpointError: Where the devices have then something else.
+        """
         tracking.synchronize(self.objects)
         # Objects first: these may refuse, and then no variable has changed.
         for name in self.match.objects:
@@ -92,6 +96,10 @@ class Reading:
             record = self.manifest.variables[name]
             variable, array = self.tracked.variables[name], self.arrays[name]
             values.assign(variable, array, record, optimizers)
+        values.check_assigned(
+            {name: self.tracked.variables[name] for name in self.match.variables},
+            self.manifest.variables,
+        )
         for value in self.objects.values():
             if isinstance(value, keras.layers.Layer):
                 tracking.refresh(value)

@@ -1,6 +1,10 @@
 """The values of variables on the host, and back into variables: on the same replicas
 bit for bit, on others by value.
 
+A divided array has no copies that it could be compared with. So its devices compute a
+checksum, which is compared with that of the copy on the host, stands in the checkpoint,
+and is compared again with what the devices have after it was restored.
+
 A sync-on-read variable is saved as the components of its replicas. Restored on as many
 replicas, each gets its own again; anywhere else the variable gets the value that they
 add up to, by its aggregation: TensorFlow's rule.
@@ -18,13 +22,16 @@ import numpy as np
 from keras_distribute import context
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import VariableRecord
+from keras_distribute.cluster import agreement
 from keras_distribute.cluster.encoding import Arrays
+from keras_distribute.consistency import checksums
 from keras_distribute.devices.mesh import on_every_replica, on_host
 from keras_distribute.errors import CheckpointError, ContextError, VariableScopeError
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
     Blocks,
     DistributedVariable,
+    MirroredVariable,
     SyncOnReadVariable,
 )
 
@@ -39,11 +46,14 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
         may change them.
 
     Raises:
-        CheckpointError: If a variable has no value now.
+        CheckpointError: If a variable has no value now, or the copy of a divided one
+            is not what the devices have.
     """
     settle(variables)
     in_blocks = {name: _blocks_of(variable) for name, variable in variables.items()}
     stored = _stored({n: v for n, v in variables.items() if in_blocks[n] is None})
+    divided = {n: a for n, a in stored.items() if _is_divided(variables[n], a)}
+    sums = checksums.of_arrays(divided)
     for array in stored.values():
         array.copy_to_host_async()
     arrays: dict[str, Any] = {}
@@ -67,7 +77,9 @@ def fetch(variables: dict[str, Any]) -> tuple[Arrays, dict[str, VariableRecord]]
             )
         else:
             arrays[name] = _copied(array)
-            records[name] = VariableRecord(variable.path)
+            own = sums[name].whole if name in sums else None
+            records[name] = VariableRecord(variable.path, checksum=own)
+    _check_copies(variables, arrays, sums)
     return arrays, records
 
 
@@ -93,6 +105,30 @@ def assign(
     mesh = variable.replica_mesh
     own = array[mesh.local_replicas.start : mesh.local_replicas.stop]
     variable.assign(PerReplica(stacked=mesh.put_split(own)))
+
+
+def check_assigned(
+    variables: dict[str, Any], records: dict[str, VariableRecord]
+) -> None:
+    """Compares what the devices have, after `assign`, with what they had when it was
+    saved.
+
+    Raises:
+        CheckpointError: Where that is not the same, of a variable that was divided.
+    """
+    checked = {n: v for n, v in variables.items() if records[n].checksum is not None}
+    stored = {n: compat.stored_array(v) for n, v in checked.items()}
+    sums = checksums.of_arrays(stored)
+    wrong = [n for n, own in sums.items() if own.whole != records[n].checksum]
+    if wrong:
+        raise CheckpointError(
+            f"{_counted(wrong)} on the devices other bits than were saved: "
+            f"{', '.join(wrong)}.",
+            received="checksums that the devices computed of what they were given; the "
+            "files are intact.",
+            fix="restore again. If it happens again, memory or a transfer errs: find "
+            "the device with strategy.check_consistency(...) and smaller meshes.",
+        )
 
 
 def settle(variables: dict[str, Any]) -> None:
@@ -138,6 +174,43 @@ def check_assignable(
                 fix=f"restore on {record.replicas} replicas, or save a variable with "
                 "an aggregation.",
             )
+
+
+def _is_divided(variable: Any, array: Any) -> bool:
+    """Whether it is one value, of which devices have parts."""
+    return (
+        isinstance(variable, MirroredVariable)
+        and checksums.can_have(array)
+        and not array.sharding.is_fully_replicated
+        and _values_of_groups(variable) is None
+    )
+
+
+def _check_copies(
+    variables: dict[str, Any], arrays: Arrays, sums: dict[str, checksums.OfParts]
+) -> None:
+    """Compares the copies of divided arrays with what the devices have.
+
+    Raises:
+        CheckpointError: In every process, where one of them has another copy.
+    """
+    wrong = [n for n, own in sums.items() if checksums.on_host(arrays[n]) != own.whole]
+    ours = (v for n, v in variables.items() if n in sums)
+    num_processes = max((v.replica_mesh.num_processes for v in ours), default=1)
+    said = agreement.exchange("copies of divided variables", wrong, num_processes)
+    wrong = list(dict.fromkeys(name for each in said for name in each))
+    if wrong:
+        raise CheckpointError(
+            f"{_counted(wrong)} other bits on the host than on the devices: "
+            f"{', '.join(wrong)}.",
+            received="a copy with another checksum than the devices computed. Nothing "
+            "was written; earlier checkpoints are as they were.",
+            fix="save again. If it happens again, memory or a transfer errs.",
+        )
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{len(names)} variable{'s have' if len(names) > 1 else ' has'}"
 
 
 def _same_replicas(variable: Any, record: VariableRecord) -> bool:

@@ -92,7 +92,7 @@ class _Check:
         ]
         report = dataclasses.replace(self._report, differences=tuple(differences))
         if action == "raise":
-            raise _differing(report)
+            raise differing(report)
         if action == "repair":
             report = self._repaired(found, report)
         return report
@@ -179,7 +179,7 @@ class _Check:
             difference = Difference(
                 path=part.variable.path,
                 replica=mesh.replica_at(place),
-                device=_name(device),
+                device=name_of(device),
                 process=device.process_index,
                 beside=beside,
                 is_wrong=said.is_right,
@@ -202,7 +202,7 @@ class _Check:
     def _who(self, place: int) -> str:
         device = self._mesh.devices[place]
         replica = self._mesh.replica_at(place)
-        return f"replica {replica} ({_name(device)}, process {device.process_index})"
+        return f"replica {replica} ({name_of(device)}, process {device.process_index})"
 
     def _repaired(
         self, found: Sequence[_Found], report: ConsistencyReport
@@ -301,14 +301,21 @@ def _value(own: np.ndarray[Any, Any], dtype: Any) -> Any:
     return np.frombuffer(row[: dtype.itemsize], dtype)[0]
 
 
-def _name(device: jax.Device) -> str:
+def name_of(device: jax.Device) -> str:
+    """A device in words."""
     return f"{device.platform}:{device.id}"
 
 
-def _differing(report: ConsistencyReport) -> ReplicaConsistencyError:
+def differing(report: ConsistencyReport) -> ReplicaConsistencyError:
+    """The error that says what a check found."""
     wrong = [each for each in report.differences if each.is_wrong]
     devices = ", ".join(dict.fromkeys(each.device for each in wrong))
-    if devices:
+    if any(each.since is not None for each in report.differences):
+        fix = (
+            "restore the last checkpoint: what exists once cannot be repaired. Without "
+            f"{devices}, if it happens again."
+        )
+    elif devices:
         fix = (
             f'action="repair" takes the copies that most replicas have; without '
             f"{devices}, if it happens again."

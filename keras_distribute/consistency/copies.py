@@ -28,7 +28,7 @@ def groups_of(array: jax.Array, mesh: ReplicaMesh) -> list[Group]:
 def _groups(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], mesh: ReplicaMesh
 ) -> list[Group]:
-    if sharding.device_set != set(mesh.devices) or not _is_in_own_memory(sharding):
+    if sharding.device_set != set(mesh.devices) or not is_in_own_memory(sharding):
         return []
     if sharding.is_fully_replicated:
         groups = [tuple(range(len(mesh.devices)))]
@@ -41,7 +41,8 @@ def _groups(
     return [group for group in groups if len(group) > 1]
 
 
-def _is_in_own_memory(sharding: jax.sharding.Sharding) -> bool:
+def is_in_own_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Whether devices keep it in their own memory, and not in the host's."""
     device = next(iter(sharding.device_set))
     return sharding.memory_kind in (None, device.default_memory().kind)
 

@@ -58,6 +58,22 @@ def of_parts(arrays: Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
     return _program_of_parts(mesh, specs, tuple(sizes))(list(arrays))
 
 
+def of_own_parts(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The hash of each device's part of each array, in which words have the places
+    that they have in the whole: the sum over the parts is the hash of the whole,
+    however it is divided.
+
+    Args:
+        arrays: On one mesh.
+
+    Returns:
+        Of shape `(devices, len(arrays), 2)`, split over the devices of the mesh.
+    """
+    mesh, specs = _placed(arrays)
+    shapes = tuple(array.shape for array in arrays)
+    return _program_of_own_parts(mesh, specs, shapes)(list(arrays))
+
+
 def of_value(array: Any) -> Any:
     """The hash of an array in a program, of shape `(2,)`."""
     return jnp.stack(list(map(_total, _mixed(words.of(array)))))
@@ -108,6 +124,37 @@ def _program_of_parts(
     return launches.ordered(lambda arrays: program(arrays, part))
 
 
+@functools.lru_cache(maxsize=64)
+def _program_of_own_parts(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Any:
+    begins = [
+        _begins(mesh, spec, shape) for spec, shape in zip(specs, shapes, strict=True)
+    ]
+
+    def body(arrays: list[Any]) -> Any:
+        device, totals = lax.axis_index(mesh.axis_names), []
+        for array, begin, shape in zip(arrays, begins, shapes, strict=True):
+            row = words.of(array)
+            whole = (*shape, *row.shape[array.ndim :])
+            index = words.index_in(row.shape, whole)
+            for axis, stride in enumerate(words.strides(whole)[: array.ndim]):
+                index = index + jnp.asarray(begin[:, axis])[device] * stride
+            totals.append(jnp.stack(list(map(_total, mixed(row, index)))))
+        return jnp.stack(totals)[None]
+
+    return launches.ordered(jax.jit(on_each_device(mesh, body, (list(specs),))))
+
+
+def _begins(
+    mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Where each device's part begins, in each dimension."""
+    where = NamedSharding(mesh, spec).devices_indices_map(shape)
+    begins = [[part.start or 0 for part in where[d]] for d in mesh.devices.flat]
+    return np.asarray(begins, np.uint32).reshape(len(begins), len(shape))
+
+
 def _joined(arrays: Sequence[Any], always: bool = False) -> Any:
     """The words of these arrays: of one in its shape, of several as one row."""
     own = list(map(words.of, arrays))
@@ -118,8 +165,13 @@ def _joined(arrays: Sequence[Any], always: bool = False) -> Any:
 
 
 def _mixed(row: Any) -> tuple[Any, Any]:
-    """Of each word two others, by steps that can be undone."""
-    index = words.index_in(row.shape)
+    return mixed(row, words.index_in(row.shape))
+
+
+def mixed(row: Any, index: Any) -> tuple[Any, Any]:
+    """Of each word, at its place, two others, by steps that can be undone; also of
+    arrays of numpy.
+    """
     first = row ^ (index * np.uint32(0x9E3779B9) + np.uint32(0x7F4A7C15))
     first = (first ^ (first >> 16)) * np.uint32(0x85EBCA6B)
     first = (first ^ (first >> 13)) * np.uint32(0xC2B2AE35)

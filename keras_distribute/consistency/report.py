@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 _MOST_LINES = 12
@@ -42,6 +43,8 @@ class Difference:
         size: Of how many.
         elements: The first of those.
         largest: The largest difference of two elements; infinite beside a NaN.
+        since: For a part of a variable that has no copies, and that no step changes:
+            the step at which it was another.
     """
 
     path: str
@@ -54,9 +57,16 @@ class Difference:
     size: int = 0
     elements: tuple[Element, ...] = ()
     largest: float = 0.0
+    since: int | None = None
 
     def __str__(self) -> str:
         where = f"replica {self.replica} ({self.device}, process {self.process})"
+        if self.since is not None:
+            return (
+                f"{self.path} on {where} has other bits than at step {self.since}: "
+                f"its part of {self.size} element(s) exists once, and no step changes "
+                "it"
+            )
         beside = f"most others, as {self.beside}" if self.is_wrong else self.beside
         text = f"{self.path} on {where} differs from {beside}"
         if self.num_elements is None:
@@ -105,7 +115,7 @@ class ConsistencyReport:
     @property
     def paths(self) -> tuple[str, ...]:
         """The variables that differ, each once."""
-        return tuple(dict.fromkeys(each.path for each in self.differences))
+        return _paths(self.differences)
 
     @property
     def heading(self) -> str:
@@ -117,12 +127,19 @@ class ConsistencyReport:
                 f"{self.num_variables} {same} the same on all "
                 f"{self.num_replicas} replicas{at}."
             )
-        count = len(self.paths)
-        several = "variables are" if count > 1 else "variable is"
-        return (
-            f"{count} {several} not the same on all {self.num_replicas} replicas{at}, "
-            f"of {self.num_variables}."
-        )
+        said = []
+        if copies := _paths(each for each in self.differences if each.since is None):
+            several = "variables are" if len(copies) > 1 else "variable is"
+            said.append(
+                f"{len(copies)} {several} not the same on all {self.num_replicas} "
+                f"replicas{at}, of {self.num_variables}."
+            )
+        if once := _paths(e for e in self.differences if e.since is not None):
+            several = "variables have" if len(once) > 1 else "variable has"
+            said.append(
+                f"{len(once)} {several} changed{at}, though no step changes it."
+            )
+        return " ".join(said)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -136,6 +153,11 @@ class ConsistencyReport:
             ["The right copies were put in their places."] if self.is_repaired else []
         )
         return "\n  ".join([self.heading, *self.lines, *done])
+
+
+def _paths(differences: Iterable[Difference]) -> tuple[str, ...]:
+    """Of their variables, each once."""
+    return tuple(dict.fromkeys(each.path for each in differences))
 
 
 def _in_words(element: Element) -> str:

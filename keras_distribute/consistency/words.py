@@ -45,15 +45,39 @@ def as_array(words: Any, dtype: Any) -> Any:
     return lax.bitcast_convert_type(words.astype(_unsigned(dtype)), dtype)
 
 
-def index_in(shape: tuple[int, ...]) -> Any:
+def index_in(shape: tuple[int, ...], within: tuple[int, ...] | None = None) -> Any:
     """The number of each word, in this shape: nothing has to be made one row, which
     costs a copy where devices lay arrays out otherwise.
+
+    Args:
+        within: The shape of what this is the first part of.
     """
     number = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
-        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+    for axis, stride in enumerate(strides(within or shape)):
         number = number + lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
     return number
+
+
+def strides(shape: tuple[int, ...]) -> list[np.uint32]:
+    """How far two words are apart that are neighbours in a dimension, modulo 2^32."""
+    return [
+        np.uint32(math.prod(shape[axis + 1 :]) % 2**32) for axis in range(len(shape))
+    ]
+
+
+def of_numpy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same words as `of`, of an array on the host, in one row."""
+    row = np.ascontiguousarray(array).reshape(-1)
+    if row.dtype == bool:
+        return row.astype(np.uint32)
+    if row.dtype.itemsize >= 4:
+        return row.view("<u4")
+    whole = row.view(f"u{row.dtype.itemsize}").astype(np.uint32)
+    if jnp.issubdtype(row.dtype, jnp.floating):
+        bits = jnp.finfo(row.dtype).bits
+    else:
+        bits = jnp.iinfo(row.dtype).bits
+    return whole & np.uint32(2**bits - 1)
 
 
 def _unsigned(dtype: Any) -> Any:

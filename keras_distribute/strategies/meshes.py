@@ -29,6 +29,16 @@ def mesh_of(
     """
     checks.flag("deterministic", deterministic)
     groups = _in_groups(devices, num_logical_devices)
+    return mesh_of_groups(groups, deterministic, num_replicas)
+
+
+def mesh_of_groups(
+    groups: Sequence[Sequence[jax.Device]],
+    deterministic: bool,
+    num_replicas: int | None,
+) -> ReplicaMesh:
+    """The same, where the logical devices of each replica are known."""
+    checks.flag("deterministic", deterministic)
     if not deterministic:
         if num_replicas is not None:
             raise DeviceError(
@@ -38,12 +48,13 @@ def mesh_of(
                 "which names as many devices.",
             )
         return ReplicaMesh.of_groups(groups)
-    if num_logical_devices > 1:
+    if len(groups[0]) > 1:
         raise DeviceError(
             "The replicas of a deterministic strategy are on one device each.",
-            received=f"num_logical_devices={num_logical_devices}.",
-            fix="either of deterministic=True and num_logical_devices=.",
+            received=f"{len(groups[0])} logical devices for each replica.",
+            fix="deterministic=True, or several logical devices.",
         )
+    devices = [device for group in groups for device in group]
     count = NUM_REPLICAS
     if num_replicas is not None:
         count = checks.count("num_replicas", num_replicas, 1, error=DeviceError)

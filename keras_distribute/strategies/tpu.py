@@ -12,12 +12,12 @@ import jax
 from keras_distribute import checks, context
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.google_cloud import TPUClusterResolver
-from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.errors import DeviceError, ValueStructureError
 from keras_distribute.strategies import logical_devices
 from keras_distribute.strategies.layout_maps import LayoutMap
 from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
+from keras_distribute.strategies.meshes import mesh_of_groups
 from keras_distribute.tpu import system
 from keras_distribute.tpu.assignment import DeviceAssignment
 
@@ -34,7 +34,7 @@ class TPUStrategy(LogicalDevicesStrategy):
     On a slice every host runs the same script; create the strategy first thing in it.
     Source: `tf.distribute.TPUStrategy`. Differs from TF: the program is always
     partitioned by XLA's SPMD partitioner, which has no single logical device to place a
-    value on; `tpu`, `layout_map`, `shard_optimizer_state` and `num_logical_devices` are
+    value on; the arguments from `tpu` on are
     new.
 
     Args:
@@ -56,10 +56,14 @@ class TPUStrategy(LogicalDevicesStrategy):
         shard_variables: As of `kd.MirroredStrategy`: weights, too, in another of their
             dimensions than `layout_map` divides.
         min_shard_bytes: As of `kd.MirroredStrategy`.
+        deterministic: As of `kd.MirroredStrategy`: the same bits on any number of
+            devices, of replicas with one logical device each.
+        num_replicas: As of `kd.MirroredStrategy`, with `deterministic`.
 
     Raises:
         DeviceError: Where there is no TPU, or the assignment is for another one, or has
-            a replica on several hosts.
+            a replica on several hosts; for `num_replicas` that cannot be divided over
+            the devices.
         ClusterError: Where the hosts do not find each other.
         StructureTypeError: For arguments of other types.
         ValueStructureError: For both a resolver and a name, and for layouts of axes
@@ -95,6 +99,8 @@ class TPUStrategy(LogicalDevicesStrategy):
         shard_optimizer_state: bool = False,
         shard_variables: bool = False,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        deterministic: bool = False,
+        num_replicas: int | None = None,
     ) -> None:
         if tpu is not None and tpu_cluster_resolver is not None:
             raise ValueStructureError(
@@ -123,7 +129,7 @@ class TPUStrategy(LogicalDevicesStrategy):
             if experimental_device_assignment is None
             else _assigned(experimental_device_assignment, devices)
         )
-        mesh = ReplicaMesh.of_groups(groups)
+        mesh = mesh_of_groups(groups, deterministic, num_replicas)
         super().__init__(
             mesh,
             shard_optimizer_state=shard_optimizer_state,

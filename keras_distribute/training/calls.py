@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from typing import Any
 
 from keras_distribute._compat import epochs
@@ -13,6 +14,7 @@ from keras_distribute._compat import epochs
 GROUP_SIZES = "_keras_distribute_group_sizes"
 _SEES_STEPS = "_keras_distribute_sees_steps"
 _WATCHER = "_keras_distribute_watcher"
+_STEP = "_keras_distribute_training_step"
 
 
 @dataclasses.dataclass
@@ -108,6 +110,20 @@ def set_sees_steps(trainer: Any, sees: bool) -> None:
     """Notes whether a callback of the trainer's `fit` is called with each step."""
     if trainer is not None:  # Not by Keras's `__setattr__`, which tracks attributes.
         object.__setattr__(trainer, _SEES_STEPS, sees)
+
+
+def set_training_step(trainer: Any, step: Any) -> None:
+    """Notes the `CompiledStep` that trains the model."""
+    vars(trainer)[_STEP] = weakref.ref(step)  # It has the state of the model.
+
+
+def unchanged_variables(trainer: Any) -> list[Any]:
+    """The variables that no training step of the model changes, once a first step has
+    been compiled.
+    """
+    known = vars(trainer).get(_STEP)
+    step = None if known is None else known()
+    return [] if step is None else step.unchanged
 
 
 def watch_next_step(trainer: Any, watcher: Any) -> None:

@@ -36,6 +36,8 @@ class DistributedVariable(compat.Variable):
     # counts.
     _own: jax.Array | None = None
     _link: Link | None = None
+    # How often it was given an array by anything but a step of `fit`.
+    _assignments = 0
 
     def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
@@ -122,6 +124,7 @@ class DistributedVariable(compat.Variable):
                 link[0].changed[link[1]] = self
             self._own = value
             self._link = None
+            self._assignments += 1
 
     def _link_to(self, holder: Holder, place: Any) -> None:
         """From now on `holder` has the value, at `place`."""

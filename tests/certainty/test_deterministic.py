@@ -5,12 +5,14 @@ import pathlib
 import random
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.callbacks import same_bits
 from keras_distribute.training.steps.plan import plan_of
 from tests.support import mirrored
 
@@ -91,6 +93,28 @@ def test_a_training_that_moves_has_the_bits_of_one_that_stays(seed, tmp_path):
     )
 
 
+def test_a_fit_that_goes_on_under_other_conditions_warns(tmp_path, monkeypatch):
+    for here, stops in (("32", 2), ("32", 2), ("4", None)):
+        monkeypatch.setattr(kd.config._chosen, "pool_size", int(here))
+        model = training.built(deterministic(2))
+        backup = kd.callbacks.BackupAndRestore(tmp_path, save_freq=1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                training.fitted(model, backup, *([StopsAt(stops)] if stops else []))
+            except Stopped:
+                assert stops
+        said = [str(each.message) for each in said if "deterministic" in str(each)]
+        assert len(said) == (here == "4")
+    pool = "threads in XLA's pool (NPROC)"
+    assert f"Saved with {pool}: 32; here {pool}: 4. Its numbers are right" in said[0]
+
+
+def test_conditions_without_the_promise_of_bits():
+    assert same_bits.conditions(training.built(mirrored(2))) == {}
+    assert "replicas" in same_bits.conditions(training.built(deterministic(2)))
+
+
 def bits_in_a_process(devices):
     """Of a deterministic training over all processes."""
     training.without_tensorflow()
@@ -113,6 +137,27 @@ def test_processes_have_the_bits_of_one():
         bits_in_a_process, 2, 4, cpu_devices=2, timeout=200, environment=environment
     ):
         assert found == alone
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_tpu_strategy_has_the_same_bits(devices):
+    """Of replicas with one logical device each; of several it is refused."""
+    expected = training.built(deterministic(4))
+    training.fitted(expected)
+    resolver = kd.cluster_resolver.TPUClusterResolver("cpu")
+    topology = kd.tpu.experimental.initialize_tpu_system(resolver)
+    build = kd.tpu.experimental.DeviceAssignment.build
+    assigned = build(topology, [1, 1, 1, 1], num_replicas=devices)
+    strategy = kd.TPUStrategy(resolver, assigned, deterministic=True)
+    assert strategy.num_replicas_in_sync == 8
+    assert strategy.replica_mesh.mesh.size == devices
+    model = training.built(strategy)
+    training.fitted(model)
+    assert training.bits_of(model) == training.bits_of(expected)
+    assigned = build(topology, [1, 2, 1, 1], num_replicas=2)
+    with pytest.raises(kd.errors.DeviceError, match="on one device each.*\n.*2 logi"):
+        kd.TPUStrategy(resolver, assigned, deterministic=True)
 
 
 @pytest.mark.sampled(3)

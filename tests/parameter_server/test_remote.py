@@ -181,11 +181,15 @@ def _answers(address, name, password):
     one = zmq.Context.instance().socket(zmq.DEALER)
     one.linger = 0
     one.plain_username, one.plain_password = name.encode(), password.encode()
+    one.sndtimeo = 1000  # Refused at once, it has nobody to send to.
     one.connect(f"tcp://{address}")
-    one.send_multipart(frames.encode({"op": "x", "number": 1}))
-    found = bool(one.poll(1000))
-    one.close()
-    return found
+    try:
+        one.send_multipart(frames.encode({"op": "x", "number": 1}))
+        return bool(one.poll(1000))
+    except zmq.Again:
+        return False
+    finally:
+        one.close()
 
 
 def attack(kind, address):

@@ -52,7 +52,17 @@ class CompiledStep:
     def _begin(self, groups: Sequence[list[Any]]) -> None:
         self._groups = groups
         self._seen: tuple[State | None, StepState | None] = (None, None)
+        self._unchanged: list[Any] | None = None
         self.programs = StepPrograms(self._strategy, self._carried, groups)
+
+    @property
+    def unchanged(self) -> list[Any]:
+        """The variables that no step changes; traces one to know it. None before the
+        first step.
+        """
+        if self._unchanged is None and self.programs.latest is not None:
+            self._unchanged = self.programs.unchanged(self._plain)
+        return self._unchanged or []
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs one step.

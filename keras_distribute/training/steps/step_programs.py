@@ -5,7 +5,7 @@ several batches in one dispatch. Knows no values of variables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
 from keras_distribute.training.steps import state_shardings
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
+from keras_distribute.training.steps.unchanged import Step, unchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,7 @@ class StepPrograms:
         self._scans: dict[Any, bool] = {}
         self._scatters: dict[Any, bool] = {}
         self._executables: dict[Any, Executable] = {}
+        self.latest: batches.Placed | None = None  # A batch, as shapes.
         labels = tuple([0] * len(group) for group in groups)
         state: Any = labels
         if self._packing is not None:
@@ -84,6 +84,7 @@ class StepPrograms:
         return self._executables[key]
 
     def _made(self, placed: batches.Placed, size: int) -> Executable:
+        self.latest = placed._replace(data=_forms_of(placed))
         program, found = self._jitted(placed, size)
         data = placed.data if size == 1 else [placed.data] * size
         made = Executable(program, self._form_of_state(), data)
@@ -95,12 +96,24 @@ class StepPrograms:
         the arrays of the logs, then those of the state.
         """
         program, _ = self._jitted(placed, 1)
-        forms = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-            placed.data,
+        with launches.tracing:
+            return jax.export.export(program)(self._form_of_state(), _forms_of(placed))
+
+    def unchanged(self, step: Step) -> list[Any]:
+        """The variables that no step changes, as `step` says; none before the first
+        program.
+
+        Args:
+            step: What the programs compute, on Keras's groups of values.
+        """
+        if self.latest is None:
+            return []
+        on_rows, state = (
+            self._on_true_rows(step, self.latest),
+            self.form_of_groups(self._mesh),
         )
         with launches.tracing:
-            return jax.export.export(program)(self._form_of_state(), forms)
+            return unchanged(on_rows, self._groups, state, self.latest.data)
 
     def names_of_state(self) -> list[str]:
         """What each array of the state is, in words."""
@@ -172,15 +185,21 @@ class StepPrograms:
         )
 
     def _function(self, placed: batches.Placed, carried: list[Any] | None) -> Step:
-        """The step on batches of this form, whose true rows it takes."""
+        is_whole = self._is_whole(placed, carried)
+        return self._on_true_rows(self._step, placed, is_whole)
+
+    def _on_true_rows(
+        self, step: Step, placed: batches.Placed, is_whole: bool = False
+    ) -> Step:
+        """A step on batches of this form, whose true rows it takes."""
         mesh, strategy, (_, rows, spread) = self._mesh, self._strategy, placed
-        if self._is_whole(placed, carried):
+        if is_whole:
             batch = GlobalBatch(spread[0], replicated=True)
             own = mesh.replicated
         else:
             batch = GlobalBatch(*spread)
             own = mesh.split
-        frame, step = Frame(strategy, Mode.CROSS, batch=batch), self._step
+        frame = Frame(strategy, Mode.CROSS, batch=batch)
 
         def global_step(state: Any, data: Any) -> Any:
             with context.entered(frame):
@@ -276,6 +295,13 @@ class StepPrograms:
 
     def _carried(self, form: State) -> Any:
         return form if self._packing is None else self._packing.form_packed(form)
+
+
+def _forms_of(placed: batches.Placed) -> Any:
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+        placed.data,
+    )
 
 
 def _leaves_like(old: Any, new: Any) -> list[Any]:

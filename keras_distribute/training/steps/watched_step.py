@@ -47,6 +47,7 @@ class WatchedStep:
 
     def __init__(self, trainer: Any, step: CompiledStep) -> None:
         self._trainer, self._step = trainer, step
+        calls.set_training_step(trainer, step)
         self._seen: tuple[CompiledStep, OwnGradients] | None = None
 
     def __call__(self, state: State, data: Any) -> tuple[Any, State]:
