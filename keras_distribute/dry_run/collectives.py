@@ -150,7 +150,7 @@ def _collective(
     last_path = last.op_name.rpartition("/")[2]
     groups = _groups(instruction.text, num_devices)
     return Collective(
-        kind=_STARTS[instruction.opcode],
+        kind=_kind_of(instruction, computation),
         name=instruction.name,
         num_bytes=sum(array.num_bytes for array in arrays),
         num_arrays=len(arrays),
@@ -162,6 +162,17 @@ def _collective(
         waits_for=", ".join(layers_of(last.op_name)) or last_path or last.name,
         num_replicas=max(len(set(group // num_logical)) for group in groups),
     )
+
+
+def _kind_of(instruction: Instruction, computation: list[Instruction]) -> str:
+    """In XLA's words. A TPU's reduce-scatter may be written as a fusion whose result is
+    a part of an all-reduce in it.
+    """
+    kind, root = _STARTS[instruction.opcode], computation[-1]
+    is_part = root.opcode == "dynamic-slice" and root.is_root
+    if kind == "all-reduce" and is_part and root.operands[0] == instruction.name:
+        return "reduce-scatter"
+    return kind
 
 
 def _maker(instruction: Instruction, named: dict[str, Instruction]) -> Instruction:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
+import errno
 import functools
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ from keras_distribute.cluster import signing
 
 _KEPT_LINES = 400
 _POLL_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1
+_WITH_PARENT = pathlib.Path(__file__).with_name("with_parent.py")
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +97,7 @@ class Job:
         """
         try:
             process = subprocess.Popen(
-                self._command,
+                _with_parent(self._command),
                 env=self._environment_of(index),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -103,7 +105,6 @@ class Job:
                 text=True,
                 errors="replace",
                 start_new_session=True,  # Their children are ended with them.
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
         except BaseException as error:
             started.set_exception(error)
@@ -204,8 +205,15 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _die_with_parent() -> None:
-    """Makes a new process end with the one that started it, even if that is killed: to
-    be exact, with the thread (`man 2 prctl`).
+def _with_parent(command: Sequence[str]) -> list[str]:
+    """A command that ends with this process, where the system can do that.
+
+    Raises:
+        FileNotFoundError: For a program that does not exist.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    if sys.platform != "linux":
+        return list(command)
+    wrapper = [sys.executable, "-I", "-S", str(_WITH_PARENT), str(os.getpid())]
+    return [*wrapper, *command]

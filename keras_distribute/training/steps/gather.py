@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.summed_parts import summed_part
 from keras_distribute.variables import MirroredVariable
 
 
@@ -72,12 +73,12 @@ def whole_in_replica(variable: MirroredVariable, part: Any) -> Any:
     axis = divided_axis(variable.value_sharding)
     if axis is None:
         return variable._maybe_autocast(part)
+    mesh = variable.replica_mesh
     dtype = variable.distribute_strategy.placement.communication_dtype
 
     def scattered(gradient: Any) -> Any:
         narrow = gradient if dtype is None else gradient.astype(dtype)
-        own = lax.psum_scatter(narrow, REPLICA_AXIS, scatter_dimension=axis, tiled=True)
-        return own.astype(gradient.dtype)
+        return summed_part(narrow, axis, mesh).astype(gradient.dtype)
 
     return _read(
         variable,
