@@ -10,9 +10,11 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
 from keras_distribute import errors
+from keras_distribute.devices.over_replicas import over_replicas
 from tests.support import distributed, mirrored
 
 # On 1 nothing is between devices, on 8 each has one replica: the others are between.
@@ -509,3 +511,24 @@ def test_the_replica_with_what_is_no_number_is_named(strategies):
                 verbose=0,
                 callbacks=[kd.callbacks.RaiseOnNaN()],
             )
+
+
+def test_arrays_that_the_compiler_knows(strategies, plain):
+    """What it made of a sum over 3, times 3, was another operation on one device, where
+    it knew the 3 in the loop or in the branch, too.
+    """
+    three = np.array([3], "float32")
+
+    def fn(x):
+        own = jnp.sum(x[:, 0]) / jnp.prod(jnp.asarray(three)) * 3
+        total = lax.psum(x, AXIS)
+        return own, jnp.sum(total) / jnp.prod(jnp.asarray(three)) * 3
+
+    check(strategies, plain, fn, [x[:3] for x in X])
+    for devices in DEVICES:
+        mesh = in_series(devices).replica_mesh
+        program = over_replicas(mesh, fn, (PartitionSpec(AXIS),), PartitionSpec())
+        lowered = jax.jit(program).lower(np.ones((24, 3), "float32"))
+        computations = lowered.as_text(dialect="hlo").split("\n\n")
+        knowing = [each for each in computations if "constant({3})" in each]
+        assert {each.lstrip()[:5] for each in knowing} <= {"ENTRY"}

@@ -306,7 +306,10 @@ class _Part:
         if key is not None and key in self._seen:
             return self._seen[key][0]
         number = self._number(aval)
-        self._constants[number] = value
+        if aval.shape and not is_key(value):
+            self._known[number] = Value(_unknown(value, self._zero), True)
+        else:
+            self._constants[number] = value
         if key is not None:
             self._seen[key] = [number]
         return number
@@ -394,6 +397,16 @@ def _needed(
             needed.append(op)
             wanted.update(op.inputs)
     return needed[::-1]
+
+
+def _unknown(constant: Any, zero: Any) -> Any:
+    """An array of which the compiler does not know what is in it. On one device it would
+    find that out where a loop or a branch takes it, on several it would not: with a
+    known length, the division in a mean became another operation.
+    """
+    array = jnp.asarray(constant)
+    both = jnp.stack([array, jnp.zeros_like(array)])
+    return lax.dynamic_index_in_dim(both, zero, 0, keepdims=False)
 
 
 def unknown_zero(arrays: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """Trainings drawn by a number, and their bits on several numbers of devices; run by
 `python -m tests.certainty.drawn_runs DEVICES SEED...`, which prints a line for each.
+`DEVICES` are numbers, or `2x4` for two processes of four devices each: `1,8,2x4`.
 
 Run in a process of its own: the tests' own processes compile without most of XLA's
 optimizations, which is where bits may come to differ.
@@ -8,6 +9,7 @@ optimizations, which is where bits may come to differ.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 from typing import Any
@@ -156,22 +158,52 @@ def _hash(arrays: list[Any]) -> str:
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
-def main(devices: list[int], seeds: list[int]) -> int:
-    differing = 0
+def bits_in_processes(seeds: list[int]) -> list[dict[str, str]]:
+    """Of each draw, over all processes of a job."""
+    without_tensorflow()
+    found = []
     for seed in seeds:
-        drawn, found = Drawn(seed), {}
-        for count in devices:
-            names = [f"cpu:{i}" for i in range(count)]
-            strategy = kd.MirroredStrategy(names, deterministic=True, **drawn.options)
-            found[count] = drawn.bits_on(strategy)
-        first = found[devices[0]]
+        drawn = Drawn(seed)
+        options: dict[str, Any] = {"deterministic": True, **drawn.options}
+        found.append(drawn.bits_on(kd.MultiWorkerMirroredStrategy(**options)))
+    return found
+
+
+def bits_of(where: str, seeds: list[int]) -> list[dict[str, str]]:
+    """Of each draw, on so many devices, or in processes of so many."""
+    if "x" not in where:
+        found = []
+        for drawn in map(Drawn, seeds):
+            names = [f"cpu:{i}" for i in range(int(where))]
+            options: dict[str, Any] = {"deterministic": True, **drawn.options}
+            found.append(drawn.bits_on(kd.MirroredStrategy(names, **options)))
+        return found
+    processes, devices = map(int, where.split("x"))
+    first, *others = kd.testing.run_in_processes(
+        bits_in_processes,
+        processes,
+        seeds,
+        cpu_devices=devices,
+        timeout=300 + 60 * len(seeds),
+        environment={"NPROC": os.environ["NPROC"]},
+    )
+    assert all(other == first for other in others)
+    return first
+
+
+def main(places: list[str], seeds: list[int]) -> int:
+    differing = 0
+    found = {where: bits_of(where, seeds) for where in places}
+    for i, seed in enumerate(seeds):
+        first = found[places[0]][i]
         wrong = {
-            count: [kind for kind in bits if bits[kind] != first[kind]]
-            for count, bits in found.items()
-            if bits != first
+            where: [kind for kind in first if bits[i][kind] != first[kind]]
+            for where, bits in found.items()
+            if bits[i] != first
         }
         differing += bool(wrong)
-        print(f"{'DIFFERENT' if wrong else 'same'} {seed}: {drawn} {wrong or first}")
+        said = "DIFFERENT" if wrong else "same"
+        print(f"{said} {seed}: {Drawn(seed)} {wrong or first}")
         sys.stdout.flush()
     return differing
 
@@ -179,5 +211,5 @@ def main(devices: list[int], seeds: list[int]) -> int:
 if __name__ == "__main__":
     without_tensorflow()
     kd.config.set_cpu_devices(8)
-    devices, *seeds = sys.argv[1:]
-    sys.exit(main(list(map(int, devices.split(","))), list(map(int, seeds))))
+    places, *seeds = sys.argv[1:]
+    sys.exit(main(places.split(","), list(map(int, seeds))))
