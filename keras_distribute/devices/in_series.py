@@ -400,9 +400,10 @@ def _needed(
 
 
 def _unknown(constant: Any, zero: Any) -> Any:
-    """An array of which the compiler does not know what is in it. On one device it would
-    find that out where a loop or a branch takes it, on several it would not: with a
-    known length, the division in a mean became another operation.
+    """An array of which the compiler does not know what is in it.
+
+    On one device it would find that out where a loop or a branch takes it, on several
+    it would not: with a known length, the division in a mean became another operation.
     """
     array = jnp.asarray(constant)
     both = jnp.stack([array, jnp.zeros_like(array)])
