@@ -58,9 +58,10 @@ def dry_run(
     batch, with everything that its strategy does to it, such as divided optimizer state
     or `steps_per_execution`. The compiler is the hardware's own: libtpu for TPUs (`pip
     install 'keras-distribute[dry-run-tpu]'`), JAX's CUDA plugin for GPUs (`pip install
-    'keras-distribute[dry-run-cuda]'`), each in a process of its own. On this machine
-    the model's weights and optimizer state are created, in the host's memory or where
-    the model already has them.
+    'keras-distribute[dry-run-cuda]'`), each in a process of its own. A model that a
+    function makes gets no values, so it may be larger than the memory of this machine;
+    so does the copy of a model without a strategy. Of a strategy's model, the optimizer
+    state is created, where the weights are.
 
     FLOPs are those of matrix products and convolutions in the traced step, with each
     loop's iterations, divided by the number of devices, as if the logical devices of a
@@ -117,13 +118,15 @@ def dry_run(
     target = targets.parse(topology)
     limit = _checked_limit(target, memory_limit, largest_batch)
     devices = target.devices()
-    model, strategy = models.with_strategy(
+    found = models.with_strategy(
         model_or_builder,
         shard_optimizer_state=shard_optimizer_state,
         shard_variables=shard_variables,
     )
+    model, strategy, _ = found
     example = examples.batch_of(model, batch)
-    planning.build(model, strategy, example)
+    with found.creation():
+        planning.build(model, strategy, example)
     mesh = _mesh_like(strategy.replica_mesh, devices, topology)
 
     def compile_for(batch: Any) -> DryRunReport:
@@ -132,8 +135,8 @@ def dry_run(
     report = compile_for(example)
     if not largest_batch or limit is None:
         return report
-    found = _largest_batch(report, compile_for, example, limit)
-    return dataclasses.replace(report, largest_batch=found)
+    largest = _largest_batch(report, compile_for, example, limit)
+    return dataclasses.replace(report, largest_batch=largest)
 
 
 def _checked_limit(

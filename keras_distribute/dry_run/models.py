@@ -1,22 +1,43 @@
-"""The model of a dry run, with a strategy whose mesh can be exchanged for another."""
+"""The model of a dry run, with a strategy whose mesh can be exchanged for another.
+
+A model that is made for it has variables without values, so it may be larger than the
+memory of this machine.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_distribute import checks
+from keras_distribute._compat.shapes_alone import shapes_alone
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
 from keras_distribute.training import adoption
 
 
-def with_strategy(model_or_builder: Any, **options: Any) -> tuple[Any, Strategy]:
-    """A compiled model, and the strategy that its variables belong to. A model without
-    a strategy is made once more from its configuration; `options` of a
-    `MirroredStrategy` are for those that are made here.
+class Model(NamedTuple):
+    """A compiled model, and the strategy that its variables belong to.
+
+    Args:
+        is_users: Whether it is used after the dry run: its variables have values.
+    """
+
+    model: Any
+    strategy: Strategy
+    is_users: bool
+
+    def creation(self) -> AbstractContextManager[None]:
+        """Around what creates further variables of the model."""
+        return nullcontext() if self.is_users else shapes_alone()
+
+
+def with_strategy(model_or_builder: Any, **options: Any) -> Model:
+    """The model. One without a strategy is made once more from its configuration;
+    `options` of a `MirroredStrategy` are for those that are made here.
 
     Raises:
         StructureTypeError: For anything but a compiled model whose step is traced.
@@ -27,7 +48,7 @@ def with_strategy(model_or_builder: Any, **options: Any) -> tuple[Any, Strategy]
         _check(model_or_builder)
         own = adoption.strategy_of_variables(model_or_builder)
         if own is not None:
-            return model_or_builder, own
+            return Model(model_or_builder, own, is_users=True)
     # A model passes: it can be called.
     checks.function(
         "model_or_builder",
@@ -37,7 +58,7 @@ def with_strategy(model_or_builder: Any, **options: Any) -> tuple[Any, Strategy]
     )
     # Variables need a device while they are made; the step will be traced for others.
     strategy = MirroredStrategy(["cpu:0"], **options)
-    with strategy.scope():
+    with strategy.scope(), shapes_alone():
         model = _clone(model_or_builder) if is_model else model_or_builder()
     checks.instance(
         "model",
@@ -47,7 +68,8 @@ def with_strategy(model_or_builder: Any, **options: Any) -> tuple[Any, Strategy]
         "return the model at its end.",
     )
     _check(model)
-    return model, adoption.strategy_of_variables(model) or strategy
+    own = adoption.strategy_of_variables(model)
+    return Model(model, own or strategy, is_users=False)
 
 
 def _clone(model: Any) -> Any:

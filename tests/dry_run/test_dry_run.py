@@ -566,3 +566,39 @@ def test_options_are_compared_in_one_table():
 def test_a_comparison_makes_its_models():
     with pytest.raises(kd.errors.StructureTypeError, match="anew for each option"):
         kd.compare_dry_runs("model", 64, "cpu:4")
+
+
+def test_a_model_that_a_function_makes_has_no_values():
+    """112 GB of them; and the models that follow are what they would have been."""
+
+    def build(units=10_000_000, name="wide"):
+        wide = keras.layers.Dense(units, name=name)
+        model = keras.Sequential([keras.Input((700,)), wide, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(), "mse")
+        return model
+
+    keras.utils.set_random_seed(0)
+    expected = build(8).get_weights()
+    keras.utils.set_random_seed(0)
+    before = {id(array) for array in jax.live_arrays()}
+    largest = max((array.nbytes for array in jax.live_arrays()), default=0)
+    report = kd.dry_run(build, 8, topology="cpu:8", shard_variables=True)
+    made = [array for array in jax.live_arrays() if id(array) not in before]
+    assert all(array.nbytes <= largest for array in made)
+    kernel = 700 * 10_000_000 * 4
+    assert kernel / 8 < report.memory.parameters < kernel / 8 * 1.01
+    assert 2 * kernel / 8 < report.memory.optimizer < 2 * kernel / 8 * 1.01
+    for ours, theirs in zip(build(8).get_weights(), expected, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def test_a_strategys_model_keeps_its_values():
+    with kd.MirroredStrategy(["cpu:0"]).scope():
+        model = models.mlp()
+    before = model.get_weights()
+    kd.dry_run(model, 16, topology="cpu:4")
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    x = np.ones((16, *model.input_shape[1:]), "float32")
+    model.fit(x, np.zeros(16, "int32"), verbose=0)
+    assert all(np.isfinite(v.numpy()).all() for v in model.optimizer.variables)
