@@ -91,10 +91,10 @@ def main() -> None:
         f"of {rounds} rounds of {STEPS} steps in turn."
     )
     where = (
-        "Where it goes, in milliseconds a step of all devices together, which share the "
-        "cores. Products: of matrices, and convolutions. Arithmetic: of each element, "
-        "and sums. Moving: copies, slices and fills, mostly where the part of a replica "
-        "begins and ends. Communication includes waiting for the other devices."
+        "Where it goes, in milliseconds a step of all devices together, which share "
+        "the cores. Products: of matrices, and convolutions. Arithmetic: of each "
+        "element, and sums. Moving: copies, slices and fills, mostly where the part of "
+        "a replica begins and ends. Communication includes waiting for other devices."
     )
     several = report.table(["", *operations.KINDS], parts, "lrrrr")
     text = f"{report.table(header, rows, 'lrrr')}\n\n{note}\n\n{several}\n\n{where}"
