@@ -3,6 +3,8 @@
 import keras
 from keras import layers
 
+import keras_distribute as kd
+
 
 def _compiled(model, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -92,3 +94,24 @@ def resnet50():
 
 SHAPES = {"cnn": (12, 12, 3), "deep": (8,), "lstm": (20, 8), "transformer": (16,)}
 EVERY = ("mlp", "cnn", "transformer", "lstm")
+
+
+def decoder_of_a_billion():
+    """1.04 billion weights, divided, that travel in half precision."""
+    policy = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    options = {"shard_variables": True, "communication_dtype": "bfloat16"}
+    try:
+        with kd.MirroredStrategy(["cpu:0"], **options).scope():
+            ids = keras.Input((512,), dtype="int32")
+            hidden = layers.Embedding(32_000, 2048)(ids)
+            for _ in range(18):
+                normed = layers.LayerNormalization()(hidden)
+                attend = layers.MultiHeadAttention(16, 128)
+                hidden += attend(normed, normed, use_causal_mask=True)
+                wide = layers.Dense(8192, "gelu")(layers.LayerNormalization()(hidden))
+                hidden += layers.Dense(2048)(wide)
+            logits = layers.Dense(32_000)(layers.LayerNormalization()(hidden))
+            return _compiled(keras.Model(ids, logits))
+    finally:
+        keras.mixed_precision.set_dtype_policy(policy)

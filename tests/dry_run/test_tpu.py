@@ -186,6 +186,22 @@ def test_divided_weights_are_gathered_twice_and_gradients_scattered(
     assert sent < 1.05 * (gathered + kernels) * (1 - 1 / replicas)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4"])
+def test_a_decoder_of_a_billion_weights_fits(topology):
+    """And what it sends is three times its weights in half precision."""
+    report = kd.dry_run(models.decoder_of_a_billion, 64, topology=topology)
+    assert report.fits
+    kinds = {each.kind for each in report.collectives if each.num_bytes > 2**20}
+    assert {"all-gather", "reduce-scatter"} <= kinds
+    assert "all-reduce" not in kinds
+    weights = report.memory.parameters * 16 / 4
+    assert weights > 1e9
+    sent = sum(each.bytes_sent * each.times for each in report.collectives)
+    assert sent == pytest.approx(3 * 2 * weights * 15 / 16, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "tasks", "replicas"),
     [
