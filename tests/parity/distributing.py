@@ -21,9 +21,9 @@ import tensorflow as tf
 import keras_distribute as kd
 from keras_distribute.input.splitting import piece_sizes
 
-from .comparing import encoded
 from .differences import because
 from .encoding import JSON, decode, encode, encode_array, is_error
+from .ours import encoded
 
 Entry = dict[str, JSON]
 Elements = tuple[list[JSON], str]

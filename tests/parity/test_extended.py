@@ -3,17 +3,10 @@
 import jax.numpy as jnp
 import keras
 
-from .comparing import (
-    assert_same,
-    check,
-    check_error,
-    encoded,
-    entries,
-    mirrored,
-    value_of,
-)
+from .comparing import assert_same, check, check_error, entries, value_of
 from .differences import because
 from .encoding import encode
+from .ours import encoded, mirrored
 
 OWN = [1.0, 2.0, 3.0, 5.0]
 PAIRS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]

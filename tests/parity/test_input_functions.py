@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_distribute as kd
 from keras_distribute import errors
 
-from .comparing import check_error, encoded, mirrored
+from .comparing import check_error
 from .differences import because
 from .distributing import (
     Entry,
@@ -34,6 +34,7 @@ from .distributing import (
     wrapped,
 )
 from .encoding import JSON, is_error
+from .ours import encoded, mirrored
 from .test_input import ON_THE_HOST
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_distribute as kd
 from keras_distribute import errors
 
-from .comparing import check_error, encoded, mirrored
+from .comparing import check_error
 from .differences import because
 from .distributing import (
     as_ours,
@@ -22,6 +22,7 @@ from .distributing import (
     pipeline,
 )
 from .encoding import is_error
+from .ours import encoded, mirrored
 
 IN_RUN = ("distribute in run", "iter in run", "next in run", "get_next in run")
 

@@ -10,17 +10,10 @@ import pytest
 
 import keras_distribute as kd
 
-from .comparing import (
-    as_run_returns,
-    cases,
-    check,
-    check_error,
-    entries,
-    mirrored,
-    value_of,
-)
+from .comparing import as_run_returns, cases, check, check_error, entries, value_of
 from .differences import because
 from .encoding import decode, is_error
+from .ours import mirrored
 
 
 def run(entry, step):

@@ -12,13 +12,12 @@ from .comparing import (
     assert_same,
     check,
     check_error,
-    encoded,
     entries,
-    mirrored,
     value_of,
 )
 from .differences import because
 from .encoding import Marker, Pair, is_error
+from .ours import encoded, mirrored
 
 MARKER = Marker()
 

@@ -10,18 +10,16 @@ import pytest
 import keras_distribute as kd
 
 from .comparing import (
-    arrays,
     as_run_returns,
     assert_same,
     check,
     check_error,
-    encoded,
     entries,
-    mirrored,
     value_of,
 )
 from .differences import because
 from .encoding import decode, encode, is_error
+from .ours import arrays, encoded, mirrored
 
 
 @entries("optimizers", "optimizer", "config")

@@ -8,9 +8,10 @@ import pytest
 
 import keras_distribute as kd
 
-from .comparing import check_error, encoded, entries, mirrored, record
+from .comparing import check_error, entries, record
 from .differences import because
 from .encoding import decode, is_error
+from .ours import encoded, mirrored
 
 INITIAL = 10.0
 PER_REPLICA = (1.0, 2.0, 3.0, 5.0)
