@@ -22,9 +22,9 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from ..encoding import JSON
 from ..pipelines import Files, Steps, build, name_of, write_files
+from ..scenarios.functions import attributes
 from .datasets import POLICIES
 from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
-from .functions import attributes
 from .session import Entry, encoded, result_of, start_devices
 
 WORKERS = 2
