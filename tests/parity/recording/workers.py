@@ -87,6 +87,11 @@ FILE_PIPELINES: list[Steps] = [
 ]
 
 
+def for_all_devices(function: Callable[[int], Iterator[Entry]]) -> list[Entry]:
+    """The entries of a topic for every number of devices of a worker."""
+    return [entry for devices in DEVICES for entry in function(devices)]
+
+
 def dataset(devices: int) -> Iterator[Entry]:
     """Numbers under every AutoShardPolicy; SHARD_HINT under all of them."""
     for policy in POLICIES:
