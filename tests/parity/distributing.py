@@ -496,13 +496,9 @@ def pipeline(
     steps: JSON, policy: str = "AUTO", files: list[str] | None = None
 ) -> tf.data.Dataset:
     """The tf.data pipeline of an entry, with its policy."""
-    from .pipelines import build
+    from .pipelines import build, with_policy
 
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy[policy]
-    )
-    return build(steps, files or []).with_options(options)
+    return with_policy(build(steps, files or []), policy)
 
 
 def batches_of(steps: JSON) -> list[JSON]:

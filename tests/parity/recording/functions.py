@@ -12,7 +12,7 @@ from ..pipelines import Steps, build, name_of
 from ..scenarios import functions
 from ..scenarios.functions import attributes
 from . import session
-from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
+from .elements import ENDLESS, MOST, elements_of, plain, said_of, spec
 from .session import Entry, mirrored, result_of, results
 
 Mode = tf.distribute.InputReplicationMode
@@ -106,31 +106,25 @@ def _from_function(replicas: int, mode: Any, steps: Steps) -> Entry:
         [f"CPU:{index}" for index in range(replicas)]
     )
     contexts: list[JSON] = []
-    kept: list[Any] = []
 
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         contexts.append(attributes(context))
         return build(steps)
 
-    def distribute() -> Any:
-        fetch = mode is Mode.PER_WORKER  # else PER_REPLICA refuses
-        options = tf.distribute.InputOptions(
-            experimental_replication_mode=mode, experimental_fetch_to_device=fetch
-        )
-        kept.append(strategy.distribute_datasets_from_function(dataset_fn, options))
-        return kept[0]
-
+    options = tf.distribute.InputOptions(
+        experimental_replication_mode=mode,
+        experimental_fetch_to_device=mode is Mode.PER_WORKER,  # else it is refused
+    )
     whole = build(steps)
-    most = ENDLESS if whole.cardinality() == tf.data.INFINITE_CARDINALITY else None
+    endless = whole.cardinality() == tf.data.INFINITE_CARDINALITY
     entry: Entry = {"name": name_of(steps), "mode": mode.name, "dataset": steps}
     entry["spec"] = spec(whole.element_spec)
-    entry["whole"] = plain(whole, most * replicas) if most else plain(whole)
-    entry |= elements_of(distribute, most) if most else elements_of(distribute)
-    entry["contexts"] = contexts
-    if kept:
-        entry["element_spec"] = spec(kept[0].element_spec)
-        entry["cardinality"] = cardinality_of(kept[0])
-    return entry
+    entry["whole"] = plain(whole, ENDLESS * replicas if endless else MOST)
+    return entry | said_of(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn, options),
+        ENDLESS if endless else MOST,
+        contexts=contexts,
+    )
 
 
 def function_misuse(replicas: int) -> Iterator[Entry]:

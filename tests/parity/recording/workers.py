@@ -21,10 +21,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from ..encoding import JSON
-from ..pipelines import Files, Steps, build, name_of, write_files
+from ..pipelines import Files, Steps, build, name_of, with_policy, write_files
 from ..scenarios.functions import attributes
 from .datasets import POLICIES
-from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
+from .elements import ENDLESS, elements_of, plain, said_of
 from .session import Entry, encoded, result_of, start_devices
 
 WORKERS = 2
@@ -119,27 +119,14 @@ def _dataset(
         paths = write_files(content, str(steps[0][0]), Path(folder))
 
         def whole() -> tf.data.Dataset:
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = (
-                tf.data.experimental.AutoShardPolicy[policy]
-            )
-            return build(steps, paths).with_options(options)
+            return with_policy(build(steps, paths), policy)
 
         def work(strategy: tf.distribute.Strategy) -> Entry:
-            kept: list[Any] = []
-
-            def distribute() -> Any:
-                kept.append(strategy.experimental_distribute_dataset(whole()))
-                return kept[0]
-
-            entry = elements_of(distribute, _most(steps))
+            entry = said_of(
+                lambda: strategy.experimental_distribute_dataset(whole()), _most(steps)
+            )
             if ["shard_hint"] not in steps:
                 entry["whole"] = plain(whole(), _most(steps))
-            if kept:
-                entry |= {
-                    "element_spec": spec(kept[0].element_spec),
-                    "cardinality": cardinality_of(kept[0]),
-                }
             return entry
 
         files = {"file_set": file_set, "files": content} if file_set else {}
@@ -185,25 +172,16 @@ def function(devices: int) -> Iterator[Entry]:
             strategy: tf.distribute.Strategy, by_worker: tuple[Steps, ...] = by_worker
         ) -> Entry:
             contexts: list[JSON] = []
-            kept: list[Any] = []
 
             def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 contexts.append(attributes(context))
                 return build(by_worker[context.input_pipeline_id])
 
-            def distribute() -> Any:
-                kept.append(strategy.distribute_datasets_from_function(dataset_fn))
-                return kept[0]
-
-            entry = elements_of(distribute, _most(by_worker[0])) | {
-                "contexts": contexts
-            }
-            if kept:
-                entry |= {
-                    "element_spec": spec(kept[0].element_spec),
-                    "cardinality": cardinality_of(kept[0]),
-                }
-            return entry
+            return said_of(
+                lambda: strategy.distribute_datasets_from_function(dataset_fn),
+                _most(by_worker[0]),
+                contexts=contexts,
+            )
 
         yield {
             "devices": devices,
