@@ -1,5 +1,5 @@
-"""How a record of TensorFlow's answers is made and written: a header, and a line for each
-case.
+"""How a record of TensorFlow's answers is made and written: a header, and a line for
+each case.
 """
 
 import json
@@ -35,8 +35,8 @@ DEVICES = (
 
 
 def for_all_replicas(*functions: Topic) -> list[Entry]:
-    """The entries of a topic for every number of replicas, each function in a process of
-    its own.
+    """The entries of a topic for every number of replicas, each function in a process
+    of its own.
 
     TensorFlow refuses every collective after one has failed, so that errors would leak
     into what follows.

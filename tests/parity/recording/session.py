@@ -1,5 +1,5 @@
-"""TensorFlow with four logical CPUs as the side that scenarios run on: strategies on some
-of them, and results written in the record's encoding.
+"""TensorFlow with four logical CPUs as the side that scenarios run on: strategies on
+some of them, and results written in the record's encoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -221,21 +221,11 @@ def misc(devices: int) -> Iterator[Entry]:
     def numbers(rows: int = 10) -> tf.data.Dataset:
         return tf.data.Dataset.range(rows).batch(4)
 
-    def sums(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [
-            encoded(strategy.reduce("SUM", element, axis=0)) for element in distributed
+    def of_each(call: Callable[[tf.distribute.Strategy, Any], Any]) -> Work:
+        return lambda strategy: [
+            encoded(call(strategy, element))
+            for element in strategy.experimental_distribute_dataset(numbers())
         ]
-
-    def means(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [
-            encoded(strategy.reduce("MEAN", element, axis=0)) for element in distributed
-        ]
-
-    def gathered(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [encoded(strategy.gather(element, axis=0)) for element in distributed]
 
     def optionals(strategy: tf.distribute.Strategy) -> JSON:
         iterator = iter(strategy.experimental_distribute_dataset(numbers()))
@@ -271,9 +261,15 @@ def misc(devices: int) -> Iterator[Entry]:
         return work
 
     cases: dict[str, Work] = {
-        "reduce SUM of each element": sums,
-        "reduce MEAN of each element": means,
-        "gather of each element": gathered,
+        "reduce SUM of each element": of_each(
+            lambda strategy, element: strategy.reduce("SUM", element, axis=0)
+        ),
+        "reduce MEAN of each element": of_each(
+            lambda strategy, element: strategy.reduce("MEAN", element, axis=0)
+        ),
+        "gather of each element": of_each(
+            lambda strategy, element: strategy.gather(element, axis=0)
+        ),
         "get_next_as_optional has_value": optionals,
         "get_next at the end": get_next_at_end,
         "dataset.reduce": reduced,

@@ -176,7 +176,7 @@ def _of_the_default_strategy(side: Side) -> Calls:
 
 
 def _devices(mirrored: Any) -> Calls:
-    """Devices that are no list of devices; nothing is said of a strategy that is made."""
+    """What is no list of devices; nothing is said of a strategy that is made."""
     return {
         "no devices": lambda: mirrored([]) and None,
         "the same device twice": lambda: mirrored(["CPU:0", "CPU:0"]) and None,

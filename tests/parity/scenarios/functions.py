@@ -1,4 +1,4 @@
-"""What functions of datasets may return and do, and what their context answers there."""
+"""What functions of datasets may return and do, and what their contexts say."""
 
 from collections.abc import Callable
 from typing import Any

@@ -16,7 +16,7 @@ def optimized(
     start: list[Any],
     steps: Iterable[Any],
 ) -> tuple[list[JSON], int]:
-    """Variables after each step with the gradients of each replica, as they are, and how
+    """Variables after each step with each replica's gradients, as they are, and how
     many steps the optimizer has counted.
     """
     name, config = optimizer
