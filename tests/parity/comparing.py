@@ -4,21 +4,19 @@ record writes them, the verdict.
 
 import builtins
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import keras
 import numpy as np
 import pytest
 
 import keras_distribute as kd
-from tests import support
 
 from .differences import because
-from .encoding import DISTRIBUTED, JSON, decode, encode, is_distributed, is_error
+from .encoding import DISTRIBUTED, JSON, decode, is_distributed, is_error
+from .ours import arrays, encoded, per_replica
 
 RTOL = 1e-5
 ATOL = 1e-6
@@ -66,40 +64,12 @@ def cases(topic: str, name: str = "name") -> Any:
     return pytest.mark.parametrize(("entry", "case"), list(all_cases()))
 
 
-mirrored = cache(support.mirrored)
-"""The one strategy on the first `replicas` CPUs."""
-
-
 def value_of(strategy: kd.Strategy, encoded: JSON) -> Any:
     """The record's value as one of ours: a PerReplica, a structure of them, or a plain
     value.
     """
     value = decode(encoded)
-    if not is_distributed(encoded):
-        return arrays(value)
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: arrays(value[context.replica_id_in_sync_group])
-    )
-
-
-def arrays(structure: Any) -> Any:
-    """NumPy's arrays and numbers in a structure as JAX arrays."""
-    return keras.tree.map_structure(
-        lambda x: jnp.asarray(x) if hasattr(x, "dtype") else x, structure
-    )
-
-
-def encoded(strategy: kd.Strategy, value: Any) -> JSON:
-    """One of our values in the record's encoding."""
-
-    def split(value: Any) -> tuple[str, Sequence[Any]] | None:
-        if isinstance(value, keras.Variable):
-            return "Variable", strategy.experimental_local_results(value)
-        if isinstance(value, kd.DistributedValues):
-            return type(value).__name__, strategy.experimental_local_results(value)
-        return None
-
-    return encode(value, split)
+    return per_replica(strategy, value) if is_distributed(encoded) else arrays(value)
 
 
 def check(strategy: kd.Strategy, call: Callable[[], Any], expected: JSON) -> None:

@@ -21,9 +21,9 @@ import tensorflow as tf
 import keras_distribute as kd
 from keras_distribute.input.splitting import piece_sizes
 
-from .comparing import encoded
 from .differences import because
 from .encoding import JSON, decode, encode, encode_array, is_error
+from .ours import encoded
 
 Entry = dict[str, JSON]
 Elements = tuple[list[JSON], str]
@@ -496,13 +496,9 @@ def pipeline(
     steps: JSON, policy: str = "AUTO", files: list[str] | None = None
 ) -> tf.data.Dataset:
     """The tf.data pipeline of an entry, with its policy."""
-    from .pipelines import build
+    from .pipelines import build, with_policy
 
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy[policy]
-    )
-    return build(steps, files or []).with_options(options)
+    return with_policy(build(steps, files or []), policy)
 
 
 def batches_of(steps: JSON) -> list[JSON]:

@@ -91,6 +91,15 @@ def build(steps: Steps, files: Sequence[str] = ()) -> tf.data.Dataset:
     return dataset
 
 
+def with_policy(dataset: tf.data.Dataset, policy: str) -> tf.data.Dataset:
+    """The dataset with an AutoShardPolicy."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy[policy]
+    )
+    return dataset.with_options(options)
+
+
 def write_files(files: Files, kind: str, folder: Path) -> list[str]:
     """Writes each file's numbers, one a row, and gives the paths in the order of
     `files`.

@@ -10,7 +10,6 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import errors
 
-from .comparing import encoded, mirrored
 from .differences import because
 from .distributing import (
     Entry,
@@ -32,6 +31,7 @@ from .distributing import (
     wrapped,
 )
 from .encoding import JSON, decode, encode_array
+from .ours import encoded, mirrored
 
 # What a kind of dataset changes is decided before its elements are put on devices.
 ON_THE_HOST = {

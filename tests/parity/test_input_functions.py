@@ -4,14 +4,13 @@ and all other kinds of datasets.
 
 import json
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_distribute as kd
 from keras_distribute import errors
 
-from .comparing import check_error, encoded, mirrored
+from . import ours
+from .comparing import check_error
 from .differences import because
 from .distributing import (
     Entry,
@@ -34,6 +33,8 @@ from .distributing import (
     wrapped,
 )
 from .encoding import JSON, is_error
+from .ours import encoded, mirrored
+from .scenarios.functions import attributes, function_misuse
 from .test_input import ON_THE_HOST
 
 
@@ -134,7 +135,7 @@ def test_tf_data(entry):
         ),
         **fetch,
     )
-    assert [_attributes(context) for context in contexts] == [
+    assert [attributes(context) for context in contexts] == [
         _without_prefix(made) for made in entry["contexts"]
     ]
     if scalars_run_out(entry):
@@ -204,7 +205,7 @@ def test_misuse(entry):
         entry["name"],
         entry["result"],
     )
-    call = misuse(strategy)[name]
+    call = function_misuse(ours, strategy)[name]
     if name in ("returns a generator", "returns a list of tuples"):
         assert because("every kind")
         assert (
@@ -214,7 +215,7 @@ def test_misuse(entry):
             )[0]
         )
     elif name == "class":
-        assert call() == [True, "DistributedDataset"]
+        assert call() == ["DistributedDataset", True]
     elif name in (
         "raises",
         "takes nothing",
@@ -237,90 +238,15 @@ def test_misuse(entry):
         assert_result(strategy, call(), expected)
 
 
-def misuse(strategy):
-    """The same calls as in the record."""
-    whole = tf.data.Dataset.range(8).batch(2)
-    calls = []
-
-    def distributed(dataset_fn):
-        return strategy.distribute_datasets_from_function(dataset_fn)
-
-    def first(dataset_fn):
-        return lambda: next(iter(distributed(dataset_fn)))
-
-    def counted(context):
-        calls.append(context.input_pipeline_id)
-        return whole
-
-    def count(iterate):
-        calls.clear()
-        dataset = distributed(counted)
-        for _ in range(iterate):
-            next(iter(dataset))
-        return len(calls)
-
-    def fails(context):
-        raise KeyError("missing")
-
-    def batch_of(size):
-        return first(
-            lambda context: tf.data.Dataset.range(16).batch(
-                context.get_per_replica_batch_size(size)
-            )
-        )
-
-    def places():
-        noted = []
-
-        def note(context):
-            noted.extend([kd.in_cross_replica_context(), kd.get_strategy() is strategy])
-            return whole
-
-        distributed(note)
-        with strategy.scope():
-            distributed(note)
-        return noted
-
-    def two_iterators():
-        dataset = distributed(counted)
-        return [0, next(iter(dataset)), next(iter(dataset))]
-
-    return {
-        "returns a list": first(lambda context: [1, 2, 3]),
-        "returns none": first(lambda context: None),
-        "returns a tensor": first(lambda context: tf.range(8)),
-        "returns an array": first(lambda context: np.arange(8)),
-        "returns an iterator": first(lambda context: iter(whole)),
-        "returns a generator": first(lambda context: ((np.full(2, i),) for i in range(4))),
-        "returns a distributed dataset": first(lambda context: strategy.experimental_distribute_dataset(whole)),
-        "raises": first(fails),
-        "takes nothing": first(lambda: whole),
-        "not a function": first(whole),
-        "none": first(None),
-        "calls when distributed": lambda: count(0),
-        "calls when iterated once": lambda: count(1),
-        "calls when iterated three times": lambda: count(3),
-        "per replica batch of 8": batch_of(8),
-        "per replica batch of 6": batch_of(6),
-        "per replica batch of 0": batch_of(0),
-        "context in the function, outside scope and in it": places,
-        "class": lambda: [isinstance(distributed(counted), kd.DistributedDataset), type(distributed(counted)).__name__],
-        "iterator class": lambda: isinstance(iter(distributed(counted)), kd.DistributedIterator),
-        "reduce": lambda: distributed(counted).reduce(0, lambda state, x: state + strategy.reduce("SUM", x, axis=0)),
-        "two iterators": two_iterators,
-        "in run": lambda: strategy.run(lambda: next(iter(distributed(counted)))),
-    }  # fmt: skip
-
-
 @entries("input_context")
 def test_input_context(entry):
     name, expected = entry["name"], entry["result"]
     if "arguments" in entry:
-        assert _attributes(kd.InputContext(**entry["arguments"])) == _without_prefix(
+        assert attributes(kd.InputContext(**entry["arguments"])) == _without_prefix(
             expected
         )
     elif name == "positional":
-        assert _attributes(kd.InputContext(3, 1, 6)) == _without_prefix(expected)
+        assert attributes(kd.InputContext(3, 1, 6)) == _without_prefix(expected)
     elif name.startswith("get_per_replica_batch_size"):
         context = kd.InputContext(
             num_replicas_in_sync=entry["replicas"] if "size" in entry else 0
@@ -353,11 +279,6 @@ def test_input_context(entry):
             for attribute in dir(kd.InputContext)
             if not attribute.startswith("_")
         ] == expected
-
-
-def _attributes(context):
-    names = ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync")
-    return {name: getattr(context, name) for name in names} | {"str": str(context)}
 
 
 def _without_prefix(recorded):

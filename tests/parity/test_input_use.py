@@ -2,15 +2,14 @@
 the other strategies.
 """
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_distribute as kd
 from keras_distribute import errors
 
-from .comparing import check_error, encoded, mirrored
+from . import ours
+from .comparing import check_error
 from .differences import because
 from .distributing import (
     as_ours,
@@ -22,6 +21,8 @@ from .distributing import (
     pipeline,
 )
 from .encoding import is_error
+from .ours import encoded, mirrored
+from .scenarios.iteration import iteration
 
 IN_RUN = ("distribute in run", "iter in run", "next in run", "get_next in run")
 
@@ -34,7 +35,7 @@ def test_iteration(entry):
         entry["name"],
         entry["result"],
     )
-    call = iteration(strategy)[name]
+    call = iteration(ours, strategy)[name]
     if name in IN_RUN:
         assert because("iterating in run")
         check_error(call, {"error": "RuntimeError"})
@@ -64,160 +65,6 @@ def test_iteration(entry):
             assert "None" not in expected.replace("name=None", "")
     else:
         assert_result(strategy, call(), expected)
-
-
-def iteration(strategy):
-    """The same calls as in the record."""
-    whole = tf.data.Dataset.range(8).batch(4)
-
-    def dataset(rows=6):
-        return strategy.experimental_distribute_dataset(
-            tf.data.Dataset.range(rows).batch(4)
-        )
-
-    def after_end(call, rows=6):
-        def run():
-            iterator = iter(dataset(rows))
-            for _ in iterator:
-                pass
-            return call(iterator)
-
-        return run
-
-    def total(state, element):
-        return state + strategy.reduce("SUM", element, axis=0)
-
-    def sizes(x):
-        return jnp.asarray(x.size)
-
-    def in_function(elements):
-        state = 0
-        for element in elements:
-            state += strategy.reduce("SUM", element, axis=0)
-        return state
-
-    def partly():
-        distributed = dataset(10)
-        first = iter(distributed)
-        next(first)
-        return [next(first), next(iter(distributed))]
-
-    def interleaved():
-        distributed = dataset(10)
-        first, second = iter(distributed), iter(distributed)
-        return [next(iterator) for iterator in (first, second, first, second)]
-
-    def optional(rows, steps):
-        iterator = iter(dataset(rows))
-        return [iterator.get_next_as_optional().has_value() for _ in range(steps)]
-
-    def class_of(value):
-        distributed = (kd.DistributedDataset, kd.DistributedIterator)
-        return [type(value).__name__, *(isinstance(value, cls) for cls in distributed)]
-
-    def scoped():
-        with strategy.scope():
-            return next(iter(dataset()))
-
-    def twice():
-        distributed = dataset()
-        return [0, sum(1 for _ in distributed), sum(1 for _ in distributed)]
-
-    def itself():
-        iterator = iter(dataset())
-        return iterator is iter(iterator)
-
-    def distributed_of(value):
-        return lambda: next(iter(strategy.experimental_distribute_dataset(value())))
-
-    return {
-        "class of the dataset": lambda: class_of(dataset()),
-        "class of the iterator": lambda: class_of(iter(dataset())),
-        "iter of the iterator is itself": itself,
-        "two iterators of one dataset": interleaved,
-        "a new iterator starts over": partly,
-        "for twice": twice,
-        "next at the end": after_end(next),
-        "next again at the end": after_end(
-            lambda iterator: [next(iterator, None), next(iterator, None)]
-        ),
-        "get_next": lambda: iter(dataset()).get_next(),
-        "get_next at the end": after_end(lambda iterator: iterator.get_next()),
-        "get_next at the end, full batches": after_end(
-            lambda iterator: iterator.get_next(), rows=8
-        ),
-        "get_next_as_optional": lambda: (
-            iter(dataset()).get_next_as_optional().get_value()
-        ),
-        "get_next_as_optional has_value": lambda: optional(6, 4),
-        "get_next_as_optional has_value, empty": lambda: optional(0, 2),
-        "get_next_as_optional get_value at the end": after_end(
-            lambda i: i.get_next_as_optional().get_value()
-        ),
-        "class of the optional": lambda: (
-            type(iter(dataset()).get_next_as_optional()).__name__
-        ),
-        "iterator element_spec": lambda: iter(dataset()).element_spec,
-        "next of the dataset": lambda: next(dataset()),
-        "len of the dataset": lambda: len(dataset()),
-        "len of the iterator": lambda: len(iter(dataset())),
-        "truth of the dataset": lambda: bool(dataset(0)),
-        "index of the dataset": lambda: dataset()[0],
-        "map of the dataset": lambda: dataset().map(lambda x: x),
-        "cardinality": lambda: [len(dataset(rows)) for rows in (0, 6, 8)],
-        "enumerate": lambda: [index for index, _ in enumerate(dataset(10))],
-        "reduce": lambda: dataset(10).reduce(0, total),
-        "reduce, empty": lambda: dataset(0).reduce(0, total),
-        "reduce of sizes": lambda: dataset(9).reduce(
-            0,
-            lambda state, x: (
-                state + strategy.reduce("SUM", strategy.run(sizes, (x,)), axis=None)
-            ),
-        ),
-        "loop in a function": lambda: in_function(dataset(10)),
-        "loop in a function, full batches": lambda: in_function(dataset(8)),
-        "loop in a function over an iterator": lambda: in_function(iter(dataset(10))),
-        "run of next": lambda: strategy.run(sizes, (next(iter(dataset())),)),
-        "run of the last": lambda: [
-            strategy.run(sizes, (element,)) for element in dataset(9)
-        ],
-        "in scope": scoped,
-        "distribute in run": lambda: strategy.run(lambda: next(iter(dataset()))),
-        "iter in run": lambda: strategy.run(lambda d: next(iter(d)), (dataset(),)),
-        "next in run": lambda: strategy.run(
-            lambda iterator: next(iterator), (iter(dataset()),)
-        ),
-        "get_next in run": lambda: strategy.run(
-            lambda iterator: iterator.get_next(), (iter(dataset()),)
-        ),
-        "distribute a distributed dataset": distributed_of(dataset),
-        "distribute a list": distributed_of(lambda: [1, 2]),
-        "distribute an array": distributed_of(lambda: np.arange(8)),
-        "distribute none": distributed_of(lambda: None),
-        "distribute an iterator": distributed_of(lambda: iter(whole)),
-        "distribute a function": distributed_of(lambda: lambda context: whole),
-        "distribute without a dataset": lambda: (
-            strategy.experimental_distribute_dataset()
-        ),
-        "distribute with a dict as options": lambda: (
-            strategy.experimental_distribute_dataset(whole, {"a": 1})
-        ),
-        "text of element_spec": lambda: dataset().element_spec,
-        "text of element_spec, static": lambda: (
-            strategy.experimental_distribute_dataset(
-                whole.map(lambda x: tf.ensure_shape(x, [4]))
-            ).element_spec
-        ),
-        "reduce SUM of a tail": lambda: [
-            strategy.reduce("SUM", element, axis=0) for element in dataset(9)
-        ],
-        "reduce MEAN of a tail": lambda: [
-            strategy.reduce("MEAN", element, axis=0) for element in dataset(9)
-        ],
-        "gather of a tail": lambda: [
-            strategy.gather(element, axis=0) for element in dataset(9)
-        ],
-    }
 
 
 @entries("options", where=lambda entry: entry["name"] == "combination")

@@ -13,7 +13,7 @@ import keras_distribute as kd
 from keras_distribute import errors
 from keras_distribute.input.sharing import distribute, distribute_from_function
 
-from .comparing import check_error, mirrored
+from .comparing import check_error
 from .differences import because
 from .distributing import (
     KINDS,
@@ -34,6 +34,7 @@ from .distributing import (
     wrapped,
 )
 from .encoding import JSON, is_error
+from .ours import mirrored
 from .pipelines import write_files
 from .test_input import ON_THE_HOST
 

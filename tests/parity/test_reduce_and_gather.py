@@ -4,17 +4,10 @@ import pytest
 
 import keras_distribute as kd
 
-from .comparing import (
-    assert_same,
-    cases,
-    check,
-    check_error,
-    encoded,
-    mirrored,
-    value_of,
-)
+from .comparing import assert_same, cases, check, check_error, value_of
 from .differences import because
 from .encoding import is_error
+from .ours import encoded, mirrored
 
 
 @pytest.mark.sampled(2)

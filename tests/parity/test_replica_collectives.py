@@ -2,25 +2,14 @@
 TensorFlow.
 """
 
-from functools import partial
-
-import jax
-import jax.numpy as jnp
 import pytest
 
-import keras_distribute as kd
-
-from .comparing import (
-    as_run_returns,
-    cases,
-    check,
-    check_error,
-    entries,
-    mirrored,
-    value_of,
-)
+from . import ours
+from .comparing import as_run_returns, cases, check, check_error, entries, value_of
 from .differences import because
 from .encoding import decode, is_error
+from .ours import mirrored
+from .scenarios import collectives
 
 
 def run(entry, step):
@@ -41,9 +30,10 @@ def test_all_reduce(entry, case):
         and entry["replicas"] == 1
     ):
         expected = _floats(expected)
-    step = partial(lambda op, value: kd.get_replica_context().all_reduce(op, value), op)
     check(
-        strategy, lambda: run(entry, step), as_run_returns(expected, entry["replicas"])
+        strategy,
+        lambda: run(entry, collectives.all_reduce(ours, op)),
+        as_run_returns(expected, entry["replicas"]),
     )
 
 
@@ -75,10 +65,8 @@ def test_all_gather(entry, case):
     axis, expected = case
     strategy = mirrored(entry["replicas"])
 
-    def call(axis=axis):
-        return run(
-            entry, lambda value: kd.get_replica_context().all_gather(value, axis=axis)
-        )
+    def call():
+        return run(entry, collectives.all_gather(ours, axis))
 
     if entry["name"] == "scalars" or (entry["name"], axis) == ("float32 matrices", 2):
         assert because("refused early")
@@ -95,49 +83,15 @@ def test_all_gather(entry, case):
 
 @entries("gradients", "collective", "power")
 def test_gradient_through_a_collective(entry):
-    def step(value):
-        x, coefficient = value
-
-        def loss(x):
-            context = kd.get_replica_context()
-            if "all_gather" in entry["collective"]:
-                y = context.all_gather(x, axis=0)
-            else:
-                y = context.all_reduce(entry["collective"], x)
-            weights = jnp.arange(1, y.size + 1, dtype="float32")
-            return coefficient * jnp.sum(weights * y ** entry["power"])
-
-        return jax.grad(loss)(x)
-
+    step = collectives.gradient(ours, entry["collective"], entry["power"])
     expected = as_run_returns(entry["result"], entry["replicas"])
     check(mirrored(entry["replicas"]), lambda: run(entry, step), expected)
 
 
 @entries("merge_call", "name")
 def test_merge_call(entry):
-    def failing(strategy, value):
-        raise LookupError("raised in merge_call")
-
-    functions = {
-        "reduce": lambda strategy, value: strategy.reduce("SUM", value, axis=None),
-        "same": lambda strategy, value: value,
-        "structure": lambda strategy, value: {
-            "mean": strategy.reduce("MEAN", value, axis=None),
-            "own": value,
-        },
-        "last local result": lambda strategy, value: (
-            strategy.experimental_local_results(value)[-1]
-        ),
-        "raises": failing,
-    }
-
     def call():
-        return run(
-            entry,
-            lambda value: kd.get_replica_context().merge_call(
-                functions[entry["name"]], args=(value,)
-            ),
-        )
+        return run(entry, collectives.merge_calls(ours)[entry["name"]])
 
     if entry["name"] == "raises":  # the user's own error, as it is
         check_error(call, entry["result"], fix=False)

@@ -9,64 +9,48 @@ import pytest
 
 import keras_distribute as kd
 
+from . import ours
 from .comparing import (
-    arrays,
     as_run_returns,
     assert_same,
     check,
     check_error,
-    encoded,
     entries,
-    mirrored,
     value_of,
 )
 from .differences import because
 from .encoding import decode, encode, is_error
+from .ours import arrays, encoded, mirrored
+from .scenarios import training
 
 
 @entries("optimizers", "optimizer", "config")
 def test_optimizer_sums_raw_gradients(entry):
     strategy = mirrored(entry["replicas"])
-    with strategy.scope():
-        optimizer = getattr(keras.optimizers, entry["optimizer"])(**entry["config"])
-        variables = [keras.Variable(value) for value in decode(entry["start"])]
-        optimizer.build(variables)
-
-    def step(gradients):
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-    for gradients, expected in zip(entry["gradients"], entry["after"], strict=True):
-        strategy.run(step, args=(value_of(strategy, gradients),))
-        assert_same(
-            encoded(strategy, [variable.value for variable in variables]), expected
-        )
-    assert int(optimizer.iterations.value) == entry["iterations"]
+    after, iterations = training.optimized(
+        ours,
+        strategy,
+        (entry["optimizer"], entry["config"]),
+        decode(entry["start"]),
+        (value_of(strategy, gradients) for gradients in entry["gradients"]),
+    )
+    for actual, expected in zip(after, entry["after"], strict=True):
+        assert_same(actual, expected)
+    assert iterations == entry["iterations"]
 
 
 @pytest.mark.sampled(3)
 @entries("metrics", "metric", "weighted")
 def test_metric(entry):
     strategy = mirrored(entry["replicas"])
-    with strategy.scope():
-        metric = getattr(keras.metrics, entry["metric"])(**entry["config"])
+    metric, update = training.metric(ours, strategy, entry["metric"], entry["config"])
     alone = [
         getattr(keras.metrics, entry["metric"])(**entry["config"])
         for _ in range(entry["replicas"])
     ]
     batches = decode(entry["batch"])
-
-    def step(args, weights):
-        metric.update_state(*args, sample_weight=weights)
-        return metric.result()
-
-    def distribute(part):
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: arrays(batches[context.replica_id_in_sync_group][part])
-        )
-
-    weights = None if batches[0][1] is None else distribute(1)
     for expected in entry["updates"]:
-        inside = strategy.run(step, args=(distribute(0), weights))
+        inside = update(batches)
         assert because("keras 3 metrics")
         assert_same(
             encoded(strategy, inside),

@@ -2,20 +2,19 @@
 each context.
 """
 
-import jax.numpy as jnp
 import keras
 import pytest
 
 import keras_distribute as kd
 
-from .comparing import check_error, encoded, entries, mirrored, record
+from . import ours
+from .comparing import check_error, entries, record
 from .differences import because
 from .encoding import decode, is_error
+from .ours import encoded, mirrored
+from .scenarios import variables
+from .scenarios.variables import COMMON, INITIAL, OPERATIONS
 
-INITIAL = 10.0
-PER_REPLICA = (1.0, 2.0, 3.0, 5.0)
-COMMON = 8.0
-OPERATIONS = ("read", "assign", "assign_add", "assign_sub")
 COMBINATIONS = [
     pytest.param(entry, operation, id="-".join(
         [entry["synchronization"], entry["aggregation"], entry["context"], operation, f"{entry['replicas']} replicas"]))
@@ -24,22 +23,10 @@ COMBINATIONS = [
 
 
 def create(entry):
-    with mirrored(entry["replicas"]).scope():
-        return keras.Variable(
-            INITIAL,
-            synchronization=entry["synchronization"].lower(),
-            aggregation=entry["aggregation"].lower(),
-        )
-
-
-def operate(variable, operation, operand):
-    if operation != "read":
-        getattr(variable, operation)(operand)
-    return variable.value
-
-
-def operand():
-    return jnp.asarray(PER_REPLICA)[kd.get_replica_context().replica_id_in_sync_group]
+    strategy = mirrored(entry["replicas"])
+    return variables.create(
+        ours, strategy, entry["synchronization"], entry["aggregation"]
+    )
 
 
 def components(strategy, variable):
@@ -116,18 +103,11 @@ def test_variable(entry, operation):
     expected = as_ours(entry, operation)
     variable = create(entry)
     if "prepared" in expected:
-        strategy.run(lambda: operate(variable, "assign_add", operand()))
+        variables.operate(ours, strategy, variable, "replica", "assign_add")
         assert components(strategy, variable) == expected["prepared"]
 
     def call():
-        if entry["context"] == "replica":
-            return strategy.run(lambda: operate(variable, operation, operand()))
-        with strategy.scope():
-            if entry["context"] == "cross-replica":
-                return operate(variable, operation, COMMON)
-            return strategy.extended.update(
-                variable, operate, args=(operation, COMMON), group=False
-            )
+        return variables.operate(ours, strategy, variable, entry["context"], operation)
 
     if drifts(entry, operation):
         assert because("none aggregation")
@@ -159,11 +139,6 @@ def test_synchronization_none_is_refused(entry):
 def test_creation(entry):
     strategy = mirrored(entry["replicas"])
     name, expected = entry["name"], entry["result"]
-
-    def in_scope(initializer, **options):
-        with strategy.scope():
-            return keras.Variable(initializer, **options)
-
     if name == "in run":
         assert because("creation in run")
         check_error(
@@ -177,31 +152,16 @@ def test_creation(entry):
         assert not strategy.extended.variable_created_in_scope(keras.Variable(1.0))
         return
     if name == "python number assigned in run":
-        variable = in_scope(1.0, aggregation="sum")
+        variable = variables.create(ours, strategy, "on_write", "sum")
         strategy.run(lambda: variable.assign(2.0))
         assert because("python numbers")
         assert float(variable.value) == 2.0 * entry["replicas"]
         return
-    arguments = {
-        "defaults": ((1.0,), {}),
-        "not trainable": ((1.0,), {"trainable": False}),
-        "integer": ((1,), {"dtype": "int32"}),
-        "on read, trainable": (
-            (1.0,),
-            {"trainable": True, "synchronization": "on_read"},
-        ),
-        "bad aggregation": ((1.0,), {"aggregation": "most"}),
-        "bad synchronization": ((1.0,), {"synchronization": "later"}),
-        "initial value by replica": (
-            (lambda shape, dtype: jnp.asarray(1.0, dtype),),
-            {"shape": ()},
-        ),
-    }
-    args, options = arguments[name]
+    call = variables.creation(ours, strategy)[name]
     if is_error(expected):
         assert because("keras errors")
-        check_error(lambda: in_scope(*args, **options), expected, fix=False)
+        check_error(call, expected, fix=False)
         return
-    variable = in_scope(*args, **options)
+    variable = call()
     assert encoded(strategy, variable)["Variable"] == expected["Variable"]
     assert decode(expected)[0].dtype == variable.dtype

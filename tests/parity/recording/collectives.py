@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from ..encoding import JSON, Pair, encode
+from ..scenarios import collectives as scenario
+from . import session
 from .session import Entry, mirrored, per_replica, result_of, stored
 
 F32 = np.float32
@@ -180,9 +182,7 @@ def mismatch(replicas: int, collective: str, name: str) -> Iterator[Entry]:
             lambda: strategy.gather(per_replica(strategy, components), axis=axis)
         )
     else:
-        result = _in_run(
-            strategy, lambda value: _context().all_gather(value, axis), components
-        )
+        result = _in_run(strategy, scenario.all_gather(session, axis), components)
     yield {
         "name": name,
         "value": stored(components, replicas),
@@ -200,14 +200,7 @@ def all_reduce(replicas: int) -> Iterator[Entry]:
     strategy = mirrored(replicas)
     for name, components in STRUCTURES.items():
         results = [
-            [
-                op,
-                _in_run(
-                    strategy,
-                    lambda value, op=op: _context().all_reduce(op, value),
-                    components,
-                ),
-            ]
+            [op, _in_run(strategy, scenario.all_reduce(session, op), components)]
             for op in ("SUM", "MEAN")
         ]
         yield {"name": name, "value": stored(components, replicas), "results": results}
@@ -220,96 +213,38 @@ def all_gather(replicas: int) -> Iterator[Entry]:
     strategy = mirrored(replicas)
     for name, (components, axes) in GATHERED.items():
         results = [
-            [
-                axis,
-                _in_run(
-                    strategy,
-                    lambda value, axis=axis: _context().all_gather(value, axis=axis),
-                    components,
-                ),
-            ]
+            [axis, _in_run(strategy, scenario.all_gather(session, axis), components)]
             for axis in axes
         ]
         yield {"name": name, "value": stored(components, replicas), "results": results}
 
 
 def gradients(replicas: int) -> Iterator[Entry]:
-    """The gradient, on each replica, of its own `coefficient * sum(weights * y**power)`
-    with respect to its own `x`.
-
-    `y` is the collective of `x`, and the weights are 1, 2, 3, ... by element of `y`.
-    """
+    """The gradient, on each replica, through each collective."""
     strategy = mirrored(replicas)
     even = [np.asarray([1, 2], F32) * (index + 1) for index in range(4)]
-
-    def step(value: Any, collective: str, power: int) -> Any:
-        x, coefficient = value
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            gathers = "all_gather" in collective
-            y = (
-                _context().all_gather(x, axis=0)
-                if gathers
-                else _context().all_reduce(collective, x)
-            )
-            weights = tf.range(1, tf.size(y) + 1, dtype=tf.float32)
-            loss = coefficient * tf.reduce_sum(weights * y**power)
-        return tape.gradient(loss, x)
-
     for collective in ("SUM", "MEAN", "all_gather", "ragged all_gather"):
-        components = list(
-            zip(
-                RAGGED_VECTORS if "ragged" in collective else even,
-                COEFFICIENTS,
-                strict=True,
-            )
-        )
+        vectors = RAGGED_VECTORS if "ragged" in collective else even
+        components = list(zip(vectors, COEFFICIENTS, strict=True))
         for power in (1, 2):
-            result = _in_run(
-                strategy, partial(step, collective=collective, power=power), components
-            )
-            value = stored(components, replicas)
+            step = scenario.gradient(session, collective, power)
             yield {
                 "collective": collective,
                 "power": power,
-                "value": value,
-                "result": result,
+                "value": stored(components, replicas),
+                "result": _in_run(strategy, step, components),
             }
 
 
 def merge_call(replicas: int) -> Iterator[Entry]:
     """What each replica gets back from a merge function, by what that returns."""
     strategy = mirrored(replicas)
-
-    def failing(strategy: tf.distribute.Strategy, value: Any) -> Any:
-        raise LookupError("raised in merge_call")
-
-    functions = {
-        "reduce": lambda strategy, value: strategy.reduce("SUM", value, axis=None),
-        "same": lambda strategy, value: value,
-        "structure": lambda strategy, value: {
-            "mean": strategy.reduce("MEAN", value, axis=None),
-            "own": value,
-        },
-        "last local result": lambda strategy, value: (
-            strategy.experimental_local_results(value)[-1]
-        ),
-        "raises": failing,
-    }
-    for name, function in functions.items():
-
-        def step(value: Any, function: Any = function) -> Any:
-            return _context().merge_call(function, args=(value,))
-
+    for name, step in scenario.merge_calls(session).items():
         yield {
             "name": name,
             "value": stored(SCALARS, replicas),
             "result": _in_run(strategy, step, SCALARS),
         }
-
-
-def _context() -> Any:
-    return tf.distribute.get_replica_context()
 
 
 def _in_run(strategy: tf.distribute.Strategy, step: Any, components: Any) -> JSON:

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..pipelines import Steps, build, name_of
-from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
+from ..pipelines import Steps, build, name_of, with_policy
+from .elements import ENDLESS, MOST, plain, said_of, spec
 from .session import Entry, mirrored, result_of
 
 SIZES = (0, 1, 7, 8, 10, 16)
@@ -155,28 +155,19 @@ def distributed(
     distributed dataset.
     """
     dataset = build(steps)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy[policy]
-    )
     endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    kept: list[Any] = []
-
-    def distribute() -> Any:
-        kept.append(
-            strategy.experimental_distribute_dataset(build(steps).with_options(options))
-        )
-        return kept[0]
-
+    most = ENDLESS if endless else MOST
     entry: Entry = {
         "name": name_of(steps),
         "dataset": steps,
         "spec": spec(dataset.element_spec),
     }
     if ["shard_hint"] not in steps:
-        entry["whole"] = plain(dataset, ENDLESS) if endless else plain(dataset)
-    entry |= elements_of(distribute, ENDLESS) if endless else elements_of(distribute)
-    if kept:
-        entry["element_spec"] = spec(kept[0].element_spec)
-        entry["cardinality"] = cardinality_of(kept[0])
-    return entry
+        entry["whole"] = plain(dataset, most)
+
+    def distribute() -> Any:
+        return strategy.experimental_distribute_dataset(
+            with_policy(build(steps), policy)
+        )
+
+    return entry | said_of(distribute, most)

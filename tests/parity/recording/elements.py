@@ -40,6 +40,23 @@ def elements_of(distribute: Callable[[], Any], most: int = MOST) -> Entry:
     return {"elements": elements, "end": "more"}
 
 
+def said_of(distribute: Callable[[], Any], most: int = MOST, **more: JSON) -> Entry:
+    """The elements of what `distribute` returns, `more`, and what it says of its
+    elements.
+    """
+    kept: list[Any] = []
+
+    def distribute_once() -> Any:
+        kept.append(distribute())
+        return kept[0]
+
+    entry = elements_of(distribute_once, most) | more
+    if kept:
+        entry["element_spec"] = spec(kept[0].element_spec)
+        entry["cardinality"] = cardinality_of(kept[0])
+    return entry
+
+
 def plain(dataset: Iterable[Any], most: int = MOST) -> list[JSON]:
     """The elements of a dataset that is not distributed."""
     return [encoded(element) for element in islice(dataset, most)]

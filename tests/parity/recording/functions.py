@@ -2,15 +2,18 @@
 mistakes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from ..encoding import JSON
 from ..pipelines import Steps, build, name_of
-from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
-from .session import Entry, encoded, mirrored, result_of
+from ..scenarios import functions
+from ..scenarios.functions import attributes
+from . import session
+from .elements import ENDLESS, MOST, elements_of, plain, said_of, spec
+from .session import Entry, mirrored, result_of, results
 
 Mode = tf.distribute.InputReplicationMode
 
@@ -103,130 +106,30 @@ def _from_function(replicas: int, mode: Any, steps: Steps) -> Entry:
         [f"CPU:{index}" for index in range(replicas)]
     )
     contexts: list[JSON] = []
-    kept: list[Any] = []
 
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         contexts.append(attributes(context))
         return build(steps)
 
-    def distribute() -> Any:
-        fetch = mode is Mode.PER_WORKER  # else PER_REPLICA refuses
-        options = tf.distribute.InputOptions(
-            experimental_replication_mode=mode, experimental_fetch_to_device=fetch
-        )
-        kept.append(strategy.distribute_datasets_from_function(dataset_fn, options))
-        return kept[0]
-
+    options = tf.distribute.InputOptions(
+        experimental_replication_mode=mode,
+        experimental_fetch_to_device=mode is Mode.PER_WORKER,  # else it is refused
+    )
     whole = build(steps)
-    most = ENDLESS if whole.cardinality() == tf.data.INFINITE_CARDINALITY else None
+    endless = whole.cardinality() == tf.data.INFINITE_CARDINALITY
     entry: Entry = {"name": name_of(steps), "mode": mode.name, "dataset": steps}
     entry["spec"] = spec(whole.element_spec)
-    entry["whole"] = plain(whole, most * replicas) if most else plain(whole)
-    entry |= elements_of(distribute, most) if most else elements_of(distribute)
-    entry["contexts"] = contexts
-    if kept:
-        entry["element_spec"] = spec(kept[0].element_spec)
-        entry["cardinality"] = cardinality_of(kept[0])
-    return entry
+    entry["whole"] = plain(whole, ENDLESS * replicas if endless else MOST)
+    return entry | said_of(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn, options),
+        ENDLESS if endless else MOST,
+        contexts=contexts,
+    )
 
 
 def function_misuse(replicas: int) -> Iterator[Entry]:
     """What a dataset function may return and do, and what its context answers there."""
-    strategy = mirrored(replicas)
-    calls: list[int] = []
-    whole = tf.data.Dataset.range(8).batch(2)
-
-    def distributed(dataset_fn: Any, **keywords: Any) -> Any:
-        return strategy.distribute_datasets_from_function(dataset_fn, **keywords)
-
-    def first(dataset_fn: Any) -> Callable[[], Any]:
-        return lambda: next(iter(distributed(dataset_fn)))
-
-    def counted(context: Any) -> Any:
-        calls.append(context.input_pipeline_id)
-        return whole
-
-    def count(*, iterate: int) -> int:
-        calls.clear()
-        dataset = distributed(counted)
-        for _ in range(iterate):
-            next(iter(dataset))
-        return len(calls)
-
-    def fails(context: Any) -> Any:
-        raise KeyError("missing")
-
-    def batch_of(size: int) -> Callable[[], Any]:
-        return first(
-            lambda context: tf.data.Dataset.range(16).batch(
-                context.get_per_replica_batch_size(size)
-            )
-        )
-
-    def places() -> list[Any]:
-        noted: list[Any] = []
-
-        def note(context: Any) -> Any:
-            noted.extend(
-                [
-                    tf.distribute.in_cross_replica_context(),
-                    tf.distribute.get_strategy() is strategy,
-                ]
-            )
-            return whole
-
-        distributed(note)
-        with strategy.scope():
-            distributed(note)
-        return noted
-
-    cases: dict[str, Callable[[], Any]] = {
-        "returns a list": first(lambda context: [1, 2, 3]),
-        "returns none": first(lambda context: None),
-        "returns a tensor": first(lambda context: tf.range(8)),
-        "returns an array": first(lambda context: tf.range(8).numpy()),
-        "returns an iterator": first(lambda context: iter(whole)),
-        "returns a generator": first(lambda context: (x for x in range(4))),
-        "returns a distributed dataset": first(
-            lambda context: strategy.experimental_distribute_dataset(whole)
-        ),
-        "raises": first(fails),
-        "takes nothing": first(lambda: whole),
-        "not a function": first(whole),
-        "none": first(None),
-        "calls when distributed": lambda: count(iterate=0),
-        "calls when iterated once": lambda: count(iterate=1),
-        "calls when iterated three times": lambda: count(iterate=3),
-        "per replica batch of 8": batch_of(8),
-        "per replica batch of 6": batch_of(6),
-        "per replica batch of 0": batch_of(0),
-        "context in the function, outside scope and in it": places,
-        "class": lambda: [
-            type(distributed(counted)).__name__,
-            isinstance(distributed(counted), tf.distribute.DistributedDataset),
-        ],
-        "iterator class": lambda: isinstance(
-            iter(distributed(counted)), tf.distribute.DistributedIterator
-        ),
-        "reduce": lambda: distributed(counted).reduce(
-            tf.constant(0, tf.int64),
-            lambda state, x: state + strategy.reduce("SUM", x, axis=0),
-        ),
-        "two iterators": lambda: [
-            (d := distributed(counted)) and 0,
-            encoded(next(iter(d))),
-            encoded(next(iter(d))),
-        ],
-        "in run": lambda: strategy.run(lambda: next(iter(distributed(counted)))),
-    }
-    for name, call in cases.items():
-        yield {"name": name, "result": result_of(call)}
-
-
-def attributes(context: tf.distribute.InputContext) -> JSON:
-    """What an InputContext says."""
-    names = ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync")
-    return {name: getattr(context, name) for name in names} | {"str": str(context)}
+    return results(functions.function_misuse(session, mirrored(replicas)))
 
 
 def input_context(replicas: int) -> Iterator[Entry]:

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from ..encoding import JSON
 from ..pipelines import Steps, build, name_of
+from ..scenarios.functions import attributes
 from .datasets import distributed
 from .elements import ENDLESS, elements_of
-from .functions import attributes
 from .session import Entry, result_of
 
 Mode = tf.distribute.InputReplicationMode

@@ -1,8 +1,8 @@
-"""TensorFlow with four logical CPUs: strategies on some of them, and results written in
-the record's encoding.
+"""TensorFlow with four logical CPUs as the side that scenarios run on: strategies on
+some of them, and results written in the record's encoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,10 +12,17 @@ from tensorflow.python.distribute import (
 )  # the only place that names the classes of values
 
 from ..encoding import JSON, encode, encode_error
+from ..scenarios.side import Calls
 
 REPLICAS = (1, 2, 4)
 
 Entry = dict[str, JSON]
+
+distribute = tf.distribute
+keras = tf.keras
+function = tf.function
+tensor = tf.constant
+size = tf.size
 
 
 def start_devices(count: int = max(REPLICAS)) -> None:
@@ -59,6 +66,41 @@ def stored(components: Sequence[Any], replicas: int) -> JSON:
     return {"PerReplica": [encode(component) for component in components[:replicas]]}
 
 
+def variable(initial: Any, **options: Any) -> tf.Variable:
+    """A variable, with TensorFlow's names of enumerations for those of strings."""
+    for name, names in (
+        ("synchronization", tf.VariableSynchronization),
+        ("aggregation", tf.VariableAggregation),
+    ):
+        if name in options:
+            options[name] = getattr(names, options[name].upper(), options[name])
+    return tf.Variable(initial, **options)
+
+
+def read(variable: tf.Variable) -> tf.Tensor:
+    """The value of a variable."""
+    return variable.read_value()
+
+
+def gradient(loss: Callable[[Any], Any], x: tf.Tensor) -> tf.Tensor:
+    """The gradient of the sum of what `loss` makes of `x`."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(loss(x))
+    return tape.gradient(total, x)
+
+
+def cardinality(dataset: tf.distribute.DistributedDataset) -> int:
+    """The number of elements that the dataset says it has."""
+    return int(dataset.cardinality)
+
+
+def results(calls: Calls) -> Iterator[Entry]:
+    """An entry for each call."""
+    for name, call in calls.items():
+        yield {"name": name, "result": result_of(call)}
+
+
 def result_of(fn: Callable[[], Any]) -> JSON:
     """What `fn` returned, or what it raised, encoded."""
     try:
@@ -67,8 +109,8 @@ def result_of(fn: Callable[[], Any]) -> JSON:
         return encode_error(error)
 
 
-def encoded(value: Any) -> JSON:
-    """`value` in the record's encoding."""
+def encoded(value: Any, strategy: tf.distribute.Strategy | None = None) -> JSON:
+    """`value` in the record's encoding, which is the same for every strategy."""
     return encode(value, _split)
 
 

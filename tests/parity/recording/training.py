@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-import tf_keras
 
 from ..encoding import encode
-from .session import Entry, encoded, mirrored, per_replica, result_of, stored
+from ..scenarios.training import metric, optimized
+from . import session
+from .session import Entry, mirrored, per_replica, result_of, stored
 
 F32 = np.float32
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
@@ -78,27 +79,15 @@ def optimizers(replicas: int) -> Iterator[Entry]:
     """
     strategy = mirrored(replicas)
     for name, config in OPTIMIZERS:
-        with strategy.scope():
-            optimizer = getattr(tf_keras.optimizers, name)(**config)
-            variables = [tf.Variable(value) for value in START]
-            optimizer.build(variables)
-
-        def step(
-            gradients: Any, optimizer: Any = optimizer, variables: Any = variables
-        ) -> None:
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-        after = []
-        for gradients in GRADIENTS:
-            strategy.run(step, args=(per_replica(strategy, gradients),))
-            after.append(encoded([variable.read_value() for variable in variables]))
+        steps = [per_replica(strategy, gradients) for gradients in GRADIENTS]
+        after, iterations = optimized(session, strategy, (name, config), START, steps)
         yield {
             "optimizer": name,
             "config": config,
             "start": encode(START),
             "gradients": [stored(step, replicas) for step in GRADIENTS],
             "after": after,
-            "iterations": int(optimizer.iterations.read_value()),
+            "iterations": iterations,
         }
 
 
@@ -124,46 +113,27 @@ def metrics(replicas: int) -> Iterator[Entry]:
     }
     for name, config, kind in METRICS:
         for weighted in (False, True):
-            with strategy.scope():
-                metric = getattr(tf_keras.metrics, name)(**config)
-
-            def step(batch: Any, metric: Any = metric) -> Any:
-                args, weights = batch
-                metric.update_state(*args, sample_weight=weights)
-                return metric.result()
-
+            made, update = metric(session, strategy, name, config)
             pairs = zip(data[kind], WEIGHTS, strict=True)
             batches = [
                 (args, weights if weighted else None) for args, weights in pairs
             ][:replicas]
-            results = []
-            for _ in range(2):
-                inside = result_of(
-                    lambda step=step, batches=batches: strategy.run(
-                        step, (_batch(strategy, batches),)
-                    )
-                )
-                results.append(
-                    {
-                        "inside": inside,
-                        "after": result_of(lambda metric=metric: metric.result()),
-                    }
-                )
-            metric.reset_state()
+            results = [
+                {
+                    "inside": result_of(partial(update, batches)),
+                    "after": result_of(made.result),
+                }
+                for _ in range(2)
+            ]
+            made.reset_state()
             yield {
                 "metric": name,
                 "config": config,
                 "weighted": weighted,
                 "batch": stored(batches, replicas),
                 "updates": results,
-                "after_reset": result_of(lambda metric=metric: metric.result()),
+                "after_reset": result_of(made.result),
             }
-
-
-def _batch(strategy: tf.distribute.Strategy, batches: Any) -> Any:
-    if batches[0][1] is None:
-        return (per_replica(strategy, [args for args, _ in batches]), None)
-    return per_replica(strategy, batches)
 
 
 def average_loss(replicas: int) -> Iterator[Entry]:

@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from ..encoding import JSON, is_error
-from .session import Entry, encoded, mirrored, replica_id, result_of
+from ..scenarios.side import scoped
+from ..scenarios.variables import OPERATIONS, create, operate
+from ..scenarios.variables import creation as made
+from . import session
+from .session import Entry, encoded, mirrored, read, replica_id, result_of, results
 
-INITIAL = 10.0
-PER_REPLICA = (1.0, 2.0, 3.0, 5.0)
-COMMON = 8.0
-OPERATIONS = ("read", "assign", "assign_add", "assign_sub")
 AGGREGATIONS = ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")
 
 
@@ -37,7 +37,9 @@ def variables(replicas: int) -> Iterator[Entry]:
                 yield {
                     **common,
                     "created": result_of(
-                        lambda common=common: create(replicas, **common)
+                        lambda common=common: create(
+                            session, mirrored(replicas), **common
+                        )
                     ),
                 }
                 continue
@@ -49,73 +51,25 @@ def variables(replicas: int) -> Iterator[Entry]:
                 yield {**common, "context": context, **operations}
 
 
-def create(replicas: int, synchronization: str, aggregation: str) -> tf.Variable:
-    """The variable under the strategy's scope."""
-    with mirrored(replicas).scope():
-        return tf.Variable(
-            INITIAL,
-            synchronization=getattr(tf.VariableSynchronization, synchronization),
-            aggregation=getattr(tf.VariableAggregation, aggregation),
-        )
-
-
 def _did(
     replicas: int, arguments: dict[str, str], context: str, operation: str
 ) -> dict[str, JSON]:
     strategy = mirrored(replicas)
-    variable = create(replicas, **arguments)
+    variable = create(session, strategy, **arguments)
+
+    def inside(*does: str) -> JSON:
+        return result_of(lambda: operate(session, strategy, variable, *does))
+
+    def components() -> list[float]:
+        return [float(x) for x in strategy.experimental_local_results(variable)]
+
     prepared = {}
     if arguments["synchronization"] == "ON_READ":
-        result_of(
-            lambda: strategy.run(lambda: _operate(variable, "assign_add", _operand()))
-        )
-        prepared = {"prepared": _numbers(strategy.experimental_local_results(variable))}
-    if context == "replica":
-        inside = result_of(
-            lambda: strategy.run(lambda: _operate(variable, operation, _operand()))
-        )
-    elif context == "cross-replica":
-        inside = result_of(
-            lambda: _in_scope(strategy, lambda: _operate(variable, operation, COMMON))
-        )
-    else:
-        inside = result_of(
-            lambda: _in_scope(
-                strategy,
-                lambda: strategy.extended.update(
-                    variable, _operate, args=(operation, COMMON), group=False
-                ),
-            )
-        )
-    value = result_of(lambda: _in_scope(strategy, lambda: variable.read_value()))
-    components = _numbers(strategy.experimental_local_results(variable))
-    return {
-        **prepared,
-        "inside": _short(inside),
-        "components": components,
-        "value": _short(value),
-    }
-
-
-def _in_scope(strategy: tf.distribute.Strategy, fn: Any) -> Any:
-    with strategy.scope():
-        return fn()
-
-
-def _operand() -> tf.Tensor:
-    return tf.constant(
-        PER_REPLICA[replica_id()]
-    )  # a Python number raises AttributeError: see "python number" below
-
-
-def _operate(variable: Any, operation: str, operand: Any) -> Any:
-    if operation != "read":
-        getattr(variable, operation)(operand)
-    return variable.read_value()
-
-
-def _numbers(components: Any) -> list[float]:
-    return [float(component) for component in components]
+        inside("replica", "assign_add")
+        prepared = {"prepared": components()}
+    said = {**prepared, "inside": _short(inside(context, operation))}
+    value = result_of(lambda: scoped(strategy, lambda: read(variable)))
+    return said | {"components": components(), "value": _short(value)}
 
 
 def _short(result: JSON) -> JSON:
@@ -133,16 +87,8 @@ def creation(replicas: int) -> Iterator[Entry]:
     defaults, with bad arguments.
     """
     strategy = mirrored(replicas)
-
-    def in_scope(*args: Any, **options: Any) -> Any:
-        return _in_scope(strategy, lambda: tf.Variable(*args, **options))
-
-    summed = create(replicas, "ON_WRITE", "SUM")
-
-    def assign_number() -> Any:
-        summed.assign(2.0)
-        return summed.read_value()
-
+    yield from results(made(session, strategy))
+    summed = create(session, strategy, "ON_WRITE", "SUM")
     kept: list[Any] = []
 
     def created_in_run() -> Any:
@@ -150,32 +96,10 @@ def creation(replicas: int) -> Iterator[Entry]:
             kept.append(tf.Variable(1.0 + replica_id()))
         return kept[-1].read_value()
 
-    yield {"name": "defaults", "result": result_of(lambda: in_scope(1.0))}
-    yield {
-        "name": "not trainable",
-        "result": result_of(lambda: in_scope(1.0, trainable=False)),
-    }
-    yield {"name": "integer", "result": result_of(lambda: in_scope(1))}
-    yield {
-        "name": "on read, trainable",
-        "result": result_of(
-            lambda: in_scope(
-                1.0, trainable=True, synchronization=tf.VariableSynchronization.ON_READ
-            )
-        ),
-    }
-    yield {
-        "name": "bad aggregation",
-        "result": result_of(lambda: in_scope(1.0, aggregation="most")),
-    }
-    yield {
-        "name": "bad synchronization",
-        "result": result_of(lambda: in_scope(1.0, synchronization="later")),
-    }
-    yield {
-        "name": "initial value by replica",
-        "result": result_of(lambda: in_scope(lambda: 1.0 + _or_zero())),
-    }
+    def assign_number() -> Any:
+        summed.assign(2.0)
+        return summed.read_value()
+
     yield {"name": "in run", "result": result_of(lambda: strategy.run(created_in_run))}
     yield {
         "name": "python number assigned in run",
@@ -185,8 +109,3 @@ def creation(replicas: int) -> Iterator[Entry]:
         "name": "outside, is_distributed",
         "result": encoded(type(tf.Variable(1.0)).__name__ != "MirroredVariable"),
     }
-
-
-def _or_zero() -> float:
-    context = tf.distribute.get_replica_context()
-    return 0.0 if context is None else float(replica_id())

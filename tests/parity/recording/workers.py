@@ -21,10 +21,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from ..encoding import JSON
-from ..pipelines import Files, Steps, build, name_of, write_files
+from ..pipelines import Files, Steps, build, name_of, with_policy, write_files
+from ..scenarios.functions import attributes
 from .datasets import POLICIES
-from .elements import ENDLESS, cardinality_of, elements_of, plain, spec
-from .functions import attributes
+from .elements import ENDLESS, elements_of, plain, said_of
 from .session import Entry, encoded, result_of, start_devices
 
 WORKERS = 2
@@ -87,6 +87,11 @@ FILE_PIPELINES: list[Steps] = [
 ]
 
 
+def for_all_devices(function: Callable[[int], Iterator[Entry]]) -> list[Entry]:
+    """The entries of a topic for every number of devices of a worker."""
+    return [entry for devices in DEVICES for entry in function(devices)]
+
+
 def dataset(devices: int) -> Iterator[Entry]:
     """Numbers under every AutoShardPolicy; SHARD_HINT under all of them."""
     for policy in POLICIES:
@@ -114,27 +119,14 @@ def _dataset(
         paths = write_files(content, str(steps[0][0]), Path(folder))
 
         def whole() -> tf.data.Dataset:
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = (
-                tf.data.experimental.AutoShardPolicy[policy]
-            )
-            return build(steps, paths).with_options(options)
+            return with_policy(build(steps, paths), policy)
 
         def work(strategy: tf.distribute.Strategy) -> Entry:
-            kept: list[Any] = []
-
-            def distribute() -> Any:
-                kept.append(strategy.experimental_distribute_dataset(whole()))
-                return kept[0]
-
-            entry = elements_of(distribute, _most(steps))
+            entry = said_of(
+                lambda: strategy.experimental_distribute_dataset(whole()), _most(steps)
+            )
             if ["shard_hint"] not in steps:
                 entry["whole"] = plain(whole(), _most(steps))
-            if kept:
-                entry |= {
-                    "element_spec": spec(kept[0].element_spec),
-                    "cardinality": cardinality_of(kept[0]),
-                }
             return entry
 
         files = {"file_set": file_set, "files": content} if file_set else {}
@@ -180,25 +172,16 @@ def function(devices: int) -> Iterator[Entry]:
             strategy: tf.distribute.Strategy, by_worker: tuple[Steps, ...] = by_worker
         ) -> Entry:
             contexts: list[JSON] = []
-            kept: list[Any] = []
 
             def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 contexts.append(attributes(context))
                 return build(by_worker[context.input_pipeline_id])
 
-            def distribute() -> Any:
-                kept.append(strategy.distribute_datasets_from_function(dataset_fn))
-                return kept[0]
-
-            entry = elements_of(distribute, _most(by_worker[0])) | {
-                "contexts": contexts
-            }
-            if kept:
-                entry |= {
-                    "element_spec": spec(kept[0].element_spec),
-                    "cardinality": cardinality_of(kept[0]),
-                }
-            return entry
+            return said_of(
+                lambda: strategy.distribute_datasets_from_function(dataset_fn),
+                _most(by_worker[0]),
+                contexts=contexts,
+            )
 
         yield {
             "devices": devices,
@@ -238,21 +221,11 @@ def misc(devices: int) -> Iterator[Entry]:
     def numbers(rows: int = 10) -> tf.data.Dataset:
         return tf.data.Dataset.range(rows).batch(4)
 
-    def sums(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [
-            encoded(strategy.reduce("SUM", element, axis=0)) for element in distributed
+    def of_each(call: Callable[[tf.distribute.Strategy, Any], Any]) -> Work:
+        return lambda strategy: [
+            encoded(call(strategy, element))
+            for element in strategy.experimental_distribute_dataset(numbers())
         ]
-
-    def means(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [
-            encoded(strategy.reduce("MEAN", element, axis=0)) for element in distributed
-        ]
-
-    def gathered(strategy: tf.distribute.Strategy) -> JSON:
-        distributed = strategy.experimental_distribute_dataset(numbers())
-        return [encoded(strategy.gather(element, axis=0)) for element in distributed]
 
     def optionals(strategy: tf.distribute.Strategy) -> JSON:
         iterator = iter(strategy.experimental_distribute_dataset(numbers()))
@@ -288,9 +261,15 @@ def misc(devices: int) -> Iterator[Entry]:
         return work
 
     cases: dict[str, Work] = {
-        "reduce SUM of each element": sums,
-        "reduce MEAN of each element": means,
-        "gather of each element": gathered,
+        "reduce SUM of each element": of_each(
+            lambda strategy, element: strategy.reduce("SUM", element, axis=0)
+        ),
+        "reduce MEAN of each element": of_each(
+            lambda strategy, element: strategy.reduce("MEAN", element, axis=0)
+        ),
+        "gather of each element": of_each(
+            lambda strategy, element: strategy.gather(element, axis=0)
+        ),
         "get_next_as_optional has_value": optionals,
         "get_next at the end": get_next_at_end,
         "dataset.reduce": reduced,
