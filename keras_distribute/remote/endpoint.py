@@ -46,6 +46,7 @@ class Endpoint:
                 received=f"{text_of(error)}.",
                 fix="a free port of this host, or end the task that has it.",
             ) from error
+        self._upcoming: tuple[Peer, Header, list[Array]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -65,17 +66,25 @@ class Endpoint:
             idle: Called several times a second while there is nothing to do.
         """
         while not until():
-            if not self._poller.poll(200):
+            if self.upcoming(200) is None:
                 idle()
-                continue
-            self._serve_one(handle)
+            else:
+                self._serve_one(handle)
+
+    def upcoming(self, ms: int = 0) -> tuple[Header, list[Array]] | None:
+        """The message that is answered next, if it comes within some milliseconds."""
+        if self._upcoming is None and self._poller.poll(ms):
+            peer, *message = self._socket.recv_multipart(copy=False)
+            try:
+                decoded = frames.decode([part.buffer for part in message])
+            except ClusterError:
+                return None  # From a task of the job, but of another version.
+            self._upcoming = (peer.bytes, *decoded)
+        return self._upcoming and self._upcoming[1:]
 
     def _serve_one(self, handle: Handle) -> None:
-        peer, *message = self._socket.recv_multipart(copy=False)
-        try:
-            header, arrays = frames.decode([part.buffer for part in message])
-        except ClusterError:
-            return  # From a task of the job, but of another version.
+        assert self._upcoming is not None
+        (peer, header, arrays), self._upcoming = self._upcoming, None
         number = header.get("number")
         try:
             if header.get("op") == "hello":
@@ -83,11 +92,11 @@ class Endpoint:
                 proof = self._credentials.proof(f"serve {self.address}", nonce)
                 answer: Answer = ({"proof": proof}, [])
             else:
-                answer = handle(peer.bytes, header, arrays)
+                answer = handle(peer, header, arrays)
         except Exception as error:
             answer = {"error": describe(error)}, []
         if answer is not None:
-            self.send(peer.bytes, {**answer[0], "number": number}, answer[1])
+            self.send(peer, {**answer[0], "number": number}, answer[1])
 
     def send(self, peer: Peer, header: Header, arrays: Sequence[Any] = ()) -> None:
         """Sends an answer that comes later."""

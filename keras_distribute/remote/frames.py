@@ -39,7 +39,7 @@ def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
         own = np.asarray(array)
         if not own.flags.c_contiguous:
             own = np.ascontiguousarray(own)
-        forms.append([_name(own.dtype), list(own.shape)])
+        forms.append(form_of(own))
         raw: Any = own.reshape(-1).view(np.uint8)
         if own.nbytes <= _SMALL:
             small += [memoryview(raw), b"\0" * (-own.nbytes % _ALIGNED)]
@@ -81,7 +81,12 @@ def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
     return cast(Header, header), arrays
 
 
-@functools.lru_cache
+def form_of(array: Array) -> list[Any]:
+    """The name of an array's dtype, and its shape."""
+    return [_name(array.dtype), list(array.shape)]
+
+
+@functools.lru_cache  # NumPy composes it anew each time.
 def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 

@@ -10,6 +10,8 @@ from keras_distribute.remote.frames import LARGEST_FRAME
 
 SECONDS_TO_SHAKE_HANDS = 5.0
 SECONDS_OF_SILENCE = 5.0  # After which a task that is frozen or cut off is given up.
+# Larger frames are not copied; of each a thread of pyzmq is told when it has gone.
+_LARGEST_COPIED = 2**20
 
 
 def prepare(one: Any) -> None:
@@ -22,6 +24,7 @@ def prepare(one: Any) -> None:
     one.heartbeat_timeout = one.heartbeat_ttl = int(1000 * SECONDS_OF_SILENCE)
     one.sndhwm = one.rcvhwm = 0  # Who talks here waits for answers.
     one.tcp_keepalive = 1
+    one.copy_threshold = _LARGEST_COPIED
 
 
 def endpoint_of(address: str) -> str:

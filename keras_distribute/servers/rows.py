@@ -38,10 +38,9 @@ class Found:
 
     def padded(self, pieces: Sequence[Array]) -> Array:
         """What the program takes, from the rows of all parts."""
-        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        whole = np.zeros((self.table["size"], *rows.shape[1:]), rows.dtype)
-        whole[: len(rows)] = rows
-        return whole
+        first, left = pieces[0], self.table["size"] - sum(map(len, pieces))
+        zeros = np.zeros((left, *first.shape[1:]), first.dtype)
+        return np.concatenate([*pieces, zeros])
 
     def cut(self, gradient: Any, start: int, stop: int | None) -> list[Array]:
         """The ids and the gradients of the rows of one part."""
@@ -80,8 +79,8 @@ def values_of(
     taken: list[Any] = []
     for i, parts in enumerate(layout["reads"]):
         if i in by_read:
-            pieces = [values[server, key] for server, key, _ in by_read[i].parts()]
-            taken.append(by_read[i].padded(pieces))
+            parts = [(server, key) for server, key, *_ in by_read[i].table["parts"]]
+            taken.append(by_read[i].padded([values[part] for part in parts]))
         else:
             taken.append(joined([values[server, key] for server, key in parts]))
     return taken

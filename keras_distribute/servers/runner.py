@@ -3,7 +3,8 @@ scheduled, with values that it pulls from the parameter servers, and pushes what
 make.
 
 Between two steps there is one message to each server: the answer to a push has the
-values for the next step, which takes them if nothing has to be seen that is newer.
+values for the next step, which takes them if nothing has to be seen that is newer. That
+may be the first step of the next function, if it has come by then with its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from keras_distribute.errors import ClusterError, OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer
-from keras_distribute.remote.frames import Array, Header
+from keras_distribute.remote.frames import Array, Header, form_of
 from keras_distribute.servers import rows
 from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
@@ -93,13 +94,18 @@ class Runner(Task):
 
     Args:
         credentials: Of the job.
+        upcoming: The message that comes next, if it is there.
     """
 
     kind, refusal = "worker", ClusterError
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        upcoming: Callable[[], tuple[Header, list[Array]] | None],
+    ) -> None:
         super().__init__()
-        self._credentials = credentials
+        self._credentials, self._upcoming = credentials, upcoming
         self._servers: list[Pulled] = []
         self._begin_with(0, 0)
 
@@ -109,6 +115,7 @@ class Runner(Task):
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Iterator[Any]] = {}
         self._waiting: dict[int, _Read] = {}
+        self._ahead: tuple[Header, _Call | None] = {}, None
         for server in self._servers:
             server.channel.close()
         self._servers = []
@@ -161,7 +168,7 @@ class Runner(Task):
         elements = self._elements(closure, layout, header["iterators"])
         if elements is None:
             forms = [
-                [[a.dtype.name, list(a.shape)] for a in element]
+                list(map(form_of, element))
                 for element in self._waiting[closure].elements
             ]
             return {"needs": forms}, []
@@ -177,10 +184,11 @@ class Runner(Task):
         def advanced(step: int, outputs: Sequence[Any]) -> _Next:
             changes = outputs[len(outputs) - len(layout["changes"]) :]
             new = changed(layout["changes"], kept, totals, changes)
-            is_last = step + 1 == header["steps"]
-            return *new, None if is_last else call_of(step + 1, new[0])
+            if step + 1 < header["steps"]:
+                return *new, call_of(step + 1, new[0])
+            return *new, self._upcoming_call() if layout["tables"] else None
 
-        call: _Call | None = call_of(0, kept)
+        call = self._ahead[1] if self._ahead[0] is header else call_of(0, kept)
         for step in range(header["steps"]):
             assert call is not None
             outputs, after = self._step(function, header, step, call, advanced)
@@ -188,6 +196,21 @@ class Runner(Task):
             kept, totals, call = after
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
+
+    def _upcoming_call(self) -> _Call | None:
+        """The first step of the function that comes next. Not of one that has to read
+        its batch: that may take long, and would hold up what this one has made.
+        """
+        header, arrays = self._upcoming() or ({}, [])
+        function = self._functions.get(header.get("program", 0))
+        is_ours = header.get("coordinator") == self._coordinator
+        if function is None or not is_ours or function.layout["elements"]:
+            return None
+        if self._ahead[0] is not header:
+            layout = function.layout
+            given = arrays[: layout["num_kept"] + layout["num_args"]]
+            self._ahead = header, self._call(function, given)
+        return self._ahead[1]
 
     def _elements(
         self, closure: int, layout: Mapping[str, Any], iterators: Sequence[int]
@@ -203,7 +226,7 @@ class Runner(Task):
         else:
             read = [self._next(iterators[index]) for index, _ in layout["elements"]]
         fits = all(
-            [[a.dtype.name, list(a.shape)] for a in element] == form
+            list(map(form_of, element)) == form
             for element, (_, form) in zip(read, layout["elements"], strict=True)
         )
         if fits:
@@ -291,8 +314,8 @@ class Runner(Task):
     ) -> list[int]:
         """Pushes what a step has made; returns the servers that it was too late for.
 
-        The answers have what the next step reads. Of another function's lookups nothing
-        is known yet: it will ask, for everything, so that it is of one time.
+        The answers have what the next step reads. Where its lookups are not known yet,
+        it will ask, for everything, so that it is of one time.
         """
         if not function.layout["pushes"]:
             return []

@@ -14,7 +14,7 @@ from keras_distribute.remote.endpoint import Endpoint
 from keras_distribute.servers.runner import Runner
 from keras_distribute.servers.store import Store
 
-_KINDS = {"worker": Runner, "ps": lambda _: Store()}
+_KINDS = {"worker": Runner, "ps": lambda *_: Store()}
 
 
 class Server:
@@ -96,7 +96,7 @@ class Server:
             return
         address = self._cluster.task_address(self._job, self._index)
         endpoint = Endpoint(address, self._credentials)
-        task: Any = _KINDS[self._job](self._credentials)
+        task: Any = _KINDS[self._job](self._credentials, endpoint.upcoming)
 
         def serve() -> None:
             try:

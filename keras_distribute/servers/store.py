@@ -9,6 +9,7 @@ pushes it again.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,8 +101,8 @@ class Values(dict[int, Any]):
             if gradient is None:
                 self[key] = value
             else:
-                own = ids[gradient]
-                self.changing(key)[own] = np.asarray(value)[: len(own)]
+                own, rows = ids[gradient], _as_items(np.asarray(value))
+                _as_items(self.changing(key))[own] = rows[: len(own)]
 
     def changing(self, key: int) -> Array:
         """A table, to change rows of it."""
@@ -109,6 +110,12 @@ class Values(dict[int, Any]):
         if not isinstance(table, np.ndarray) or not table.flags.writeable:
             table = self[key] = np.array(table)
         return table
+
+
+def _as_items(rows: Array) -> Array:
+    """Each row as one item: NumPy writes those in half the time."""
+    size = math.prod(rows.shape[1:]) * rows.itemsize
+    return np.ndarray(len(rows), f"V{size}", rows.view(np.uint8))
 
 
 def _padded(rows: Array, size: int | None) -> Array:
@@ -216,7 +223,7 @@ class Store(Task):
         values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
         return [
             *(np.asarray(values[key]) for key in header["keys"]),
-            *(np.asarray(values[key])[own] for key, own in asked),
+            *(np.asarray(values[key]).take(own, 0) for key, own in asked),
         ]
 
     def _program(self, header: Header, arrays: list[Array]) -> Answer:

@@ -29,11 +29,12 @@ class Task:
         self.credentials, self.seen = credentials, []
         self._stop = threading.Event()
         self._endpoint = Endpoint(self.address, credentials)
+        self.upcoming = self._endpoint.upcoming
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self):
-        self._endpoint.serve(self._handle, self._stop.is_set)
+        self._endpoint.serve(lambda *message: self._handle(*message), self._stop.is_set)
         self._endpoint.close()
 
     def _handle(self, peer, header, arrays):
@@ -123,6 +124,30 @@ def test_questions_and_answers(task):
     assert channel.receive(timeout=0.05) is None
     with pytest.raises(kd.errors.RemoteError, match=r"KeyError in the task ps:0"):
         channel.call({"op": "fail"})
+    channel.close()
+
+
+def test_the_message_that_comes_next_can_be_looked_at(task):
+    """Before it is answered, in its turn."""
+    found = []
+
+    def handle(peer, header, arrays):
+        if header["op"] == "first":
+            upcoming = task.upcoming(5000)
+            assert task.upcoming() == upcoming
+            found.append(upcoming)
+        found.append((header, arrays))
+        return header, arrays
+
+    task._handle = handle
+    channel = task.channel()
+    numbers = [channel.send({"op": "first"}), channel.send({"op": "second"}, [3.0])]
+    answers = [channel.answer(number)[0]["op"] for number in numbers]
+    assert answers == ["first", "second"]
+    ahead, first, second = found
+    assert first[0]["op"] == "first"
+    assert ahead[0] is second[0]
+    assert ahead[1] is second[1]
     channel.close()
 
 

@@ -2,6 +2,7 @@
 one device.
 """
 
+import time
 from typing import Any
 
 import keras
@@ -243,6 +244,63 @@ def test_batches_that_workers_read(strategy):
     expected[:3] -= 12
     expected[3:8] -= large
     np.testing.assert_array_equal(table.numpy(), expected)
+
+
+def lookup_step(strategy):
+    """A table of ones, and a function that takes one of each row that it looks up."""
+    with strategy.scope():
+        table = keras.Variable(np.ones((100, 2)), dtype="float32")
+        optimizer = keras.optimizers.SGD(1.0)
+    both = kd.value_and_grad(
+        lambda ids: keras.ops.sum(keras.ops.take(table, ids, axis=0)), [table]
+    )
+
+    def step(ids):
+        value, grads = both(ids)
+        optimizer.apply(grads, [table])
+        return value
+
+    return table, step
+
+
+def test_each_function_sees_what_the_one_before_has_done(one_worker):
+    """Of a loop, where its rows come with the answer to the last push, and of functions
+    that are alone.
+    """
+    table, step = lookup_step(one_worker)
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    batches = RANDOM.integers(0, 20, (40, 6)).astype("int32")
+    expected, losses = np.ones((100, 2), "float32"), []
+    for ids in batches:
+        losses.append(expected[ids].sum())
+        np.subtract.at(expected, ids, 1.0)
+    found = [coordinator.schedule(step, (ids,)) for ids in batches[:30]]
+    assert [value.fetch() for value in found] == losses[:30]
+    found = [coordinator.schedule(step, (ids,)).fetch() for ids in batches[30:]]
+    assert found == losses[30:]
+    np.testing.assert_array_equal(table.numpy(), expected)
+
+
+def test_a_batch_that_is_not_there_holds_up_nothing(one_worker, tmp_path):
+    """What a function made is there before the next one has its batch."""
+    table, step = lookup_step(one_worker)
+    gate = tmp_path / "open"
+
+    def dataset():
+        yield np.arange(6, dtype="int32")
+        while not gate.exists():
+            time.sleep(0.01)
+        yield np.arange(6, dtype="int32")
+
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    first, second = (
+        coordinator.schedule(lambda it: step(next(it)), (iterator,)) for _ in range(2)
+    )
+    assert first.fetch() == 12.0
+    np.testing.assert_array_equal(table.numpy()[:7, 0], [0] * 6 + [1])
+    gate.touch()
+    assert second.fetch() == 0.0
 
 
 INITIALIZERS = {
