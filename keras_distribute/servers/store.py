@@ -75,7 +75,8 @@ class Values(dict[int, Any]):
             self._optimize(self.updates[number], left)
         for key in push["adds"]:
             old, change = np.asarray(self[key]), left.pop(0)
-            self[key] = np.asarray(old + change, old.dtype)
+            self[key] = new = np.asarray(old + change, old.dtype)
+            new.flags.writeable = False  # Sent without a copy.
         for key in push["sets"]:
             self[key] = left.pop(0)
 
@@ -103,6 +104,13 @@ class Values(dict[int, Any]):
             else:
                 own, rows = ids[gradient], _as_items(np.asarray(value))
                 _as_items(self.changing(key))[own] = rows[: len(own)]
+
+    def sent(self, key: int, rows: slice = slice(None)) -> Array:
+        """A value, or rows of it, to be sent: of a table a copy, since its rows may
+        change in place before the message has gone.
+        """
+        value = np.asarray(self[key])[rows]
+        return value.copy() if value.flags.writeable else value
 
     def changing(self, key: int) -> Array:
         """A table, to change rows of it."""
@@ -202,8 +210,8 @@ class Store(Task):
     def _pull_rows(self, header: Header, arrays: list[Array]) -> Answer:
         """Some rows of a table, one after the other."""
         del arrays
-        start, stop = header["rows"]
-        return self._state(), [np.asarray(self._values[header["key"]])[start:stop]]
+        rows = slice(*header["rows"])
+        return self._state(), [self._values.sent(header["key"], rows)]
 
     def _set_rows(self, header: Header, arrays: list[Array]) -> Answer:
         """Rows of a table that is told in blocks, from the first one on: there is never
@@ -222,7 +230,7 @@ class Store(Task):
         """What a worker asks for: whole values, and rows of tables."""
         values, asked = self._values, zip(header.get("rows", []), ids, strict=True)
         return [
-            *(np.asarray(values[key]) for key in header["keys"]),
+            *map(values.sent, header["keys"]),
             *(np.asarray(values[key]).take(own, 0) for key, own in asked),
         ]
 

@@ -11,6 +11,7 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
+from keras_distribute.servers.store import Values
 from tests.exactness.harness import (
     assert_same_outcome,
     fit_evaluate_predict,
@@ -368,3 +369,19 @@ def test_training_a_table_that_is_drawn(divided, monkeypatch):
     plain.fit(IDS, Y, batch_size=5, verbose=0, shuffle=False)
     for ours, theirs in zip(model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_on_its_way_does_not_change():
+    """It is written in place, while a message with it may still be sent."""
+    values = Values({7: np.ones((4, 2), "float32"), 8: np.ones(3, "float32")})
+    whole, some = values.sent(7), values.sent(7, slice(1, 3))
+    values.changing(7)[2] = 5.0
+    assert whole.tolist() == [[1, 1]] * 4 and some.tolist() == [[1, 1]] * 2
+    assert values.sent(7)[2].tolist() == [5, 5]
+    values.apply({"updates": [], "adds": [8], "sets": []}, [np.full(3, 2, "float32")])
+    sum_now = values.sent(8)
+    assert sum_now is values[8]  # It is never written: no copy.
+    with pytest.raises(ValueError, match="read-only"):
+        sum_now[0] = 1
+    values.changing(8)[0] = 1
+    assert sum_now.tolist() == [3, 3, 3] and values[8].tolist() == [1, 3, 3]
