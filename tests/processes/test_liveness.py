@@ -153,7 +153,7 @@ def leaving(leaver, what):
         "step": lambda: strategy.run(lambda: on_read.assign_add(1.0)),
         "read": lambda: float(on_read.numpy()),
         "barrier": lambda: kd.barrier("both are here"),
-        "nothing": lambda: time.sleep(3 * SECONDS / 4),
+        "nothing": lambda: time.sleep(SECONDS / 2),
     }[what]()
     print("goes on", flush=True)
     time.sleep(60 if what != "nothing" else 0)
@@ -279,10 +279,10 @@ def going_on_alone():
         )
     )
     if kd.process_index() == 1:
-        time.sleep(SECONDS)  # Others ask from time to time.
+        time.sleep(2 * SECONDS / 3)  # Others ask from time to time.
     kd.barrier("both are here")
     jax.distributed.shutdown()
-    time.sleep(SECONDS)
+    time.sleep(2 * SECONDS / 3)  # Longer than the time.
     print("alone", flush=True)
 
 
