@@ -1,6 +1,7 @@
 """What a stranger can do to a port at which launchers meet.
 
-Each attack is a function of an address, and ends soon.
+Each attack is a function of an address, and of what it waits with (`time.sleep`, say):
+`attacked` ends all waits with its block.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ def greeted(connection):
 def says(line, wait=0.2):
     """An attack that says a line, and looks at nothing."""
 
-    def attack(address):
+    def attack(address, sleep):
         with connected(address) as connection:
             connection.sendall(line)
-            time.sleep(wait)
+            sleep(wait)
 
     return attack
 
@@ -47,48 +48,48 @@ def says(line, wait=0.2):
 def signed(said, seal=WRONG):
     """An attack that says something signed for this connection, with another token."""
 
-    def attack(address):
+    def attack(address, sleep):
         with connected(address) as connection:
             nonce = greeted(connection)
             text = json.dumps(said | {"nonce": new_nonce()}).encode()
             connection.sendall(seal.sealed(joining(nonce), text) + b"\n")
-            time.sleep(0.2)
+            sleep(0.2)
 
     return attack
 
 
-def drips(address):
+def drips(address, sleep):
     """One byte from time to time, for longer than anybody should listen."""
     with connected(address) as connection:
         for _ in range(20):
             connection.sendall(b"1")
-            time.sleep(0.5)
+            sleep(0.5)
 
 
-def silent(count, seconds=3.0):
-    def attack(address):
+def silent(count, seconds=2.0):
+    def attack(address, sleep):
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 stack.enter_context(connected(address))
-            time.sleep(seconds)
+            sleep(seconds)
 
     return attack
 
 
-def a_line_without_end(address):
+def a_line_without_end(address, sleep):
     with connected(address) as connection:
         for _ in range(MOST_BYTES // 2**20):
             connection.sendall(b"{" * 2**20)
 
 
-def reflects(address):
+def reflects(address, sleep):
     """Says what it hears."""
     with connected(address) as connection:
         for _ in range(5):
             connection.sendall(connection.recv(4096))
 
 
-def opens_and_resets(address):
+def opens_and_resets(address, sleep):
     for _ in range(50):
         connection = connected(address)
         connection.setsockopt(
@@ -97,7 +98,7 @@ def opens_and_resets(address):
         connection.close()
 
 
-def never_reads(address):
+def never_reads(address, sleep):
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         connection.settimeout(2)
@@ -107,20 +108,20 @@ def never_reads(address):
                 connection.sendall(b"x\n")
 
 
-def half_closed(address):
+def half_closed(address, sleep):
     with connected(address) as connection:
         connection.sendall(b"0" * 64)
         connection.shutdown(socket.SHUT_WR)
-        time.sleep(1.0)
+        sleep(1.0)
 
 
-def from_elsewhere(address):
+def from_elsewhere(address, sleep):
     """Another source address of this host."""
     with socket.socket() as connection:
         connection.bind(("127.0.0.9", 0))
         connection.settimeout(2)
         connection.connect(address)
-        time.sleep(1.0)
+        sleep(1.0)
 
 
 HOST = {"host": 1, "processes": 7, "hosts": 2}
@@ -170,10 +171,10 @@ def attacked(address, names=tuple(ATTACKS), seconds=120.0, pause=0.01):
     def again(name):
         while not over.wait(pause) and time.monotonic() < end:
             try:
-                ATTACKS[name](address)
+                ATTACKS[name](address, over.wait)
                 done[name] += 1
             except ConnectionRefusedError:
-                time.sleep(0.2)  # Nobody listens at the moment.
+                over.wait(0.2)  # Nobody listens at the moment.
             except OSError:
                 done[name] += 1  # It was refused.
 

@@ -25,9 +25,11 @@ from . import training
 pytestmark = pytest.mark.timeout(300)
 
 
-def reports_of(model: Any, *faults: Any, every: int = 1, **options: Any) -> list[Any]:
-    replay = kd.callbacks.StepReplay(every=every, action="report", **options)
-    history = training.fitted(model, *faults, replay)
+def reports_of(
+    model: Any, *faults: Any, every: int = 1, num_rows: int = len(training.X)
+) -> list[Any]:
+    replay = kd.callbacks.StepReplay(every=every, action="report")
+    history = training.fitted(model, *faults, replay, num_rows=num_rows)
     differing = [report for report in replay.reports if report.differing]
     assert history.history["replays_that_differ"] == [len(differing)]
     return replay.reports
@@ -53,7 +55,8 @@ PLACES = [(2, 0), (2, 1), (4, 2), (8, 7)]
 def test_the_device_that_erred_is_named(what: str, replicas: int, replica: int) -> None:
     model = training.built(mirrored(replicas))
     kernel = model.layers[0].kernel if what == "gradient" else None
-    reports = reports_of(model, flip(what, replica, kernel), every=3)
+    fault = flip(what, replica, kernel)
+    reports = reports_of(model, fault, every=3, num_rows=training.WITHOUT_TAIL)
     (found,) = [report for report in reports if report.differing]
     assert (found.step, found.devices) == (3, (f"cpu:{replica}",))
     assert found.is_certain
@@ -69,7 +72,7 @@ def test_where_many_weights_are_one() -> None:
         model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(1)])
         model.compile("adam", "mse")
     fault = flip("gradient", 3, hidden[5].kernel)
-    reports = reports_of(model, fault, every=3)
+    reports = reports_of(model, fault, every=3, num_rows=training.WITHOUT_TAIL)
     (found,) = [report for report in reports if report.differing]
     assert (found.step, found.devices) == (3, ("cpu:3",))
     assert any("small weights together" in name for name in found.differing)
@@ -95,9 +98,9 @@ def test_clean_steps_are_clean_and_stay_what_they_are(options: Any) -> None:
         return training.built(kd.MirroredStrategy(devices, **options))
 
     model, plain = built(), built()
-    reports = reports_of(model, every=2)
+    reports = reports_of(model, every=2, num_rows=training.WITHOUT_TAIL)
     assert len(reports) == 3 and not any(report.differing for report in reports)
-    training.fitted(plain)
+    training.fitted(plain, num_rows=training.WITHOUT_TAIL)
     assert training.bits_of(model) == training.bits_of(plain)
 
 

@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import pytest
 
+from tests.support import without_what_is_not_named
+
 from . import plain_keras
 from .interrupting import Cut, PowerCut
 from .plain_keras import BEST, FILES
@@ -49,6 +51,7 @@ def saved(folder: pathlib.Path) -> dict[str, Any]:
         for name, value in os.environ.items()
         if name not in ("XLA_FLAGS", "NPROC")
     }
+    environment |= without_what_is_not_named(pathlib.Path(command[1]).read_text())
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=200
     )

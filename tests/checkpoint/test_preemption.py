@@ -73,7 +73,7 @@ def test_a_grace_period_is_used_for_training(kind: str, tmp_path: pathlib.Path) 
     """A checkpoint at once, another one shortly before the end, and the steps between
     them are not lost.
     """
-    grace, expected = 6.0, uninterrupted(kind)[1][kind]
+    grace, expected = 4.0, uninterrupted(kind)[1][kind]
     with Script(tmp_path, "--grace", str(grace), "--pause", "0.3", kind) as script:
         begun = [script.line() for _ in range(3)]
         script.process.send_signal(signal.SIGTERM)

@@ -16,7 +16,7 @@ import pytest
 
 from keras_distribute.cluster.signing import Seal, new_nonce
 from keras_distribute.errors import ClusterError
-from keras_distribute.launch import rendezvous
+from keras_distribute.launch import reception, rendezvous
 from keras_distribute.launch.job import free_port
 from keras_distribute.launch.rendezvous import Meeting
 from tests import attacks
@@ -102,16 +102,17 @@ def test_strangers_and_those_who_leave_again_do_not_count():
         ) in numbers:  # All with the token; the last one is a host, and leaves.
             while True:
                 try:
-                    attacks.signed({"host": host, "processes": size, "hosts": 3}, SEAL)(
-                        address
+                    attack = attacks.signed(
+                        {"host": host, "processes": size, "hosts": 3}, SEAL
                     )
+                    attack(address, lambda _: time.sleep(0.05))
                     break
                 except OSError:
                     time.sleep(0.05)
 
     thread = threading.Thread(target=strangers)
     thread.start()
-    found = rendezvous.meet(address, 0, 1, num_hosts=3, least=1, seconds=5, seal=SEAL)
+    found = rendezvous.meet(address, 0, 1, num_hosts=3, least=1, seconds=2, seal=SEAL)
     thread.join()
     assert found == Meeting(0, 1, (0,))
 
@@ -182,8 +183,9 @@ def test_what_is_no_address(coordinator):
 
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
-def test_an_attack_keeps_nobody_out_and_costs_nothing(name):
+def test_an_attack_keeps_nobody_out_and_costs_nothing(name, monkeypatch):
     """The other host comes while the attack goes on, and takes part within seconds."""
+    monkeypatch.setattr(reception, "LINE_SECONDS", 1.5)  # Not 5, for a byte at a time.
     address, told = ("127.0.0.1", free_port()), []
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
@@ -222,12 +224,12 @@ def test_all_attacks_at_once_bring_nobody_in():
         options = {
             "num_hosts": 2,
             "least": 1,
-            "seconds": 6,
+            "seconds": 4,
             "seal": SEAL,
             "tell": told.append,
         }
         assert rendezvous.meet(address, 0, 1, **options) == Meeting(0, 1, (0,))
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 6
     assert sum(count > 0 for count in done.values()) > 15, done
     assert 0 < len(told) <= 20 and any(
         "it is not signed with the token of this job" in text for text in told
@@ -235,29 +237,30 @@ def test_all_attacks_at_once_bring_nobody_in():
 
 
 def test_it_listens_at_the_address_that_was_named_alone():
-    port = free_port()
+    address = ("127.0.0.5", free_port())
     with ThreadPoolExecutor(1) as pool:
-        options = {"num_hosts": 2, "least": 1, "seconds": 2, "seal": SEAL}
-        found = pool.submit(rendezvous.meet, ("127.0.0.5", port), 0, 1, **options)
+        options = {"num_hosts": 2, "least": 1, "seconds": 20, "seal": SEAL}
+        found = pool.submit(rendezvous.meet, address, 0, 1, **options)
         end = time.monotonic() + 10
         while True:
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.5", port), 2),
+                socket.create_connection(address, 2),
             ):
                 break
             assert time.monotonic() < end
         for other in ("127.0.0.1", "127.0.0.6", "::1"):
             with pytest.raises(OSError):
-                socket.create_connection((other, port), 2).close()
-        found.result()
+                socket.create_connection((other, address[1]), 2).close()
+        assert rendezvous.meet(address, 1, 1, **options) == Meeting(1, 2, (0, 1))
+        assert found.result() == Meeting(0, 2, (0, 1))
 
 
 def test_another_token_is_named_on_both_sides_and_shown_on_none():
     told = []
     seals = {1: Seal(b"the token of another job, and a secret, too")}
     found = met(
-        {0: 1, 1: 1}, num_hosts=2, least=2, seconds=3, seals=seals, tell=told.append
+        {0: 1, 1: 1}, num_hosts=2, least=2, seconds=1.5, seals=seals, tell=told.append
     )
     assert found[0].startswith("Of 2 hosts 1 came, 2 are needed.\n")
     assert re.match(
@@ -314,16 +317,16 @@ def test_a_recorded_host_cannot_be_played_again():
             1, 3, (0, 1)
         )
         alone = pool.submit(
-            rendezvous.meet, real, 0, 1, **options | {"least": 1, "seconds": 3}
+            rendezvous.meet, real, 0, 1, **options | {"least": 1, "seconds": 1.5}
         )
-        end = time.monotonic() + 2
+        end = time.monotonic() + 1
         while time.monotonic() < end:
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(real, 5) as replayed,
             ):
                 replayed.sendall(said[0])
-                time.sleep(0.2)
+                time.sleep(0.1)
         assert alone.result() == Meeting(0, 1, (0,))
 
 
@@ -415,11 +418,11 @@ def test_an_impostor_of_the_first_host_is_not_believed(behave, reason):
 
 def test_two_launchers_with_one_number_are_told():
     address = ("127.0.0.1", free_port())
-    options = {"num_hosts": 3, "least": 2, "seconds": 4, "seal": SEAL}
+    options = {"num_hosts": 3, "least": 2, "seconds": 2.5, "seal": SEAL}
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(rendezvous.meet, address, 0, 1, **options)
         older = pool.submit(rendezvous.meet, address, 1, 1, **options)
-        time.sleep(1.0)
+        time.sleep(0.5)
         newer = pool.submit(rendezvous.meet, address, 1, 2, **options)
         with pytest.raises(ClusterError, match="Another launcher has come as host 1"):
             older.result()
@@ -429,15 +432,16 @@ def test_two_launchers_with_one_number_are_told():
 
 
 def test_hosts_that_count_differently_are_told():
-    address = ("127.0.0.1", free_port())
-    with ThreadPoolExecutor(2) as pool:
-        options = {"least": 1, "seconds": 2, "seal": SEAL}
+    address, over = ("127.0.0.1", free_port()), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        options = {"least": 1, "seconds": 20, "seal": SEAL, "given_up": over.is_set}
         pool.submit(rendezvous.meet, address, 0, 1, num_hosts=2, **options)
         with pytest.raises(
             ClusterError,
             match="Host 1 was started with --nnodes 3, host 0 with --nnodes 2",
         ):
             rendezvous.meet(address, 1, 1, num_hosts=3, **options)
+        over.set()
 
 
 def test_an_address_that_is_not_of_this_host_or_taken(monkeypatch):

@@ -256,7 +256,7 @@ def test_a_job_goes_on_without_a_host_that_is_gone(uninterrupted, tmp_path):
         "--min-nnodes",
         "1",
         "--node-timeout",
-        "2",
+        "1",
         "--max-restarts",
         "1",
         "--cpu-devices",

@@ -4,7 +4,9 @@ memory, and what the programs communicate.
 
 from __future__ import annotations
 
+import functools
 import gc
+import shutil
 from typing import Any
 
 import jax
@@ -60,25 +62,34 @@ def trained(
     return model, logs
 
 
+@functools.cache
+def of_one_device(build: Any, optimizer: Any, rows: int) -> Any:
+    model, logs = trained(kd.get_strategy(), build, optimizer, rows=rows)
+    return logs, model.get_weights(), used(model, rows)
+
+
+def used(model: keras.Model, rows: int) -> list[Any]:
+    x, y = tokens(rows)
+    evaluated = model.evaluate(x, y, batch_size=8, verbose=0)
+    return [evaluated, model.predict(x, batch_size=8, verbose=0)]
+
+
 def assert_like_one_device(
     strategy: Any, build: Any, optimizer: Any, tolerance: float = 2e-5, rows: int = 24
 ) -> keras.Model:
-    expected, logs = trained(kd.get_strategy(), build, optimizer, rows=rows)
+    logs, weights, expected = of_one_device(build, optimizer, rows)
     model, own = trained(strategy, build, optimizer, rows=rows)
     np.testing.assert_allclose(own["loss"], logs["loss"], rtol=tolerance)
     np.testing.assert_allclose(own["accuracy"], logs["accuracy"], rtol=1e-6)
-    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+    for a, b in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
-    x, y = tokens(rows)
-    for kind in ("evaluate", "predict"):
-        arguments = (x, y) if kind == "evaluate" else (x,)
-        np.testing.assert_allclose(
-            getattr(model, kind)(*arguments, batch_size=8, verbose=0),
-            getattr(expected, kind)(*arguments, batch_size=8, verbose=0),
-            rtol=0,
-            atol=10 * tolerance,
-        )
+    for a, b in zip(used(model, rows), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=10 * tolerance)
     return model
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(1e-3)
 
 
 def divided(variables: Any) -> list[Any]:
@@ -89,10 +100,7 @@ def divided(variables: Any) -> list[Any]:
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_weights_and_slots_are_divided_and_numbers_those_of_one_device(replicas):
     model = assert_like_one_device(
-        mirrored(replicas, **SMALL),
-        decoder,
-        lambda: keras.optimizers.Adam(1e-3),
-        rows=TAIL,
+        mirrored(replicas, **SMALL), decoder, adam, rows=TAIL
     )
     if replicas == 1:
         assert not divided(model.variables)
@@ -372,34 +380,43 @@ def test_saving_and_loading_on_other_numbers(tmp_path):
     assert divided(model.variables)
 
 
-@pytest.mark.parametrize("replicas", [4, 2])
-def test_a_killed_fit_goes_on(tmp_path, replicas):
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 1:
-                raise KeyboardInterrupt
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            raise KeyboardInterrupt
 
+
+def weights_of_fit(replicas: int, *callbacks: Any) -> list[Any]:
+    keras.utils.set_random_seed(3)
+    with mirrored(replicas, **SMALL).scope():
+        model = decoder()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
     x, y = tokens()
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model.get_weights()
 
-    def run(count: int, *callbacks: Any) -> keras.Model:
-        keras.utils.set_random_seed(3)
-        with mirrored(count, **SMALL).scope():
-            model = decoder()
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile("adam", loss)
-        model.fit(
-            x, y, batch_size=4, shuffle=False, verbose=0, callbacks=list(callbacks)
-        )
-        return model
 
-    def backup() -> Any:
-        return kd.callbacks.BackupAndRestore(tmp_path, save_freq=1)
+def backup(folder: Any) -> Any:
+    return kd.callbacks.BackupAndRestore(folder, save_freq=1)
 
-    expected = run(4)
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What a fit that was killed has left, and the weights of one that was not."""
+    folder = tmp_path_factory.mktemp("killed")
+    expected = weights_of_fit(4)
     with pytest.raises(KeyboardInterrupt):
-        run(4, backup(), Stop())
-    resumed = run(replicas, backup())
-    for a, b in zip(resumed.get_weights(), expected.get_weights(), strict=True):
+        weights_of_fit(4, backup(folder), Stop())
+    return folder, expected
+
+
+@pytest.mark.parametrize("replicas", [4, 2])
+def test_a_killed_fit_goes_on(tmp_path, replicas, killed):
+    folder, expected = killed
+    shutil.copytree(folder, tmp_path / "killed")
+    resumed = weights_of_fit(replicas, backup(tmp_path / "killed"))
+    for a, b in zip(resumed, expected, strict=True):
         if replicas == 4:
             np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
@@ -448,7 +465,7 @@ def test_nothing_is_whole_while_a_model_is_made():
     assert layer.counts == [(i + 1) / 8 for i in range(made)]
 
 
-DEPTH, SIDE = 10, 136  # A shape of no other test's arrays.
+DEPTH, SIDE = 6, 136  # A shape of no other test's arrays.
 STATE = 3 * DEPTH  # Arrays: weights and the slots of Adam.
 
 
@@ -551,9 +568,7 @@ def test_logical_devices_of_any_strategy(replicas, shards):
     )
     assert strategy.num_replicas_in_sync == replicas
     assert strategy.num_logical_devices == 2
-    model = assert_like_one_device(
-        strategy, decoder, lambda: keras.optimizers.Adam(1e-3), 5e-5
-    )
+    model = assert_like_one_device(strategy, decoder, adam, 5e-5)
     parts = 2 * (replicas if shards else 1)
     kernels = [v for v in model.trainable_variables if v.path.endswith("/embeddings")]
     for variable in [*kernels, *model.optimizer.variables]:
