@@ -79,7 +79,7 @@ def _lines_of(devices: Sequence[jax.Device]) -> _Lines | None:
         return None
     if math.prod(shape) != len(devices):  # Not a whole slice, or more than one.
         return None
-    numbers = np.ravel_multi_index(tuple(places[:, i] for i in order), shape)
+    numbers = np.arange(len(devices)).reshape(shape)[tuple(places[:, order].T)]
     bits = _bits_of(numbers)
     if bits is None:
         return None
@@ -105,10 +105,10 @@ def _bits_of(numbers: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
     of_bit = {int(numbers[1 << bit]): bit for bit in range(count)}
     bits = tuple(of_bit.get(1 << bit, -1) for bit in reversed(range(count)))
     indices = np.arange(len(numbers))
-    made = sum(
-        (indices >> bit & 1) << place for place, bit in enumerate(reversed(bits))
-    )
-    return bits if -1 not in bits and (made == numbers).all() else None
+    made = np.zeros_like(indices)
+    for place, bit in enumerate(reversed(bits)):
+        made |= (indices >> bit & 1) << place
+    return bits if -1 not in bits and np.array_equal(made, numbers) else None
 
 
 def _reordered(value: Any, axis: int, bits: tuple[int, ...]) -> Any:
