@@ -105,11 +105,12 @@ class Values(dict[int, Any]):
                 own, rows = ids[gradient], _as_items(np.asarray(value))
                 _as_items(self.changing(key))[own] = rows[: len(own)]
 
-    def sent(self, key: int, rows: slice = slice(None)) -> Array:
+    def sent(self, key: int, rows: slice | None = None) -> Array:
         """A value, or rows of it, to be sent: of a table a copy, since its rows may
         change in place before the message has gone.
         """
-        value = np.asarray(self[key])[rows]
+        value = np.asarray(self[key])
+        value = value if rows is None else value[rows]
         return value.copy() if value.flags.writeable else value
 
     def changing(self, key: int) -> Array:
