@@ -87,6 +87,13 @@ def build(optimizer: Any, variables: list[Any] | None) -> None:
         optimizer.built = True
 
 
+def takes_gradient_as_value(variable: Any) -> bool:
+    """Whether an optimizer assigns a variable its gradient: what quantization to float8
+    keeps, of which the gradient is the new value.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def is_loss_scaling(optimizer: Any) -> bool:
     """Whether it wraps another optimizer and checks for overflows."""
     return isinstance(optimizer, LossScaleOptimizer)
@@ -186,8 +193,7 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
         or excluded
     )
     own_rules = any(
-        v.constraint is not None or getattr(v, "overwrite_with_gradient", False)
-        for v in variables
+        v.constraint is not None or takes_gradient_as_value(v) for v in variables
     )
     if (
         by_weight

@@ -64,12 +64,12 @@ def apply_gradients(
         # The inner optimizer sums, when it updates.
         if compat.inner_accumulates(optimizer):
             return _apply_scaled(optimizer, grads, targets)
-        grads = _summed(grads)
+        grads = _combined(grads, targets)
         with _updating():
             return _apply_scaled(optimizer, grads, targets)
     if compat.accumulation(optimizer) is not None:
         return _accumulate(optimizer, grads, targets, original)
-    grads = _summed(grads)
+    grads = _combined(grads, targets)
     with _updating():
         return original(optimizer, grads, targets)
 
@@ -119,6 +119,21 @@ def _updating() -> Any:
     return context.entered(Frame(context.get_strategy(), Mode.UPDATE, per_replica=True))
 
 
+def _combined(grads: list[Any], targets: list[Any]) -> list[Any]:
+    """Gradients summed over the replicas; of what takes its gradient as its value (the
+    largest magnitudes that float8 is scaled by) the largest.
+    """
+    own = map(compat.takes_gradient_as_value, targets)
+    values = [g if is_value else None for g, is_value in zip(grads, own, strict=True)]
+    sums = _summed(
+        [g if v is None else None for g, v in zip(grads, values, strict=True)]
+    )
+    return [
+        total if value is None else lax.pmax(value, REPLICA_AXIS)
+        for value, total in zip(values, sums, strict=True)
+    ]
+
+
 def _summed(grads: list[Any]) -> list[Any]:
     present = [i for i, grad in enumerate(grads) if grad is not None]
     summed = _sum([grads[i] for i in present])
@@ -166,12 +181,18 @@ def _accumulate(
     accumulation = compat.accumulation(optimizer)
     assert accumulation is not None
     num_steps, counter, accumulators = accumulation
-    summed_at_update = _sum
-    if not all(isinstance(each, SyncOnReadVariable) for each in accumulators):
-        # Divided ones have the sum of all replicas at each micro-step.
-        grads, summed_at_update = _summed(grads), list[Any]
-    pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
+    all_pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
+    # The optimizer accumulates by itself what is no sum.
+    pairs = [pair for pair in all_pairs if not compat.takes_gradient_as_value(pair[1])]
+    others = [pair for pair in all_pairs if compat.takes_gradient_as_value(pair[1])]
+    values = _combined([g for g, _ in others], [v for _, v in others])
     own = [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
+    summed_at_update = _sum
+    if not all(isinstance(each, SyncOnReadVariable) for each in own):
+        # Divided ones have the sum of all replicas at each micro-step.
+        sums = _summed([g for g, _ in pairs])
+        pairs = [(g, v) for g, (_, v) in zip(sums, pairs, strict=True)]
+        summed_at_update = list[Any]
     before = [accumulator.value for accumulator in own]
     summed, after = micro_step(
         before,
@@ -184,6 +205,7 @@ def _accumulate(
     with _updating():
         for accumulator, value in zip(own, before, strict=True):
             accumulator.assign(jnp.zeros_like(value))
-        original(optimizer, summed, [variable for _, variable in pairs])
+        trained = [variable for _, variable in (*pairs, *others)]
+        original(optimizer, [*summed, *values], trained)
         for accumulator, value in zip(own, after, strict=True):
             accumulator.assign(value)

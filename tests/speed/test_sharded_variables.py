@@ -205,6 +205,31 @@ def test_a_quantized_base_is_divided():
     assert base and len(divided(base)) == len(base)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("options", [SMALL, {}], ids=["divided", "whole"])
+def test_scales_of_float8_are_those_of_all_rows(options, steps):
+    """Their gradient is their new value, which no replica's rows alone give."""
+    x = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
+
+    def scales(strategy: Any) -> list[Any]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            dense = [layers.Dense(32, "relu"), layers.Dense(2)]
+            model = keras.Sequential([keras.Input((16,)), *dense])
+            model.quantize("float8")
+            rule = keras.optimizers.SGD(0.01, gradient_accumulation_steps=steps)
+            model.compile(rule, "mse")
+        model.fit(x, x[:, :2], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        kept = [v for v in model.weights if "scale" in v.path or "amax" in v.path]
+        return [np.asarray(v) for v in kept]
+
+    found = scales(mirrored(4, **options))
+    assert len(found) == 12
+    for a, b in zip(found, scales(kd.get_strategy()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3)
+
+
 def test_rematerialized_blocks():
     def build() -> keras.Model:
         with keras.RematScope(mode="full"):
