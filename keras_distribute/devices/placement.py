@@ -78,8 +78,10 @@ class Placement:
         Args:
             dtype: Its name.
         """
-        if not self.shard_variables:
-            return False
+        return self.shard_variables and self.is_large(shape, dtype)
+
+    def is_large(self, shape: Sequence[int], dtype: Any) -> bool:
+        """Whether the parts of a variable of this form would not be too small."""
         size = math.prod(shape) * jnp.dtype(dtype).itemsize
         return size >= self.min_shard_bytes * self.mesh.num_replicas
 

@@ -5,6 +5,7 @@ memory, and what the programs communicate.
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute.devices.launches import Executable
+from keras_distribute.run import whole_variables
 from tests.support import OnFirstDevice, distributed, mirrored
 
 LENGTH, VOCABULARY, WIDTH = 8, 64, 32
@@ -441,6 +443,51 @@ def test_small_variables_stay_whole():
     assert above.value.sharding.shard_shape(above.shape) == (2, 128)
     assert odd.value.sharding.is_fully_replicated
     assert second.value.sharding.shard_shape(second.shape) == (33, 16)
+
+
+def test_what_the_replicas_do_not_divide_is_said():
+    """Once by a warning, whenever one asks by the summary; biases are not worth it."""
+    strategy = mirrored(4, shard_variables=True, min_shard_bytes=1024)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((33,)),
+                layers.Dense(35, name="odd"),
+                layers.Dense(64, name="even"),
+                layers.Dense(3, name="small"),
+            ],
+            name="net",
+        )
+        model.compile(keras.optimizers.Adam(1e-3, name="adam"), "mse")
+    x = np.ones((8, 33), "float32")
+    with pytest.warns(UserWarning, match="4 replicas divide none of the dim") as found:
+        model.fit(x, x[:, :3], verbose=0)
+    text = next(str(w.message) for w in found if "divide none" in str(w.message))
+    assert "1 large variable(s)" in text and "(4.5 KiB of weights)" in text
+    assert "net/odd/kernel (33, 35)" in text and "even" not in text
+    said = str(strategy.summary(model))
+    assert "3 large variables whole on each device, 13.5 KiB, since 4 replicas" in said
+    assert "dimensions: net/odd/kernel (33, 35), adam/net_odd_kernel_momentum" in said
+
+
+def test_a_loop_says_what_it_gathers(monkeypatch):
+    strategy = mirrored(4, num_logical_devices=2, **SMALL)
+    with strategy.scope():
+        table = keras.Variable(np.ones((64, 64), "float32"))
+
+    def step() -> Any:
+        return table.value.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(strategy.run(step).values[0]) == 4096
+        monkeypatch.setattr(whole_variables, "LARGE", 16 * 1024)
+        assert float(strategy.run(step).values[0]) == 4096  # It is compiled.
+    with pytest.warns(UserWarning, match=r"take 16.0 KiB on each device"):
+        strategy.run(lambda: table.value.sum())
+    monkeypatch.setattr(whole_variables, "_memory_of", lambda device: 16 * 1024 - 1)
+    with pytest.raises(kd.errors.OutOfMemoryError, match="gathers one layer after"):
+        strategy.run(lambda: table.value.sum())
 
 
 def test_nothing_is_whole_while_a_model_is_made():

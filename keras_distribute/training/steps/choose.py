@@ -66,6 +66,7 @@ def compile_step(
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
         strategy.placement.check_layouts([variable.path for variable in groups.weights])
+        state_shardings.warn_of_whole(strategy, [*groups.weights, *groups.others])
     return compiled_step(strategy, trainer, kind)
 
 
