@@ -340,6 +340,38 @@ def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
     assert many_whole - few_whole > 0.9 * weights
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["dropout", "own", "tail", "evaluate", "predict"])
+def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
+    """Steps whose collectives are not written down: neither weights nor gradients are
+    whole at the same time.
+    """
+    compiled = programs(monkeypatch)
+    x = np.ones((6 if kind == "tail" else 8, 256), "float32")
+    temporary = []
+    for blocks in (2, 6):
+        with mirrored(4, **SMALL).scope():
+            dense = [layers.Dense(256, "relu") for _ in range(2 * blocks)]
+            random = [layers.Dropout(0.1)] if kind == "dropout" else []
+            of_kind = OwnStep if kind == "own" else keras.Sequential
+            model = of_kind([keras.Input((256,)), *dense, *random])
+            model.compile("sgd", "mse")
+        compiled.clear()
+        if kind == "predict":
+            model.predict(x, verbose=0)
+        else:
+            method = model.evaluate if kind == "evaluate" else model.fit
+            method(x, x, batch_size=8, verbose=0)
+        temporary.append(compiled[-1].memory_analysis().temp_size_in_bytes)
+    few, many = temporary
+    assert many - few < 0.2 * 8 * 4 * 256 * 256  # Of 8 more kernels.
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, state: Any, data: Any) -> Any:
+        return super().train_step(state, data)
+
+
 def wide(blocks: int) -> keras.Model:
     ids = keras.Input((LENGTH,), dtype="int32")
     hidden = layers.Embedding(VOCABULARY, 256)(ids)
