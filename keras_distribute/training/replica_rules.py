@@ -16,6 +16,7 @@ replicas (`batch_normalization.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.accumulation import micro_step
+from keras_distribute.training.steps.sharded import tie_of
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
@@ -54,7 +56,7 @@ def apply_gradients(
     if taker is not None:
         return taker(optimizer, grads, variables)
     if not in_replica():
-        with context.without_gathering():
+        with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
     targets = (
@@ -72,6 +74,21 @@ def apply_gradients(
     grads = _combined(grads, targets)
     with _updating():
         return original(optimizer, grads, targets)
+
+
+def _in_turn(optimizer: Any) -> AbstractContextManager[None]:
+    """Around the update of divided weights: what takes all of a weight gathers it, and
+    XLA would begin with all weights at once.
+    """
+    current = context.frame()
+    strategy = context.get_strategy()
+    if (
+        current.batch is None
+        or not strategy.placement.shard_variables
+        or not compat.may_take_whole_weights(optimizer)
+    ):
+        return nullcontext()
+    return compat.updates_in_turn(optimizer, tie_of(strategy.replica_mesh))
 
 
 def _named(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> list[Any]:

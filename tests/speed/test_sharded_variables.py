@@ -29,7 +29,10 @@ def decoder(dropout: float = 0.0, blocks: int = 1) -> keras.Model:
     hidden = layers.Embedding(VOCABULARY, WIDTH)(ids)
     for _ in range(blocks):
         normed = layers.LayerNormalization()(hidden)
-        attended = layers.MultiHeadAttention(4, 8)(normed, normed, use_causal_mask=True)
+        # Without biases: of that of the keys the gradient is zero, and its rounding is
+        # what an optimizer would divide by itself.
+        attention = layers.MultiHeadAttention(4, 8, use_bias=False)
+        attended = attention(normed, normed, use_causal_mask=True)
         hidden = layers.Add()([hidden, attended])
         wide = layers.Dense(64, activation="gelu")(layers.LayerNormalization()(hidden))
         narrow = layers.Dense(WIDTH)(wide)
@@ -134,8 +137,7 @@ OPTIMIZERS = {
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
-    # Lion moves by a sign, which rounding of a gradient near zero changes.
-    tolerance = {"lion": 4e-3, "muon": 1e-4, "adadelta": 1e-4}.get(name, 2e-5)
+    tolerance = 2e-5
     strategy = mirrored(4, **SMALL)
     assert_like_one_device(strategy, decoder, OPTIMIZERS[name], tolerance)
 
@@ -341,7 +343,9 @@ def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["dropout", "own", "tail", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "kind", ["dropout", "own", "tail", "muon", "evaluate", "predict"]
+)
 def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
     """Steps whose collectives are not written down: neither weights nor gradients are
     whole at the same time.
@@ -355,7 +359,7 @@ def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
             random = [layers.Dropout(0.1)] if kind == "dropout" else []
             of_kind = OwnStep if kind == "own" else keras.Sequential
             model = of_kind([keras.Input((256,)), *dense, *random])
-            model.compile("sgd", "mse")
+            model.compile("muon" if kind == "muon" else "sgd", "mse")
         compiled.clear()
         if kind == "predict":
             model.predict(x, verbose=0)
@@ -364,7 +368,9 @@ def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
             method(x, x, batch_size=8, verbose=0)
         temporary.append(compiled[-1].memory_analysis().temp_size_in_bytes)
     few, many = temporary
-    assert many - few < 0.2 * 8 * 4 * 256 * 256  # Of 8 more kernels.
+    # Of 8 more kernels; Muon's update begins when all gradients are there, in parts.
+    share = 0.3 if kind == "muon" else 0.2
+    assert many - few < share * 8 * 4 * 256 * 256
 
 
 class OwnStep(keras.Sequential):
