@@ -35,6 +35,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def bytes_in_words(count: float) -> str:
+    """`"17 B"`, `"1.5 KiB"`, `"15.75 GiB"`: in units of 1024 (IEC 80000-13)."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1023.95:
+            digits = {"B": 0, "GiB": 2}.get(unit, 1)
+            return f"{count:.{digits}f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
 def instance(
     name: str,
     value: Any,

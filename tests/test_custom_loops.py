@@ -203,6 +203,38 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all(accumulation):
     )
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_scales_of_float8_are_those_of_all_replicas(steps):
+    """They are largest values, of which the optimizer takes the newest: no sums."""
+
+    def scales(replicas):
+        strategy = mirrored(replicas)
+        with strategy.scope():
+            model = make_model()
+            model.quantize("float8")
+            rule = keras.optimizers.SGD(0.01, gradient_accumulation_steps=steps)
+            rule.build(model.trainable_variables)
+
+        def step(x, y):
+            def loss():
+                return keras.losses.MeanSquaredError()(y, model(x, training=True))
+
+            _, grads = kd.value_and_grad(loss, model.trainable_variables)()
+            rule.apply(grads, model.trainable_variables)
+
+        for x, y in zip(X, Y, strict=True):
+            strategy.run(
+                step, args=(distributed(strategy, x), distributed(strategy, y))
+            )
+        kept = [v for v in model.weights if "scale" in v.path or "amax" in v.path]
+        return [np.asarray(v) for v in kept]
+
+    found = scales(4)
+    assert len(found) == 12
+    for a, b in zip(found, scales(1), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3)
+
+
 def test_accumulation_communicates_only_when_it_updates():
     strategy = mirrored(2)
     with strategy.scope():

@@ -9,7 +9,8 @@ excluded from weight decay have no public names.
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,6 +86,13 @@ def build(optimizer: Any, variables: list[Any] | None) -> None:
         with name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         optimizer.built = True
+
+
+def takes_gradient_as_value(variable: Any) -> bool:
+    """Whether an optimizer assigns a variable its gradient: what quantization to float8
+    keeps, of which the gradient is the new value.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def is_loss_scaling(optimizer: Any) -> bool:
@@ -186,8 +194,7 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
         or excluded
     )
     own_rules = any(
-        v.constraint is not None or getattr(v, "overwrite_with_gradient", False)
-        for v in variables
+        v.constraint is not None or takes_gradient_as_value(v) for v in variables
     )
     if (
         by_weight
@@ -233,6 +240,41 @@ def slot_weights(optimizer: Any) -> list[int | None]:
 def is_by_element(optimizer: Any) -> bool:
     """Whether it treats each element of a weight alone, but for clipping."""
     return type(optimizer) in _BY_ELEMENT
+
+
+# Those of them that take norms and means of a weight, which are sums of its parts.
+_BY_PART = (*_BY_ELEMENT, optimizers.Adafactor, optimizers.Lamb)
+
+
+def may_take_whole_weights(optimizer: Any) -> bool:
+    """Whether its update may need all of a weight in one place, such as Muon's."""
+    return type(optimizer) not in _BY_PART
+
+
+@contextmanager
+def updates_in_turn(
+    optimizer: Any, tie: Callable[[Any, list[Any]], Any]
+) -> Generator[None]:
+    """In the `with` block, the update of a weight begins when that of the one before is
+    done.
+
+    Args:
+        tie: From a gradient and values to the gradient, which there is not before them.
+    """
+    own, update = vars(optimizer).get("update_step"), optimizer.update_step
+    done: list[Any] = []
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        update(tie(gradient, done) if done else gradient, variable, learning_rate)
+        done[:] = [variable.value]
+
+    optimizer.update_step = update_step
+    try:
+        yield
+    finally:
+        del optimizer.update_step
+        if own is not None:
+            optimizer.update_step = own
 
 
 def leaves_zero_gradients(optimizer: Any, weight: Any) -> bool:

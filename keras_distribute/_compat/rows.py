@@ -119,9 +119,12 @@ def _may_mix(layer: Any) -> bool:
     noise = getattr(layer, "noise_shape", None)
     fixed = noise is not None and noise[0] is not None
     replaced = "call" in vars(layer)
+    # Scales of float8: their "gradient" is the largest value of all rows, no sum.
+    scales = map(compat_optimizer.takes_gradient_as_value, layer.trainable_variables)
     return (
         getattr(layer, "stateful", False)
         or own
+        or any(scales)
         or any(axis == 0 or axis < -1 for axis in axes)
         or fixed
         or replaced

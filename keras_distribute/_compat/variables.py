@@ -77,7 +77,9 @@ def install(
     def add_and_mark(
         self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
     ) -> Any:
-        is_accumulator = name == "gradient_accumulator"
+        # What an optimizer assigns as it is has no sum over the replicas.
+        is_sum = not getattr(reference_variable, "overwrite_with_gradient", False)
+        is_accumulator = name == "gradient_accumulator" and is_sum
         with accumulators_created() if is_accumulator else nullcontext():
             return add_variable(self, reference_variable, name, *more, **kw)
 

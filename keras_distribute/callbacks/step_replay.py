@@ -190,7 +190,7 @@ class StepReplay(keras.callbacks.Callback):
                 [*names, *programs.names_of_state()],
                 len(names) - 1 if has_own else None,
                 seen.gradients.names if has_own else (),
-                strategy.placement.compiler_options,
+                programs.compiler_options(placed),
             )
         return self._programs[key]
 

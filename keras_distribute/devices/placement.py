@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from keras_distribute.devices.mesh import ReplicaMesh
 
 MIN_SHARD_BYTES = 16 * 1024
+_PASSES = "xla_disable_hlo_passes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,10 @@ class Placement:
         Args:
             dtype: Its name.
         """
-        if not self.shard_variables:
-            return False
+        return self.shard_variables and self.is_large(shape, dtype)
+
+    def is_large(self, shape: Sequence[int], dtype: Any) -> bool:
+        """Whether the parts of a variable of this form would not be too small."""
         size = math.prod(shape) * jnp.dtype(dtype).itemsize
         return size >= self.min_shard_bytes * self.mesh.num_replicas
 
@@ -93,6 +96,18 @@ class Placement:
         if self.shard_variables and self.mesh.devices[0].platform == "cpu":
             return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
         return self.mesh.compiler_options
+
+    @property
+    def apart_options(self) -> dict[str, Any] | None:
+        """The same for steps whose sums XLA places, which may be of whole gradients:
+        joined into one, all of these would be there at the same time.
+
+        XLA for CPUs joins sums of any size, those for other devices up to a limit.
+        """
+        options = self.compiler_options
+        if self.shard_variables and self.mesh.devices[0].platform == "cpu":
+            return {**(options or {}), _PASSES: "cpu-all-reduce-combiner"}
+        return options
 
     @property
     def rests_elsewhere(self) -> bool:

@@ -32,6 +32,7 @@ from keras_distribute.errors import AggregationError
 from keras_distribute.run import tracing
 from keras_distribute.run.arguments import Call, Static
 from keras_distribute.run.traces import Trace
+from keras_distribute.run.whole_variables import check_gathered
 from keras_distribute.types import RunOptions
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
@@ -116,6 +117,7 @@ def run(
         with strategy.replica_mesh.tracing():
             trace, variables = tracing.traced(strategy, function, call, mode, guess)
         check_same_values(variables)
+        check_gathered(variables, strategy.replica_mesh)
         if any(variable.trainable for variable in variables):
             strategy.placement.check_layouts([variable.path for variable in variables])
         program = programs[key] = _Program(strategy, trace, call, variables, options)

@@ -18,6 +18,7 @@ from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.variables import (
     DistributedVariable,
+    MirroredVariable,
     RestingVariable,
     SyncOnReadVariable,
 )
@@ -63,7 +64,8 @@ class DeviceFacts:
 @dataclasses.dataclass(frozen=True)
 class VariableFacts:
     """One variable: its path, group (of `GROUPS`), kind, shape, dtype, the bytes of its
-    value, and those on each device.
+    value, those on each device, and whether it is large, and whole only since the
+    number of replicas divides none of its dimensions.
 
     The kind is `"mirrored"`, `"divided"`, `"sync-on-read (sum)"` and so on, `PLAIN`
     under the default strategy, or `FOREIGN`.
@@ -76,6 +78,7 @@ class VariableFacts:
     dtype: str
     num_bytes: int
     bytes_on: tuple[int, ...]
+    is_indivisible: bool = False
 
 
 def of_devices(mesh: ReplicaMesh) -> tuple[DeviceFacts, ...]:
@@ -199,6 +202,8 @@ def _of_variable(
             on_device if device in there else 0
             for device in strategy.replica_mesh.devices
         ),
+        is_indivisible=isinstance(variable, MirroredVariable)
+        and variable.is_indivisible,
     )
 
 

@@ -98,6 +98,16 @@ class StrategySummary:
             f"{name} is not built yet: it makes variables when it is used first."
             for name in self._unbuilt
         ]
+        whole = [each for each in self.variables if each.is_indivisible]
+        if whole:
+            paths = ", ".join(f"{each.path} {each.shape}" for each in whole[:5])
+            others = " and others" if len(whole) > 5 else ""
+            size = tables.bytes_in_words(sum(each.num_bytes for each in whole))
+            lines.append(
+                f"{_count(len(whole), 'large variable')} whole on each device, {size}, "
+                f"since {self.num_replicas} replicas divide none of their dimensions: "
+                f"{paths}{others}."
+            )
         foreign = [each.path for each in self.variables if each.kind == FOREIGN]
         if foreign:
             named = ", ".join(foreign[:5]) + (" and others" if len(foreign) > 5 else "")

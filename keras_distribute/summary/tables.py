@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from keras_distribute.checks import bytes_in_words as bytes_in_words
 from keras_distribute.summary.facts import FOREIGN, GROUPS, DeviceFacts, VariableFacts
 
 
@@ -32,16 +33,6 @@ class Table:
         """To which side each column is aligned."""
         count = len(self.header)
         return ["right" if i in self.right else "left" for i in range(count)]
-
-
-def bytes_in_words(count: float) -> str:
-    """`"17 B"`, `"1.5 KiB"`, `"15.75 GiB"`: in units of 1024 (IEC 80000-13)."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1023.95:
-            digits = {"B": 0, "GiB": 2}.get(unit, 1)
-            return f"{count:.{digits}f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def spread_in_words(counts: Sequence[int]) -> str:

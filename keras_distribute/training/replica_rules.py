@@ -16,6 +16,7 @@ replicas (`batch_normalization.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.accumulation import micro_step
+from keras_distribute.training.steps.sharded import tie_of
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
@@ -54,7 +56,7 @@ def apply_gradients(
     if taker is not None:
         return taker(optimizer, grads, variables)
     if not in_replica():
-        with context.without_gathering():
+        with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
     targets = (
@@ -64,14 +66,29 @@ def apply_gradients(
         # The inner optimizer sums, when it updates.
         if compat.inner_accumulates(optimizer):
             return _apply_scaled(optimizer, grads, targets)
-        grads = _summed(grads)
+        grads = _combined(grads, targets)
         with _updating():
             return _apply_scaled(optimizer, grads, targets)
     if compat.accumulation(optimizer) is not None:
         return _accumulate(optimizer, grads, targets, original)
-    grads = _summed(grads)
+    grads = _combined(grads, targets)
     with _updating():
         return original(optimizer, grads, targets)
+
+
+def _in_turn(optimizer: Any) -> AbstractContextManager[None]:
+    """Around the update of divided weights: what takes all of a weight gathers it, and
+    XLA would begin with all weights at once.
+    """
+    current = context.frame()
+    strategy = context.get_strategy()
+    if (
+        current.batch is None
+        or not strategy.placement.shard_variables
+        or not compat.may_take_whole_weights(optimizer)
+    ):
+        return nullcontext()
+    return compat.updates_in_turn(optimizer, tie_of(strategy.replica_mesh))
 
 
 def _named(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> list[Any]:
@@ -117,6 +134,21 @@ def _updating() -> Any:
     they are.
     """
     return context.entered(Frame(context.get_strategy(), Mode.UPDATE, per_replica=True))
+
+
+def _combined(grads: list[Any], targets: list[Any]) -> list[Any]:
+    """Gradients summed over the replicas; of what takes its gradient as its value (the
+    largest magnitudes that float8 is scaled by) the largest.
+    """
+    own = map(compat.takes_gradient_as_value, targets)
+    values = [g if is_value else None for g, is_value in zip(grads, own, strict=True)]
+    sums = _summed(
+        [g if v is None else None for g, v in zip(grads, values, strict=True)]
+    )
+    return [
+        total if value is None else lax.pmax(value, REPLICA_AXIS)
+        for value, total in zip(values, sums, strict=True)
+    ]
 
 
 def _summed(grads: list[Any]) -> list[Any]:
@@ -166,12 +198,18 @@ def _accumulate(
     accumulation = compat.accumulation(optimizer)
     assert accumulation is not None
     num_steps, counter, accumulators = accumulation
-    summed_at_update = _sum
-    if not all(isinstance(each, SyncOnReadVariable) for each in accumulators):
-        # Divided ones have the sum of all replicas at each micro-step.
-        grads, summed_at_update = _summed(grads), list[Any]
-    pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
+    all_pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
+    # The optimizer accumulates by itself what is no sum.
+    pairs = [pair for pair in all_pairs if not compat.takes_gradient_as_value(pair[1])]
+    others = [pair for pair in all_pairs if compat.takes_gradient_as_value(pair[1])]
+    values = _combined([g for g, _ in others], [v for _, v in others])
     own = [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
+    summed_at_update = _sum
+    if not all(isinstance(each, SyncOnReadVariable) for each in own):
+        # Divided ones have the sum of all replicas at each micro-step.
+        sums = _summed([g for g, _ in pairs])
+        pairs = [(g, v) for g, (_, v) in zip(sums, pairs, strict=True)]
+        summed_at_update = list[Any]
     before = [accumulator.value for accumulator in own]
     summed, after = micro_step(
         before,
@@ -184,6 +222,7 @@ def _accumulate(
     with _updating():
         for accumulator, value in zip(own, before, strict=True):
             accumulator.assign(jnp.zeros_like(value))
-        original(optimizer, summed, [variable for _, variable in pairs])
+        trained = [variable for _, variable in (*pairs, *others)]
+        original(optimizer, [*summed, *values], trained)
         for accumulator, value in zip(own, after, strict=True):
             accumulator.assign(value)

@@ -14,7 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
-from keras_distribute.devices.mesh import copies, is_divided_over_processes, on_host
+from keras_distribute.devices.mesh import (
+    REPLICA_AXIS,
+    copies,
+    is_divided_over_processes,
+    on_host,
+)
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import combined, strong
 
@@ -66,6 +71,17 @@ class MirroredVariable(DistributedVariable):
         """Whether each replica keeps a part only, where the shape allows it."""
         placement = self._strategy.placement
         return self._divided or placement.divides(self.shape, self._dtype)
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Whether it is large enough for each replica to keep a part only, and is whole
+        since the number of replicas divides no dimension that is left.
+        """
+        return (
+            self.is_divided
+            and self._strategy.placement.is_large(self.shape, self._dtype)
+            and REPLICA_AXIS not in self.sharding.spec
+        )
 
     @property
     def value_sharding(self) -> NamedSharding:

@@ -66,6 +66,7 @@ def compile_step(
         return EagerStep(strategy, _step_of(trainer, kind))
     if kind == "train":
         strategy.placement.check_layouts([variable.path for variable in groups.weights])
+        state_shardings.warn_of_whole(strategy, [*groups.weights, *groups.others])
     return compiled_step(strategy, trainer, kind)
 
 
@@ -112,7 +113,8 @@ def compiled_step(
     shardings = state_shardings.of_state(groups, mesh) if elsewhere else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
-    packed = CarriedStep(carried, packing or None, shardings)
+    is_local = plan is not None and plan.is_local
+    packed = CarriedStep(carried, packing or None, shardings, is_local=is_local)
     return CompiledStep(strategy, packed, groups, plain)
 
 

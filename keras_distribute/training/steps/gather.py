@@ -58,10 +58,17 @@ def whole_in_batch(variable: MirroredVariable, value: Any) -> Any:
     """
     mesh, parts = variable.replica_mesh, variable.value_sharding
     whole = NamedSharding(mesh.mesh, PartitionSpec(*variable.logical_axes))
+
+    def gathered(part: Any) -> Any:
+        # Without the first one XLA would take what comes before for whole, too, and
+        # gather earlier than `where_used` says.
+        there = lax.with_sharding_constraint(part, parts)
+        return lax.with_sharding_constraint(there, whole)
+
     return _read(
         variable,
         value,
-        lambda part: lax.with_sharding_constraint(part, whole),
+        gathered,
         lambda gradient: lax.with_sharding_constraint(gradient, parts),
     )
 

@@ -37,12 +37,15 @@ class CarriedStep:
         shardings: Of the new state, where it is not on every replica.
         components: Where in the groups the variables are whose components on the
             replicas `step` takes.
+        is_local: Whether it says how gradients of divided weights are summed, where the
+            rows divide; else XLA does.
     """
 
     step: Step
     packing: Packing | None = None
     shardings: Any = None
     components: Collection[Place] = ()
+    is_local: bool = False
 
 
 class StepPrograms:
@@ -60,7 +63,7 @@ class StepPrograms:
         self._mesh, self._strategy = strategy.replica_mesh, strategy
         self._step, self._packing = carried.step, carried.packing
         self._shardings, self._components = carried.shardings, carried.components
-        self._groups = groups
+        self._groups, self._is_local = groups, carried.is_local
         self._scans: dict[Any, bool] = {}
         self._scatters: dict[Any, bool] = {}
         self._executables: dict[Any, Executable] = {}
@@ -90,6 +93,16 @@ class StepPrograms:
         made = Executable(program, self._form_of_state(), data)
         made.logs = found["logs"]
         return made
+
+    def compiler_options(self, placed: batches.Placed) -> dict[str, Any] | None:
+        """How the program for a batch of this form is compiled, where not as XLA
+        likes.
+        """
+        _, shards = placed.spread
+        placement = self._strategy.placement
+        if self._is_local and shards == self._mesh.num_replicas:
+            return placement.compiler_options
+        return placement.apart_options
 
     def exported(self, placed: batches.Placed) -> jax.export.Exported:
         """The program for a batch of this form, for other devices, too: its results are
@@ -179,7 +192,7 @@ class StepPrograms:
                 program,
                 donate_argnums=self._strategy.placement.donated,
                 out_shardings=(outputs, shardings),
-                compiler_options=self._strategy.placement.compiler_options,
+                compiler_options=self.compiler_options(placed),
             ),
             found,
         )
