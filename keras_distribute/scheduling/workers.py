@@ -194,6 +194,20 @@ class Worker(threading.Thread):
             raise UnavailableError("The strategy was closed.")
 
     def _send(self, channel: Channel, closure: Closure, program: Traced) -> None:
+        try:
+            number = self._told(channel, closure, program)
+        except UnavailableError:
+            self._owner.queue.put_back(closure)  # Nobody else knows of it any more.
+            raise
+        except Exception as error:
+            self._owner.queue.failed(error, closure)
+        else:
+            self._running[number] = closure
+
+    def _told(self, channel: Channel, closure: Closure, program: Traced) -> int:
+        """Tells the worker to run a function, and before that what it does not know of
+        it; the number of the answer.
+        """
         coordinator = {"coordinator": self._owner.coordinator}
         self._drop(channel)
         for iterator in closure.iterators:
@@ -222,8 +236,7 @@ class Worker(threading.Thread):
             "done": self._owner.queue.done_below,
             **coordinator,
         }
-        number = channel.send(header, [*closure.kept, *closure.args(self.index)])
-        self._running[number] = closure
+        return channel.send(header, [*closure.kept, *closure.args(self.index)])
 
     def _drop(self, channel: Channel) -> None:
         """Lets the worker drop datasets and iterators that the user has dropped."""

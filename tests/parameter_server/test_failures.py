@@ -6,6 +6,7 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.scheduling import workers
 from keras_distribute.servers.local import LocalResolver
 from tests.exactness.harness import table
 from tests.parameter_server.test_kill_matrix import Counting
@@ -114,3 +115,28 @@ def test_the_next_coordinator_begins_anew(own_cluster):
         of_first.v.numpy()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("is_mistake", [True, False])
+def test_what_could_not_be_sent_is_not_lost(is_mistake, strategy, monkeypatch):
+    """A function on its way to a worker: an error, or on its way once more."""
+    counting = Counting(strategy)
+    counting.scheduled(1)[0].fetch()
+    told, failures = workers.Worker._told, iter([True])
+    failed = kd.errors.RemoteError if is_mistake else kd.errors.UnavailableError
+
+    def failing(*args):
+        if next(failures, False):
+            raise failed("IndexError in the task ps:0: out of range")
+        return told(*args)
+
+    monkeypatch.setattr(workers.Worker, "_told", failing)
+    result = counting.scheduled(1)[0]
+    if is_mistake:
+        with pytest.raises(kd.errors.RemoteError, match="IndexError in the task ps:0"):
+            counting.coordinator.join()
+        with pytest.raises((kd.errors.RemoteError, kd.errors.CancelledError)):
+            result.fetch()
+    counting.scheduled(1)
+    assert strategy.cluster.join(timeout=30)
+    counting.assert_counts(2 if is_mistake else 3)
