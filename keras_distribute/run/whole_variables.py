@@ -35,7 +35,7 @@ def check_gathered(variables: Sequence[Any], mesh: ReplicaMesh) -> None:
     divided = [
         v
         for v in variables
-        if isinstance(v, MirroredVariable) and REPLICA_AXIS in v.sharding.spec
+        if isinstance(v, MirroredVariable) and REPLICA_AXIS in v.value_sharding.spec
     ]
     if mesh.num_replicas == 1 or not divided:
         return

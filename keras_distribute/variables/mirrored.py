@@ -80,7 +80,7 @@ class MirroredVariable(DistributedVariable):
         return (
             self.is_divided
             and self._strategy.placement.is_large(self.shape, self._dtype)
-            and REPLICA_AXIS not in self.sharding.spec
+            and REPLICA_AXIS not in self.value_sharding.spec
         )
 
     @property
