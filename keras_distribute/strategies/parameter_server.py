@@ -100,25 +100,13 @@ class ParameterServerStrategy(Strategy):
         local_steps: int = 1,
         outer_optimizer: Any = None,
     ) -> None:
-        checks.instance(
-            "cluster_resolver",
+        _check_arguments(
             cluster_resolver,
-            ClusterResolver | None,
-            "A cluster resolver says where the workers and parameter servers are.",
-            "kd.cluster_resolver.TFConfigClusterResolver(), or None for a cluster on "
-            "this host",
+            variable_partitioner,
+            max_staleness,
+            lazy_rows,
+            communication_dtype,
         )
-        if variable_partitioner is not None:
-            checks.function(
-                "variable_partitioner",
-                variable_partitioner,
-                "A partitioner is a function of a shape and a dtype.",
-                "kd.experimental.partitioners.MinSizePartitioner()",
-            )
-        if max_staleness is not None:
-            checks.count("max_staleness", max_staleness)
-        checks.flag("lazy_rows", lazy_rows)
-        check_communication_dtype(communication_dtype)
         self.local_steps = checks.count("local_steps", local_steps, 1)
         _check_rounds(self.local_steps, outer_optimizer, max_staleness)
         if self.local_steps > 1 and outer_optimizer is None:
@@ -285,6 +273,34 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         workers, servers = len(self.cluster.workers), len(self.cluster.servers)
         return f"ParameterServerStrategy({workers} worker(s), {servers} server(s))"
+
+
+def _check_arguments(
+    cluster_resolver: Any,
+    variable_partitioner: Any,
+    max_staleness: Any,
+    lazy_rows: Any,
+    communication_dtype: Any,
+) -> None:
+    checks.instance(
+        "cluster_resolver",
+        cluster_resolver,
+        ClusterResolver | None,
+        "A cluster resolver says where the workers and parameter servers are.",
+        "kd.cluster_resolver.TFConfigClusterResolver(), or None for a cluster on "
+        "this host",
+    )
+    if variable_partitioner is not None:
+        checks.function(
+            "variable_partitioner",
+            variable_partitioner,
+            "A partitioner is a function of a shape and a dtype.",
+            "kd.experimental.partitioners.MinSizePartitioner()",
+        )
+    if max_staleness is not None:
+        checks.count("max_staleness", max_staleness)
+    checks.flag("lazy_rows", lazy_rows)
+    check_communication_dtype(communication_dtype)
 
 
 def _check_rounds(

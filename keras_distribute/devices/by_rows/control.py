@@ -109,16 +109,7 @@ class Control:
                 *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs),
             ]
             kinds = self._kinds(replica, body, inputs, shapes)
-            new = []
-            for i, (before, after) in enumerate(
-                zip(carry, kinds[:num_carry], strict=True)
-            ):
-                if before.partial and after == WHOLE:
-                    pinned[i] = True
-                if pinned[i] and (before.partial or after.partial):
-                    new.append(WHOLE)
-                else:
-                    new.append(before.joined(after))
+            new = _carried(carry, kinds[:num_carry], pinned)
             if new == carry:
                 break
             carry = new
@@ -240,6 +231,23 @@ class Control:
             return [k.made(own, v) for k, v in zip(wanted, results, strict=True)]
 
         return function
+
+
+def _carried(carry: list[Kind], left: list[Kind], pinned: list[bool]) -> list[Kind]:
+    """What a loop carries, so that a turn can leave it as it gets it.
+
+    Args:
+        carry: What a turn gets.
+        left: What it leaves then.
+        pinned: Notes what was a part of a sum, and is whole after a turn: it stays
+            whole, or there would be no end.
+    """
+    new: list[Kind] = []
+    for i, (before, after) in enumerate(zip(carry, left, strict=True)):
+        pinned[i] |= before.partial and after == WHOLE
+        is_whole = pinned[i] and (before.partial or after.partial)
+        new.append(WHOLE if is_whole else before.joined(after))
+    return new
 
 
 def _is_over_rows(
