@@ -27,6 +27,7 @@ from keras_distribute._compat import epochs, scopes
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.seams import Replacements
 from keras_distribute._compat.trainer import JAXTrainer
+from keras_distribute._compat.variables import in_stateless_scope
 from keras_distribute.devices import bit_flips
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
@@ -38,7 +39,7 @@ from keras_distribute.training.steps import choose
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.training.steps.watched_step import WatchedStep
-from keras_distribute.variables import given_away
+from keras_distribute.variables import given_away, read_before
 
 # These use a model's metrics or change its weights.
 _ALONE = ("fit", "evaluate", "train_on_batch", "test_on_batch", "find_batch_size")
@@ -104,6 +105,18 @@ class StrategyTrainer(JAXTrainer):
                 "compiled with run_eagerly=True or jit_compile=False."
             )
         return str(plan_of(self, strategy))
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """The results of the metrics; between steps, computed from values on the host.
+
+        A result is a few operations on numbers: on arrays that every replica has, each
+        of them would be a program on all devices.
+        """
+        strategy = adoption.strategy_of(self)
+        if strategy is None or strategy.placement.is_on_servers or in_stateless_scope():
+            return super().get_metrics_result()
+        with read_before(self.metrics_variables):
+            return super().get_metrics_result()
 
     def _get_jax_state(
         self,

@@ -34,7 +34,7 @@ class DistributedVariable(compat.Variable):
 
     # Its own array, or where its holder has it. While there is a link, only that
     # counts.
-    _own: jax.Array | None = None
+    _own: Any = None
     _link: Link | None = None
     # How often it was given an array by anything but a step of `fit`.
     _assignments = 0
@@ -117,7 +117,7 @@ class DistributedVariable(compat.Variable):
         return None if link is not None and link[0].is_running else self.stored
 
     @_value.setter
-    def _value(self, value: jax.Array | None) -> None:
+    def _value(self, value: Any) -> None:
         with launches.lock:
             link = self._link
             if link is not None:

@@ -166,6 +166,14 @@ def _rested(state: list[jax.Array], placement: Placement) -> list[jax.Array]:
     return jax.device_put(state, where)
 
 
+def copied(array: jax.Array) -> jax.Array:
+    """A copy on the same devices, made by this process alone."""
+    if jax_internals.is_tracing():
+        with jax.ensure_compile_time_eval():
+            return _copied(array)
+    return _copied(array)
+
+
 def _copied(array: jax.Array) -> jax.Array:
     if array.is_fully_addressable:
         return jnp.copy(array)

@@ -63,7 +63,7 @@ def standing(variables: Iterable[Any]) -> list[Standing]:
         if link is not None:
             links = held.setdefault(id(link[0]), (link[0], []))[1]
             links.append((link[1], variable))
-        elif isinstance(variable._own, jax.Array):
+        elif isinstance(variable.stored, jax.Array):
             found.append(_of_one(variable))
     for holder, links in held.values():
         found += holder.standing(links)
@@ -74,5 +74,5 @@ def _of_one(variable: Any) -> Standing:
     def replace(array: jax.Array) -> None:
         variable._value = array
 
-    array = variable._own
+    array = variable.stored
     return Standing(array, (Part(variable, 0, array.size),), replace)

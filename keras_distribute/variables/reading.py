@@ -27,7 +27,7 @@ def read_before(variables: Sequence[Any]) -> Generator[None]:
     read = {
         id(v): on_host(v._read_stored())
         for v in variables
-        if v.is_read_together and v.stored is not None
+        if v.is_read_together and v.is_initialized
     }
     before = thread.read
     thread.read = {key: jnp.asarray(value) for key, value in read.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,17 @@ from keras_distribute.variables.components import (
     spread_over,
     strong,
 )
+from keras_distribute.variables.holding import copied
 from keras_distribute.variables.ownership import owned
 from keras_distribute.variables.thread import thread
+
+
+class _Whole(NamedTuple):
+    """A value assigned across replicas, of which no components are made yet. A metric
+    that `fit` resets before each epoch never needs them: the step takes the value.
+    """
+
+    value: jax.Array
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -53,7 +62,7 @@ class SyncOnReadVariable(DistributedVariable):
         super().__init__(
             *args, synchronization=synchronization, aggregation=aggregation, **kwargs
         )
-        if self._own is not None:  # Keras took the shape of what is stored.
+        if isinstance(self._own, jax.Array):  # Keras took the shape of the components.
             self._shape = self._own.shape[1:]
             self._ndim = len(self._shape)
 
@@ -78,6 +87,23 @@ class SyncOnReadVariable(DistributedVariable):
         return self.aggregation != "none"
 
     @property
+    def stored(self) -> jax.Array | None:
+        with launches.lock:
+            if self._link is None and isinstance(self._own, _Whole):
+                self._own = self._spread(self._own.value)
+            return super().stored
+
+    @property
+    def in_step(self) -> Any:
+        with launches.lock:
+            whole = self._whole()
+            return self.value if whole is None else whole
+
+    def _whole(self) -> jax.Array | None:
+        own = self._own
+        return own.value if self._link is None and isinstance(own, _Whole) else None
+
+    @property
     def components(self) -> PerReplica | None:
         """What is stored, to be assigned again as it is; `None` before it is
         initialized.
@@ -93,15 +119,23 @@ class SyncOnReadVariable(DistributedVariable):
             return value
         return super()._checked(value)
 
+    def _direct_assign(self, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            self._value = self._as_stored(value)
+        else:
+            self._value = _Whole(self._placed(value))
+
     def _as_stored(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             stacked = jnp.asarray(owned(value.stacked), self._dtype)
             if any(self.logical_axes):
                 return jax.device_put(stacked, self.sharding)
             return stacked
+        return self._spread(self._placed(value))
+
+    def _placed(self, value: Any) -> jax.Array:
         # It may be on one device, for good.
-        value = self.replica_mesh.put(strong(value), self.value_sharding)
-        return self._spread(value)
+        return self.replica_mesh.put(strong(value), self.value_sharding)
 
     def _spread(self, value: Any) -> jax.Array:
         return spread_over(
@@ -138,6 +172,9 @@ class SyncOnReadVariable(DistributedVariable):
         with launches.lock:
             link = self._link
             held = None if link is None else link[0].across(link[1], self)
+            whole = self._whole()
+            if whole is not None:
+                held = copied(whole)  # The next step is given the array.
         if held is not None:
             return held
         liveness.current.begin_program(self.replica_mesh.num_processes)
