@@ -35,6 +35,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """`"a, b, c"`, or if there are more than `most`, `"a, b, c and 7 more"`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def bytes_in_words(count: float) -> str:
     """`"17 B"`, `"1.5 KiB"`, `"15.75 GiB"`: in units of 1024 (IEC 80000-13)."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -106,8 +106,9 @@ class Frame:
             strategies.
         ragged: The trace, where the replicas of its program hold arrays of different
             shapes.
-        gradients: Called with an optimizer, gradients and variables, in place of the
-            optimizer's `apply`: a parameter server will make the update.
+        scheduled: The trace of a function that workers will run: it takes what
+            optimizers are given, since a parameter server will make the update.
+        worker: Which worker runs the dataset function that is called here.
         updates: Whether optimizers make their updates here after all.
         gather: From a variable that is divided over the replicas, and what this program
             has of it, to the whole value, in the dtype that is read.
@@ -121,7 +122,8 @@ class Frame:
     placement: Placement | None = None
     named: bool = False
     ragged: Any = None
-    gradients: Callable[[Any, list[Any], list[Any] | None], None] | None = None
+    scheduled: Any = None
+    worker: int | None = None
     updates: bool = False
     gather: Callable[[Any, Any], Any] | None = None
 
@@ -190,11 +192,33 @@ def without_gathering() -> contextlib.AbstractContextManager[Any]:
 
 
 def gradients_taker() -> Callable[..., None] | None:
-    """Who takes the gradients that optimizers are given, instead of them."""
+    """What is called with an optimizer, gradients and variables, in place of the
+    optimizer's `apply`.
+    """
     for entry in reversed(in_force.thread.frames):
-        if entry.updates or entry.gradients is not None:
-            return entry.gradients
+        if entry.updates:
+            return None
+        if entry.scheduled is not None:
+            return entry.scheduled.take_gradients
     return None
+
+
+def scheduled_trace() -> Any:
+    """The trace of a scheduled function that this thread makes; `None`: none."""
+    frames = reversed(in_force.thread.frames)
+    return next((f.scheduled for f in frames if f.scheduled is not None), None)
+
+
+def running_as(worker: int) -> contextlib.AbstractContextManager[Any]:
+    """Code in this `with` block is a dataset function that `worker` runs."""
+    own = default_strategy().top_frame
+    return entered(dataclasses.replace(own, worker=worker))
+
+
+def current_worker() -> int | None:
+    """The worker whose dataset function runs here; `None` elsewhere."""
+    frames = reversed(in_force.thread.frames)
+    return next((f.worker for f in frames if f.worker is not None), None)
 
 
 def in_ragged_program() -> bool:

@@ -17,7 +17,6 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,6 +30,7 @@ from keras.src.backend.common.stateless_scope import (
 )
 from keras.src.backend.common.variables import shape_equal
 
+from keras_distribute._compat.optimizer import takes_gradient_as_value
 from keras_distribute._compat.seams import Replacements, check
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
-_thread = threading.local()
+_INITIALIZED_LATER = "keras_distribute_initialized_later"
 
 
 def install(
@@ -68,7 +68,7 @@ def install(
         named = _named(args, kwargs)
         if named.get("synchronization") == "on_read" and "trainable" not in named:
             kwargs["trainable"] = False
-        if getattr(_thread, "initialized_later", False):
+        if global_state.get_global_attribute(_INITIALIZED_LATER):
             args, kwargs = (), _with_function(named | kwargs)
         initialize(self, *args, **kwargs)
 
@@ -78,7 +78,7 @@ def install(
         self: Any, reference_variable: Any, name: Any = None, *more: Any, **kw: Any
     ) -> Any:
         # What an optimizer assigns as it is has no sum over the replicas.
-        is_sum = not getattr(reference_variable, "overwrite_with_gradient", False)
+        is_sum = not takes_gradient_as_value(reference_variable)
         is_accumulator = name == "gradient_accumulator" and is_sum
         with accumulators_created() if is_accumulator else nullcontext():
             return add_variable(self, reference_variable, name, *more, **kw)
@@ -93,11 +93,11 @@ def initialized_later() -> Generator[None]:
     """In the `with` block, a variable of a given value may wait for it, like one of an
     initializer.
     """
-    _thread.initialized_later = True
+    global_state.set_global_attribute(_INITIALIZED_LATER, True)
     try:
         yield
     finally:
-        _thread.initialized_later = False
+        global_state.set_global_attribute(_INITIALIZED_LATER, None)
 
 
 def is_layer_state() -> bool:

@@ -22,7 +22,6 @@ from keras_distribute.scheduling.values import (
     PerWorkerValues,
     RemoteValue,
 )
-from keras_distribute.servers import current_worker
 from keras_distribute.strategies.extended import check_arguments
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.values import structures
@@ -214,8 +213,7 @@ class ClusterCoordinator:
                 fix="pass a function that makes it: "
                 "coordinator.create_per_worker_dataset(lambda: make_dataset())",
             ) from error
-        alone = context.default_strategy().top_frame
-        with context.entered(alone), current_worker.running_as(0):
+        with context.running_as(0):
             element = next(iter(function()), None)
         if element is None:
             raise InputError(
@@ -275,7 +273,7 @@ def experimental_get_current_worker_index() -> int:
             fix="PerWorkerValue(list(range(num_workers))) as an argument: each worker "
             "gets its own number.",
         )
-    index = current_worker.current_index()
+    index = context.current_worker()
     if index is None:
         raise ContextError(
             f"{what}this code runs on no worker.",

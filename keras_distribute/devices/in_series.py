@@ -28,7 +28,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import convolutions, own_index, replication_proof
+from keras_distribute.devices import (
+    convolutions,
+    own_index,
+    replication_proof,
+    unknown,
+)
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
 from keras_distribute.devices.communication import Communication
@@ -53,7 +58,7 @@ def run(
     Args:
         program: Traced for one replica, with an axis of all replicas.
         inputs: What the device's replicas get.
-        zero: As the compiler does not know it (`unknown_zero`).
+        zero: As the compiler does not know it (`unknown.zero`).
 
     Raises:
         ContextError: For a communication that is none over all replicas.
@@ -307,7 +312,7 @@ class _Part:
             return self._seen[key][0]
         number = self._number(aval)
         if aval.shape and not is_key(value):
-            self._known[number] = Value(_unknown(value, self._zero), True)
+            self._known[number] = Value(unknown.array(value, self._zero), True)
         else:
             self._constants[number] = value
         if key is not None:
@@ -397,29 +402,3 @@ def _needed(
             needed.append(op)
             wanted.update(op.inputs)
     return needed[::-1]
-
-
-def _unknown(constant: Any, zero: Any) -> Any:
-    """An array of which the compiler does not know what is in it.
-
-    On one device it would find that out where a loop or a branch takes it, on several
-    it would not: with a known length, the division in a mean became another operation.
-    """
-    array = jnp.asarray(constant)
-    both = jnp.stack([array, jnp.zeros_like(array)])
-    return lax.dynamic_index_in_dim(both, zero, 0, keepdims=False)
-
-
-def unknown_zero(arrays: Sequence[Any]) -> Any:
-    """A zero of which the compiler does not know that it is one.
-
-    Args:
-        arrays: Arguments of the program: a number is never 1 and 2, which XLA does not
-            find out. What no argument is a part of, as a barrier, it sees through.
-    """
-    known = (a for a in arrays if jnp.size(a) and not is_key(a))
-    some = next((a for a in known if a.dtype != jnp.bool_), None)
-    if some is None:
-        return lax.optimization_barrier(jnp.int32(0))
-    first = lax.slice(jnp.ravel(some), (0,), (1,))[0]
-    return ((first == 1) & (first == 2)).astype("int32")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from keras_distribute.devices import in_series
+from keras_distribute.devices import in_series, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.series import Series, Value
@@ -82,7 +82,7 @@ def _in_series(
                 Value(_apart(array, each), False) if split else Value(array, True)
                 for array, split in zip(arrays, map(_is_split, given), strict=True)
             ]
-            zero = in_series.unknown_zero(arrays)
+            zero = unknown.zero(arrays)
             outputs = in_series.run(series, program, inputs, zero)
             return [
                 _together(value.stacked(each)) if split else value.alone()

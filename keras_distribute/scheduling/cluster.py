@@ -4,11 +4,13 @@ programs that they run.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
-from keras_distribute.scheduling.programs import Traced, numbers, traced
+from keras_distribute.scheduling.programs import Traced, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
 from keras_distribute.scheduling.served import Partitioner, Served
@@ -34,6 +36,7 @@ from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.tasks import Tasks
 from keras_distribute.scheduling.updates import Updates
 from keras_distribute.scheduling.values import (
+    IteratorArgument,
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
@@ -100,6 +103,8 @@ class Cluster:
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self.dropped: list[int] = []
+        self._numbers = itertools.count(1)  # Of programs, datasets and iterators.
+        self._arguments = weakref.WeakValueDictionary[Any, IteratorArgument]()
         self.recorded: dict[int, Closure] | None = None
         self.workers: list[Worker] = []
         self._begin([(each, 0) for each in cluster.job_tasks("worker")])
@@ -204,6 +209,7 @@ class Cluster:
                 self.is_on_servers,
                 platforms,
                 self.updates,
+                next(self._numbers),
                 elements,
                 axes,
             )
@@ -339,7 +345,9 @@ class Cluster:
             pickled: The dataset function.
             element: Its first batch.
         """
-        return PerWorkerDataset(next(numbers), pickled, element, self.dropped)
+        return PerWorkerDataset(
+            pickled, element, self._numbers, self._arguments, self.dropped
+        )
 
     def send_changed(self) -> None:
         """Tells the servers what was assigned here."""

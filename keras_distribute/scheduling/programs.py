@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,8 +25,6 @@ from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 from keras_distribute.scheduling.traces import Form, Trace
 from keras_distribute.servers.programs import exported
-
-numbers = itertools.count(1)  # Of programs, datasets and iterators, in all tasks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +141,7 @@ def traced(
     on_servers: Callable[[Any], bool],
     platforms: Sequence[str],
     gradients: Gradients,
+    number: int,
     elements: Sequence[tuple[Any, list[Form]]] = (),
     axes: Sequence[int | None] | None = None,
 ) -> Traced:
@@ -156,6 +154,7 @@ def traced(
         on_servers: Whether a variable is one of those that servers keep.
         platforms: Of the workers.
         gradients: What is known of gradients that are pushed.
+        number: Of the program, in all tasks.
         elements: The forms of batches that differ from the first ones.
         axes: Along which axis each array of the arguments has the rows of a batch; by
             default the first, of those that have as many rows as a batch.
@@ -176,7 +175,7 @@ def traced(
         created = created or bool(trace.scope.created)
         if not new and len(trace.elements) == len(batches):
             made = _Made(trace, program, on_servers, gradients)
-            return made.traced(platforms, axes)
+            return made.traced(platforms, axes, number)
         known, batches = [*known, *new], trace.elements
 
 
@@ -198,7 +197,7 @@ class _Made:
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
 
     def traced(
-        self, platforms: Sequence[str], axes: Sequence[int | None] | None
+        self, platforms: Sequence[str], axes: Sequence[int | None] | None, number: int
     ) -> Traced:
         """The program, exported."""
         trace, written = self._trace, self._trace.written
@@ -229,7 +228,7 @@ class _Made:
         of_worker = [i for i in used if i >= len(of_servers)]
         ids = self._ids([order[i] for i in of_worker], platforms)
         return Traced(
-            number=next(numbers),
+            number=number,
             blobs=[blob, *ids],
             lookups=self._lookups(reads),
             whole=[(trace.known[i], why) for i, why in self._looked.whole.items()],

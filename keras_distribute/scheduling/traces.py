@@ -4,7 +4,6 @@ what an optimizer is given is an output, and the optimizer does nothing.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,22 +25,16 @@ from keras_distribute.variables import DistributedVariable
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
 
 
-class _Current(threading.local):
-    trace: Trace | None = None
-
-
-_current = _Current()
-
-
 def next_element(iterator: Any) -> Any:
     """A batch of an iterator that each worker has one of, inside a scheduled function.
 
     Raises:
         ContextError: Outside of one.
     """
-    if _current.trace is None:
+    trace = context.scheduled_trace()
+    if trace is None:
         raise not_an_argument()
-    return _current.trace.element(iterator)
+    return trace.element(iterator)
 
 
 def not_an_argument() -> ContextError:
@@ -57,13 +50,12 @@ def not_an_argument() -> ContextError:
 
 def current_scope() -> Capture:
     """What the scheduled function that is being traced reads and assigns by."""
-    assert _current.trace is not None
-    return _current.trace.scope
+    return context.scheduled_trace().scope
 
 
 def is_tracing() -> bool:
     """Whether a scheduled function is being traced in this thread."""
-    return _current.trace is not None
+    return context.scheduled_trace() is not None
 
 
 def refuse_loss_scaling(optimizer: Any) -> None:
@@ -150,13 +142,9 @@ class Trace:
 
     def run(self) -> Any:
         """The traced program: from the inputs to results, gradients and new values."""
-        frame = Frame(self.strategy, Mode.CROSS, gradients=self.take_gradients)
-        before, _current.trace = _current.trace, self
-        try:
-            with self.scope, context.entered(frame):
-                return jax.make_jaxpr(self._called)(*self.shapes)
-        finally:
-            _current.trace = before
+        frame = Frame(self.strategy, Mode.CROSS, scheduled=self)
+        with self.scope, context.entered(frame):
+            return jax.make_jaxpr(self._called)(*self.shapes)
 
     def _called(self, *inputs: Any) -> list[Any]:
         left = list(inputs)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
-from keras_distribute.scheduling import programs, traces
+from keras_distribute.scheduling import traces
 
 
 class RemoteValue:
@@ -142,34 +142,36 @@ class IteratorArgument:
         return jax.tree.unflatten(self.structure, list(arrays))
 
 
-_arguments: weakref.WeakValueDictionary[Any, IteratorArgument] = (
-    weakref.WeakValueDictionary()
-)
-
-
 class PerWorkerDataset:
     """A dataset on each worker.
 
     Source: what `ClusterCoordinator.create_per_worker_dataset` of TensorFlow returns.
 
     Args:
-        number: In all tasks.
         pickled: The dataset function.
         element: The first batch, of which the forms are taken.
+        numbers: Of what workers have; it takes one, and each of its iterators another.
+        arguments: Those of all datasets, by their forms.
         dropped: Takes its number when it is gone, and those of its iterators.
     """
 
     def __init__(
-        self, number: int, pickled: Any, element: Any, dropped: list[int]
+        self,
+        pickled: Any,
+        element: Any,
+        numbers: Iterator[int],
+        arguments: MutableMapping[Any, IteratorArgument],
+        dropped: list[int],
     ) -> None:
-        self.number, self.pickled = number, pickled
+        self.number, self.pickled = next(numbers), pickled
+        self.numbers, self._arguments = numbers, arguments
         leaves, self._structure = jax.tree.flatten(element)
         self._forms = tuple(
             (str(jax.dtypes.canonicalize_dtype(leaf.dtype)), leaf.shape)
             for leaf in map(np.asarray, leaves)
         )
         self._dropped = dropped
-        weakref.finalize(self, dropped.append, number)
+        weakref.finalize(self, dropped.append, self.number)
 
     def __iter__(self) -> PerWorkerIterator:
         iterator = PerWorkerIterator(self)
@@ -181,7 +183,7 @@ class PerWorkerDataset:
         same object, by which the function's program is found again.
         """
         key = index, self._forms, self._structure
-        return _arguments.setdefault(key, IteratorArgument(*key))
+        return self._arguments.setdefault(key, IteratorArgument(*key))
 
     def example(self) -> Any:
         """A batch of zeros."""
@@ -202,7 +204,7 @@ class PerWorkerIterator:
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self.dataset = dataset
-        self.number = next(programs.numbers)
+        self.number = next(dataset.numbers)
 
     def __iter__(self) -> PerWorkerIterator:
         return self

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from keras_distribute.context import running_as
 from keras_distribute.errors import ClusterError, OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer
 from keras_distribute.remote.frames import Array, Header, form_of
 from keras_distribute.servers import rows
-from keras_distribute.servers.current_worker import running_as
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
 from keras_distribute.servers.task import Task

@@ -100,19 +100,18 @@ class StrategySummary:
         ]
         whole = [each for each in self.variables if each.is_indivisible]
         if whole:
-            paths = ", ".join(f"{each.path} {each.shape}" for each in whole[:5])
-            others = " and others" if len(whole) > 5 else ""
+            paths = checks.listed([f"{each.path} {each.shape}" for each in whole])
             size = tables.bytes_in_words(sum(each.num_bytes for each in whole))
             lines.append(
                 f"{_count(len(whole), 'large variable')} whole on each device, {size}, "
                 f"since {self.num_replicas} replicas divide none of their dimensions: "
-                f"{paths}{others}."
+                f"{paths}."
             )
         foreign = [each.path for each in self.variables if each.kind == FOREIGN]
         if foreign:
-            named = ", ".join(foreign[:5]) + (" and others" if len(foreign) > 5 else "")
             lines.append(
-                f"{_count(len(foreign), 'variable')} not of this strategy: {named}. "
+                f"{_count(len(foreign), 'variable')} not of this strategy: "
+                f"{checks.listed(foreign)}. "
                 "Create what a step uses inside `with strategy.scope():`."
             )
         return lines

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from keras_distribute import context
 from keras_distribute._compat import adapters as compat
 from keras_distribute.errors import ContextError, InputError
 from keras_distribute.input.creator import DatasetCreator
@@ -123,9 +124,7 @@ def _check(creator: DatasetCreator, strategy: Any, method: str) -> None:
 
 def _batches(dataset_fn: Callable[[InputContext], Any], workers: int) -> Iterator[Any]:
     """What a worker reads; runs there."""
-    from keras_distribute.servers.current_worker import current_index
-
-    worker, count = current_index() or 0, 0
+    worker, count = context.current_worker() or 0, 0
     for batch in dataset_fn(InputContext(workers, worker)):
         yield batch
         count += 1

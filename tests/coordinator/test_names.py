@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.servers import current_worker
+from keras_distribute import context
 
 index = kd.coordinator.experimental_get_current_worker_index
 
@@ -30,9 +30,9 @@ def test_no_worker_has_no_index():
         "ClusterCoordinator.create_per_worker_dataset."
     )
     assert isinstance(raised.value, RuntimeError)  # As TensorFlow's.
-    with current_worker.running_as(3):
+    with context.running_as(3):
         assert index() == 3
-    assert current_worker.current_index() is None
+    assert context.current_worker() is None
 
 
 def test_a_dataset_function_knows_its_worker():

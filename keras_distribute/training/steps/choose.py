@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import PredictState, TrainState
 from keras_distribute.context import Frame, GlobalBatch, Mode
@@ -234,12 +234,11 @@ def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
         )
     ]
     if wrong:
-        names = ", ".join(f"{v.path} {tuple(v.shape)}" for v in wrong[:20])
-        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        names = checks.listed([f"{v.path} {tuple(v.shape)}" for v in wrong], most=20)
         raise VariableScopeError(
             f"{len(wrong)} variable(s) do not belong to the strategy of "
             f"{strategy.num_replicas_in_sync} replica(s) "
-            f"that the model runs on:\n    {names}{more}",
+            f"that the model runs on:\n    {names}",
             received=f"{strategy!r}.",
             fix="create the model, its optimizer and its metrics inside `with "
             "strategy.scope():`.",

@@ -19,14 +19,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from keras_distribute import context
-from keras_distribute.checks import bytes_in_words
+from keras_distribute.checks import bytes_in_words, listed
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps.packed_state import Place, State
 from keras_distribute.variables import DistributedVariable, MirroredVariable
-
-_SHOWN = 5
 
 
 def check_slot_of(weight: Any) -> None:
@@ -75,13 +73,12 @@ def warn_of_whole(strategy: Strategy, variables: Sequence[Any]) -> None:
         return
     replicas = strategy.num_replicas_in_sync
     size = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in own)
-    named = ", ".join(f"{v.path} {tuple(v.shape)}" for v in own[:_SHOWN])
-    more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+    named = listed([f"{v.path} {tuple(v.shape)}" for v in own])
     warnings.warn(
         f"{replicas} replicas divide none of the dimensions of {len(own)} large "
         f"variable(s), which shard_variables=True therefore leaves whole on each, as "
         f"their slots and gradients ({bytes_in_words(size)} of weights): "
-        f"{named}{more}. Dimensions that are multiples of {replicas} are divided; "
+        f"{named}. Dimensions that are multiples of {replicas} are divided; "
         "those of a layout are not divided twice.",
         stacklevel=2,
     )
