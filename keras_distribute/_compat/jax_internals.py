@@ -30,8 +30,9 @@
   of one replica is made from operations of another one, whose mesh they noted, and
   calls that XLA is told not to inline. Goes when operations can be bound elsewhere by
   public means.
-- `newly_manual_axes`, a parameter of `shard_map` in a traced program: over how many
-  devices it runs what it contains.
+- `newly_manual_axes`, `jaxpr`, `in_specs`, `out_specs`, parameters of `shard_map` in a
+  traced program: over how many devices it runs what it contains, and of what. Go when
+  JAX says what they are.
 """
 
 from __future__ import annotations
@@ -150,6 +151,23 @@ def mapped_times(params: dict[str, Any]) -> int:
     """
     sizes = dict(params["mesh"].shape)
     return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+
+
+def mapped_program(
+    params: dict[str, Any], axis: str
+) -> tuple[Any, list[int | None], list[int | None]] | None:
+    """What a `shard_map` over `axis` alone runs on each device, and of its operands and
+    results the dimensions that are divided; `None` for one over other axes, too.
+    """
+    if tuple(params["mesh"].axis_names) != (axis,):
+        return None
+
+    def divided(spec: Any) -> int | None:
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        return next((d for d, name in enumerate(names) if axis in name), None)
+
+    taken, made = (list(map(divided, params[n])) for n in ("in_specs", "out_specs"))
+    return params["jaxpr"], taken, made
 
 
 _PSUM = "_psum"

@@ -169,7 +169,7 @@ def parse(text: str) -> Module:
     """Reads the text of `jax.stages.Compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _lines(text):
         if line.startswith("  ") and current is not None:
             if head := _INSTRUCTION.match(line):
                 current.append(_instruction(head, line[head.end() :]))
@@ -179,6 +179,20 @@ def parse(text: str) -> Module:
         else:
             current = None
     return Module(computations, entry)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a program, one for each instruction: what a kernel says of itself
+    may go over several.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        goes_on = bool(line) and line != "}" and not line.startswith("  ")
+        if goes_on and lines and lines[-1].startswith("  "):
+            lines[-1] += line
+        else:
+            lines.append(line)
+    return lines
 
 
 def _instruction(head: re.Match[str], rest: str) -> Instruction:

@@ -16,10 +16,12 @@ from keras_distribute._compat import (
     tensorflow,
     variables,
 )
+from keras_distribute._compat import attention as attention_compat
 from keras_distribute._compat.seams import changes
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import (
     adoption,
+    attention,
     batch_normalization,
     callback_list,
     replica_rules,
@@ -58,6 +60,7 @@ def install() -> None:
         replica_rules.shapes_differ,
     )
     added_losses.install(replaced)
+    attention_compat.install(replaced, attention.dot_product_attention)
     layers.install(
         replaced,
         batch_normalization.call,

@@ -61,6 +61,16 @@ def test_a_module_is_read():
     ]
 
 
+def test_what_a_kernel_says_of_itself_may_go_over_lines():
+    said = ', frontend_attributes={kernel_metadata={\n"blocks":"{\\"q\\": 128}"\n}}'
+    kernel = "  %kernel = f32[4,8]{1,0} custom-call(%b)"
+    text = TEXT.replace("  %g = ", f"{kernel}{said}, metadata={{}}\n  %g = ")
+    module = hlo.parse(text)
+    names = [each.name for each in module.computations["main"]]
+    assert names[-3:] == ["kernel", "g", "all-reduce.1"]
+    assert len(collectives.of_program(module, 4)) == 2
+
+
 def test_loops_of_unknown_length_count_once_and_are_said():
     module = hlo.parse(TEXT.replace("direction=LT", "direction=NE"))
     assert module.runs["body"] == 1

@@ -116,6 +116,45 @@ def test_the_gradients_of_resnet_50_are_reduced_at_once(topology, compiled_twice
     assert report.fits is True
 
 
+class _MixesRows(keras.Layer):
+    def call(self, inputs):
+        return inputs + keras.ops.flip(inputs, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mixes"), [("v5e:2x2", False), ("v6e:2x2", True), ("v3:2x2", False)]
+)
+def test_attention_by_the_kernel_on_each_replicas_rows(topology, mixes):
+    """XLA cannot divide the kernel. A v3 has XLA's operations."""
+
+    def build():
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+        try:
+            inputs = keras.Input((256, 64))
+            attend = keras.layers.MultiHeadAttention(2, 64)
+            x = attend(inputs, inputs, use_causal_mask=True)
+            x = _MixesRows()(x) if mixes else x
+            x = keras.layers.GlobalAveragePooling1D()(x)
+            model = keras.Model(inputs, keras.layers.Dense(3, dtype="float32")(x))
+            model.compile("sgd", "mse")
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        return model
+
+    report = kd.dry_run(build, 64, topology=topology)
+    gradients = [c for c in report.collectives if c.kind == "all-reduce"]
+    # XLA sums them in 16 bits where it divides the program. The bias of the keys has no
+    # gradient.
+    whole = report.memory.parameters / (2 if mixes else 1)
+    reduced = sum(each.num_bytes for each in gradients)
+    assert reduced == pytest.approx(whole, rel=0.01)
+    # The logits of all heads of a replica's rows, which the kernel never has at once.
+    logits = 2 * (64 // 4) * 2 * 256 * 256
+    is_small = report.memory.temporary < 3 * logits
+    assert mixes or len(gradients) == 1
+    assert is_small or topology.startswith("v3")
+
+
 def test_logical_devices_on_chips():
     """Two chips a replica, with the height of images divided, and a dense layer's
     units.

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from keras_distribute._compat import jax_internals
 from keras_distribute.devices import jaxprs
+from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
 
 Run = Callable[[core.ClosedJaxpr, Sequence[Value], Replica], list[Value]]
@@ -79,6 +81,19 @@ class Control:
         ]
         found = lax.switch(replica.whole(index), functions, *arrays)
         return [k.of_array(a) for k, a in zip(results, found, strict=True)]
+
+    def mapped(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+        """A program that is mapped over the replicas is each one's own already."""
+        found = jax_internals.mapped_program(eqn.params, REPLICA_AXIS)
+        if found is None:
+            raise RowsMixError
+        program, taken, made = found
+        arrays = [
+            replica.whole(value) if dim is None else replica.part(value, dim)
+            for value, dim in zip(values, taken, strict=True)
+        ]
+        results = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*arrays)
+        return [Value(array, dim) for array, dim in zip(results, made, strict=True)]
 
     def scan(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A loop of a known length."""

@@ -230,6 +230,7 @@ class _Evaluation:
             "reshard": lambda replica, eqn, values: values,
             "sharding_constraint": _constrained,
             "scan": control.scan,
+            "shard_map": control.mapped,
             "while": control.while_,
             **dict.fromkeys(jaxprs.RECOMPUTED, control.recomputed),
         }
