@@ -1,0 +1,292 @@
+"""What a training step sends on a TPU slice, by three programs compiled for it: that
+of `fit`, the same model's step over the global batch, as XLA divides it, and a
+`shard_map` loop by hand. Nothing is run.
+
+    # All of it, about a quarter of an hour on two idle cores:
+    python benchmarks/communication.py
+    # One model; the other results stay:
+    python benchmarks/communication.py embedding
+
+Writes results/communication.md and .json. Needs `pip install
+'keras-distribute[dry-run-tpu]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+
+LARGEST = 1200  # Seconds that one program may take.
+PROGRAMS = {
+    "ours": "keras_distribute",
+    "whole": "over the global batch",
+    "by_hand": "`shard_map` by hand",
+}
+TOLERANCE = 1.01  # Of the bytes: a loss and a few counts are sent, too.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Args:
+        title: Of its rows.
+        build: Makes it.
+        rows: On each device.
+        topology: To compile for.
+    """
+
+    title: str
+    build: Callable[[], Any]
+    rows: int
+    topology: str = "v5e:2x2"
+
+
+def resnet50() -> Any:
+    """Keras's ResNet-50."""
+    import keras
+
+    return keras.applications.ResNet50(
+        weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation="linear"
+    )
+
+
+def transformer() -> Any:
+    """Twelve blocks of 256, four heads, 128 tokens."""
+    import keras
+    from keras import layers
+
+    tokens = keras.Input((128,), dtype="int32")
+    x = layers.Embedding(8192, 256)(tokens)
+    for _ in range(12):
+        attended = layers.MultiHeadAttention(4, 64)(x, x, use_causal_mask=True)
+        x = layers.LayerNormalization()(layers.Add()([x, attended]))
+        hidden = layers.Dense(1024, activation="gelu")(x)
+        x = layers.LayerNormalization()(layers.Add()([x, layers.Dense(256)(hidden)]))
+    pooled = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(tokens, layers.Dense(10, dtype="float32")(pooled))
+
+
+def embedding() -> Any:
+    """A table of 100,000 × 64, of which an example looks up 20 rows, and three dense
+    layers.
+    """
+    import keras
+    from keras import layers
+
+    ids = keras.Input((20,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(100_000, 64)(ids))
+    for units in (512, 256):
+        x = layers.Dense(units, activation="relu")(x)
+    return keras.Model(ids, layers.Dense(10, dtype="float32")(x))
+
+
+CASES = {
+    "embedding": Case("embedding, 100,000 × 64", embedding, 1024),
+    "transformer": Case("transformer, 12 blocks", transformer, 16),
+    "resnet50": Case("ResNet-50, 64 × 64", resnet50, 32),
+}
+
+
+def compiled_model(case: Case) -> Any:
+    """In mixed precision, with momentum."""
+    import keras
+
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    model = case.build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    return model
+
+
+def lowered(name: str, case: Case) -> Any:
+    """One of the programs, ready to compile for the topology's devices."""
+    from keras_distribute.dry_run import api, examples, models, planning, targets
+
+    target = targets.parse(case.topology)
+    devices = target.devices()
+    if name != "ours":
+        return _of_jax(name, case, devices)
+    found = models.with_strategy(lambda: compiled_model(case))
+    batch = examples.batch_of(found.model, case.rows * len(devices))
+    with found.creation():
+        planning.build(found.model, found.strategy, batch)
+    mesh = api._mesh_like(found.strategy.replica_mesh, devices, case.topology)
+    plan = planning.training_step(found.model, found.strategy, mesh, batch)
+    return plan.traced.lower()
+
+
+def _of_jax(name: str, case: Case, devices: Any) -> Any:
+    """The step of a model of plain Keras, from shapes alone."""
+    import jax
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    model = compiled_model(case)
+    optimizer, loss_of = model.optimizer, model.loss
+    optimizer.build(model.trainable_variables)
+    mesh = Mesh(np.asarray(devices), ("replica",))
+    everywhere, by_replica = PartitionSpec(), PartitionSpec("replica")
+    is_mapped = name == "by_hand"
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, others, slots = state
+
+        def loss_fn(weights: Any) -> Any:
+            logits, new = model.stateless_call(weights, others, x, training=True)
+            return loss_of(y, logits), new
+
+        (loss, others), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
+        if is_mapped:
+            others = [
+                lax.pmean(v, "replica") if v.dtype.name == "float32" else v
+                for v in others
+            ]
+            loss, grads = lax.pmean((loss, grads), "replica")
+        trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
+        return loss, (trainable, others, slots)
+
+    def form(array: Any, spec: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
+    )
+    state = tuple([form(v.value, everywhere) for v in group] for group in groups)
+    rows = case.rows * len(devices)
+    x = np.empty((rows, *model.inputs[0].shape[1:]), model.inputs[0].dtype)
+    batch = form(x, by_replica), form(np.empty(rows, "int32"), by_replica)
+    specs = (everywhere, by_replica, by_replica)
+    program: Any = step
+    if is_mapped:
+        program = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False
+        )
+    same = NamedSharding(mesh, everywhere)
+    return jax.jit(program, donate_argnums=0, out_shardings=same).lower(state, *batch)
+
+
+def one(model: str, name: str, path: str) -> None:
+    """Compiles one program, and writes what it sends, when, and what it needs."""
+    from keras_distribute.dry_run import collectives, hlo, targets
+
+    case = CASES[model]
+    program = lowered(name, case).compile()
+    module = hlo.parse(program.as_text())
+    count = targets.parse(case.topology).num_devices
+    found = collectives.of_program(module, count)
+    entry = module.computations[module.entry]
+    order = {each.name: i for i, each in enumerate(entry)}
+    large = max(each.num_bytes for each in found) if found else 0
+    # Where in the program, which is in the order it runs in, gradients begin to move.
+    begins = [
+        order[c.name] / len(entry)
+        for c in found
+        if c.name in order and c.num_bytes > large / 100
+    ]
+    facts = {
+        "collectives": len(found),
+        "kinds": sorted({each.kind for each in found}),
+        "bytes": sum(each.num_bytes * each.times for each in found),
+        "sent": sum(each.bytes_sent * each.times for each in found),
+        "begins": begins,
+        "temporary": program.memory_analysis().temp_size_in_bytes,
+    }
+    Path(path).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def markdown(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The table of all programs, and whether ours sends no more than the others."""
+    header = [
+        "",
+        "step",
+        "collectives",
+        "sent by a device, MiB",
+        "begin at",
+        "temporary memory, MiB",
+    ]
+    rows: list[list[str]] = []
+    lines: list[str] = []
+    for model, programs in cases.items():
+        for name, facts in programs.items():
+            begins = [f"{100 * each:.0f} %" for each in facts["begins"]]
+            more = f" and {len(begins) - 3} more" if len(begins) > 3 else ""
+            rows.append(
+                [
+                    CASES[model].title,
+                    PROGRAMS[name],
+                    f"{facts['collectives']} ({', '.join(facts['kinds'])})",
+                    f"{facts['sent'] / 2**20:,.1f}",
+                    ", ".join(begins[:3]) + more,
+                    f"{facts['temporary'] / 2**20:,.1f}",
+                ]
+            )
+        if set(programs) == set(PROGRAMS):
+            lines += _judged(CASES[model].title, programs)
+    notes = (
+        "Compiled by libtpu for 4 chips of v5e, mixed_bfloat16, SGD with momentum; "
+        "nothing was run. Sent: by the algorithms of a ring. Begin: where in the "
+        "program, which is written in the order that it runs in, what is large begins "
+        "to be summed."
+    )
+    said = "\n".join(lines)
+    return f"{report.table(header, rows, 'llrrrr')}\n\n{notes}\n\n{said}"
+
+
+def _judged(title: str, programs: dict[str, dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for key, what in (("sent", "bytes sent"), ("temporary", "temporary memory")):
+        best = min(programs[name][key] for name in ("whole", "by_hand"))
+        ratio = programs["ours"][key] / best if best else 1.0
+        reached = "reached" if ratio <= TOLERANCE else "**missed**"
+        lines.append(
+            f"- {title}: {what} / the better of the others: {ratio:.2f}, to be at most "
+            f"{TOLERANCE:.2f}: {reached}"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("which", nargs="*", choices=[[], *CASES])
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        one(*given.child)
+        return
+    file = report.RESULTS / "communication.json"
+    known: dict[str, Any] = {}
+    if file.exists():
+        known = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    for model in given.which or CASES:
+        known[model] = {}
+        for name in PROGRAMS:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "found.json"
+                subprocess.run(
+                    [sys.executable, __file__, "--child", model, name, str(path)],
+                    check=True,
+                    timeout=LARGEST,
+                )
+                known[model][name] = json.loads(path.read_text(encoding="utf-8"))
+        cases = {model: known[model] for model in CASES if model in known}
+        report.write("communication", {"cases": cases}, markdown(cases), how="Compiled")
+
+
+if __name__ == "__main__":
+    main()
