@@ -37,7 +37,6 @@ def work(pipeline: str, trainer: str, folder: str, rounds: int) -> None:
     """
     import contextlib
 
-    import keras
     import numpy as np
 
     scope: Any = contextlib.nullcontext()
@@ -69,7 +68,6 @@ def work(pipeline: str, trainer: str, folder: str, rounds: int) -> None:
     if trainer == "ours":
         found |= _waits(model, data, rounds)
     print("FOUND", json.dumps(found), flush=True)
-    keras.backend.clear_session()
 
 
 def _compiled() -> Any:
