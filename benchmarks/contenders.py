@@ -108,7 +108,7 @@ def prepared(task: Task) -> tuple[Callable[[], Any], int]:
         return _by_hand(name, task.kind, model, workload), task.steps
     round_ = _keras(task.kind, model, workload)
     if name == "model_parallel":
-        return peers.checked(round_, model), task.steps
+        return peers.divided(round_, model, workload), task.steps
     return round_, task.steps
 
 

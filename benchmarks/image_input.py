@@ -1,5 +1,5 @@
-"""The pace of `fit` on real images: each pipeline of `images.py`, feeding plain Keras on
-one device and `kd.MirroredStrategy` on four.
+"""The pace of `fit` on real images: each pipeline of `images.py`, feeding plain Keras
+on one device and `kd.MirroredStrategy` on four.
 
 A contender is a process of its own. In each round it reads all files without a model,
 trains on as many rows in memory, and trains on the pipeline. While `fit` goes on, the
@@ -191,16 +191,16 @@ def described(found: dict[str, dict[str, Rows]], rounds: int) -> str:
         "the reader waits for steps",
     ]
     note = (
-        f"Milliseconds a step of {images.BATCH_SIZE} images; medians of {rounds} rounds "
-        f"of {images.STEPS} steps. {images.FILES} JPEG files of {images.SIDE} × "
-        f"{images.SIDE} pixels are decoded, cut, flipped and resized to {images.SIZE} × "
-        f"{images.SIZE}, for a small CNN. A pass begins with an empty queue in each "
-        "round. The pipeline alone has no model, the step alone the rows in memory; "
-        "both, by cores: the time of the cores that the two take, divided by "
-        f"{os.cpu_count()} cores. `fit` cannot be faster than the largest of the three. "
-        "The last two columns are from `kd.callbacks.StepTimeReport`: the part of a step "
-        "in which the training thread waits for a batch, and in which the reading "
-        "thread has enough batches ready."
+        f"Milliseconds a step of {images.BATCH_SIZE} images; medians of {rounds} "
+        f"rounds of {images.STEPS} steps. {images.FILES} JPEG files of {images.SIDE} × "
+        f"{images.SIDE} pixels are decoded, cut, flipped and resized to {images.SIZE} "
+        f"× {images.SIZE}, for a small CNN. Each pass begins with an empty queue. The "
+        "pipeline alone has no model, the step alone the rows in memory. Both, by "
+        "cores: the time of the cores that the two take, divided by "
+        f"{os.cpu_count()} cores. `fit` cannot be faster than the largest of the "
+        "three. The last two columns are from `kd.callbacks.StepTimeReport`: the part "
+        "of a step in which the training thread waits for a batch, and in which the "
+        "reading thread has enough batches ready."
     )
     return f"{report.table(header, lines, 'lrrrrrrr')}\n\n{note}"
 

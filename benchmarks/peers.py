@@ -1,5 +1,5 @@
-"""Peers that need more than a few lines: Keras's `ModelParallel` in two dimensions, Flax
-NNX, and PyTorch's `DistributedDataParallel`.
+"""Peers that need more than a few lines: Keras's `ModelParallel` in two dimensions,
+Flax NNX, and PyTorch's `DistributedDataParallel`.
 
 They train the same model as the others, from the same weights, on the same batches, by
 Adam with the same constants; `contenders.measure` compares the loss of the first round.
@@ -30,17 +30,17 @@ RATE, EPSILON = 1e-3, 1e-7  # Those of Keras's Adam.
 # by rows, so that the two need one sum; attention by heads.
 LAYOUTS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "MLP": {
-        r"(^|/)dense/kernel": (None, "model"),
-        r"(^|/)dense/bias": ("model",),
-        r"(^|/)dense_1/kernel": ("model", None),
+        r"(.*/)?dense/kernel": (None, "model"),
+        r"(.*/)?dense/bias": ("model",),
+        r"(.*/)?dense_1/kernel": ("model", None),
     },
     "transformer": {
-        r"(query|key|value)/kernel": (None, "model", None),
-        r"(query|key|value)/bias": ("model", None),
-        r"attention_output/kernel": ("model", None, None),
-        r"(^|/)dense(_2)?/kernel": (None, "model"),
-        r"(^|/)dense(_2)?/bias": ("model",),
-        r"(^|/)dense_[13]/kernel": ("model", None),
+        r".*/(query|key|value)/kernel": (None, "model", None),
+        r".*/(query|key|value)/bias": ("model", None),
+        r".*/attention_output/kernel": ("model", None, None),
+        r"(.*/)?dense(_2)?/kernel": (None, "model"),
+        r"(.*/)?dense(_2)?/bias": ("model",),
+        r"(.*/)?dense_[13]/kernel": ("model", None),
     },
 }
 
@@ -60,21 +60,28 @@ def set_model_parallel(workload: Workload) -> None:
     devices = distribution.list_devices()
     mesh = distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
     layouts = distribution.LayoutMap(mesh)
-    for path, layout in LAYOUTS[workload.title.split()[0].rstrip(",")].items():
+    for path, layout in _layouts(workload).items():
         layouts[path] = layout
     distribution.set_distribution(
         distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
     )
 
 
-def checked(round_: Callable[[], Any], model: Any) -> Callable[[], Any]:
-    """A round after which the weights and the slots must be divided."""
+def _layouts(workload: Workload) -> dict[str, tuple[str | None, ...]]:
+    return LAYOUTS[workload.title.split()[0].rstrip(",")]
+
+
+def divided(
+    round_: Callable[[], Any], model: Any, workload: Workload
+) -> Callable[[], Any]:
+    """A round after which weights and slots must be divided as was said."""
 
     def run() -> Any:
         loss = round_()
         for variables in (model.trainable_variables, model.optimizer.variables):
-            if all(v.value.sharding.is_fully_replicated for v in variables):
-                raise RuntimeError("ModelParallel has divided none of the variables.")
+            parts = [v for v in variables if not v.value.sharding.is_fully_replicated]
+            if len(parts) < len(_layouts(workload)):
+                raise RuntimeError(f"ModelParallel has divided {len(parts)} variables.")
         return loss
 
     return run
