@@ -159,6 +159,12 @@ def cores_bound(rows: Rows) -> float:
     return sum(both) / (os.cpu_count() or 1)
 
 
+def _cores_of_fit(rows: Rows) -> float:
+    """What `fit` takes of the cores, beside the pipeline and the step alone."""
+    pipeline, step, fit = (statistics.median(rows[f"{kind} cores"]) for kind in KINDS)
+    return fit / (pipeline + step)
+
+
 def described(found: dict[str, dict[str, Rows]], rounds: int) -> str:
     """What was found, as text."""
     lines = []
@@ -177,6 +183,7 @@ def described(found: dict[str, dict[str, Rows]], rounds: int) -> str:
                     f"{cores_bound(rows):.1f}",
                     f"{times[2]:.1f}",
                     f"{times[2] / bound(rows):.2f} ×",
+                    f"{_cores_of_fit(rows):.2f} ×",
                     *waits,
                 ]
             )
@@ -187,6 +194,7 @@ def described(found: dict[str, dict[str, Rows]], rounds: int) -> str:
         "both, by cores",
         "`fit`",
         "to the largest of these",
+        "cores, to both alone",
         "steps wait for input",
         "the reader waits for steps",
     ]
@@ -198,11 +206,14 @@ def described(found: dict[str, dict[str, Rows]], rounds: int) -> str:
         "pipeline alone has no model, the step alone the rows in memory. Both, by "
         "cores: the time of the cores that the two take, divided by "
         f"{os.cpu_count()} cores. `fit` cannot be faster than the largest of the "
-        "three. The last two columns are from `kd.callbacks.StepTimeReport`: the part "
-        "of a step in which the training thread waits for a batch, and in which the "
-        "reading thread has enough batches ready."
+        "three. Cores, to both alone: what `fit` takes of the cores, beside the "
+        "pipeline and the step alone; Keras reads two batches of Grain before a pass, "
+        "which counts here. The last two columns are from "
+        "`kd.callbacks.StepTimeReport`: the part of a step in which the training "
+        "thread waits for a batch, and in which the reading thread has enough batches "
+        "ready."
     )
-    return f"{report.table(header, lines, 'lrrrrrrr')}\n\n{note}"
+    return f"{report.table(header, lines, 'lrrrrrrrr')}\n\n{note}"
 
 
 if __name__ == "__main__":
