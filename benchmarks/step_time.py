@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 import peers
@@ -43,8 +44,14 @@ NOTE = (
 )
 
 
-def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> str:
-    """A table of one comparison, and what of it was to be reached."""
+def described(
+    comparison: Comparison, found: dict[str, Measured], load: float | None = None
+) -> str:
+    """A table of one comparison, and what of it was to be reached.
+
+    Args:
+        load: Of the machine before, where it is known.
+    """
     base = found[comparison.contenders[0]].median
     rows = []
     for contender in filter(found.__contains__, comparison.contenders):
@@ -73,11 +80,18 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
     lines += [f"- {target}" for target in targets(comparison, found)]
     lines += [
-        f"- {TITLES[each]}: not measured, {peers.missing(each) or 'it'} is not here"
+        f"- {TITLES[each]}: left out, {_why_not(each)}"
         for each in comparison.contenders
         if each not in found
     ]
+    if load is not None:
+        lines.append(f"- load of the machine before: {load:.1f}")
     return "\n".join(lines)
+
+
+def _why_not(contender: str) -> str:
+    package = peers.missing(contender)
+    return f"{package} is not installed" if package else "not measured in this run"
 
 
 def measured_in(comparison: Comparison, rounds: int) -> dict[str, Measured]:
@@ -140,11 +154,14 @@ def stored() -> dict[str, dict[str, Measured]]:
 
 
 def write(
-    every: dict[str, dict[str, Measured]], threads: pool_threads.Found | None = None
+    every: dict[str, dict[str, Measured]],
+    loads: dict[str, float] | None = None,
+    threads: pool_threads.Found | None = None,
 ) -> None:
     """All comparisons, in their order, as text, numbers and picture.
 
     Args:
+        loads: Of the machine before what was measured now.
         threads: What was found with several numbers of threads; by default what the
             results already say of it.
     """
@@ -153,8 +170,13 @@ def write(
         name: {each: found._asdict() for each, found in every[name].items()}
         for name in every
     }
-    texts = [described(name, COMPARISONS[name], every[name]) for name in every]
-    threads = _facts().get("threads") if threads is None else threads
+    told = _facts()
+    loads = told.get("loads", {}) | (loads or {})
+    facts["loads"] = {name: loads[name] for name in every if name in loads}
+    texts = [
+        described(COMPARISONS[name], every[name], loads.get(name)) for name in every
+    ]
+    threads = told.get("threads") if threads is None else threads
     if threads:
         facts["threads"] = threads
         texts.append(pool_threads.described(threads))
@@ -176,20 +198,22 @@ def main() -> None:
         threads = pool_threads.measured(names, counts, arguments.rounds)
         print(pool_threads.described(threads))
         if not arguments.dry:
-            write(stored(), threads)
+            write(stored(), threads=threads)
         return
     every = stored() if arguments.only else {}
+    loads: dict[str, float] = {}
     for name in arguments.only or COMPARISONS:
         comparison = COMPARISONS[name]
+        loads[name] = round(os.getloadavg()[0], 1)
         found = measured_in(comparison, arguments.rounds)
-        print(described(name, comparison, found), end="\n\n", flush=True)
+        print(described(comparison, found, loads[name]), end="\n\n", flush=True)
         every = {
             each: found if each == name else every[each]
             for each in COMPARISONS
             if each == name or each in every
         }
         if not arguments.dry:  # What has been measured is kept, should the rest fail.
-            write(every)
+            write(every, loads)
 
 
 if __name__ == "__main__":
