@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
         word = "reached" if self.target.is_reached else "MISSED "
         before, after = self.load
         return (
-            f"{word} {self.target.value:5.2f} ≤ {self.target.limit:5.2f}  {self.name}: "
+            f"{word} {self.target.value:6.3f} ≤ {self.target.limit:6.3f}  {self.name}: "
             f"{self.target.title}  (load {before:.1f}–{after:.1f})"
         )
 
