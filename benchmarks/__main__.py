@@ -1,6 +1,7 @@
 """Runs the benchmarks, one after the other: `python -m benchmarks`, or `python -m
 benchmarks step_time exactness`. With `--check`, only looks whether the times of steps
-are what they are to be, in less than 20 minutes, and fails if not.
+and of a start are what they are to be (`check.py`), in less than 20 minutes, and fails
+if not.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     if arguments.check:
-        command = [sys.executable, str(FOLDER / "step_time.py"), "--check"]
+        command = [sys.executable, str(FOLDER / "check.py")]
         raise SystemExit(subprocess.run(command, check=False).returncode)
     for name in arguments.names or NAMES:
         print(f"\n== {name}", flush=True)

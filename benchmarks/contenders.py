@@ -10,6 +10,7 @@ arrays in memory, or the same number of steps of a loop; of the kind "call", one
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -20,9 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peers
 from workloads import WORKLOADS, Workload
 
 FUSED = 10
+THREADS_PER_DEVICE = 8  # Of XLA's pool, as keras_distribute has it.
 TITLES = {
     "plain": "Keras `fit`, one device",
     "plain_fused": f"Keras `fit`, one device, steps_per_execution={FUSED}",
@@ -34,7 +37,9 @@ TITLES = {
     "by_hand_scan": f"`shard_map` loop by hand, {FUSED} steps in a scan",
     "ours": "keras_distribute",
     "ours_fused": f"keras_distribute, steps_per_execution={FUSED}",
+    **peers.TITLES,
 }
+LOSS_TOLERANCE = 1e-3
 KINDS = ("fit", "call", "evaluate", "predict", "run")
 
 
@@ -45,6 +50,7 @@ class Task(NamedTuple):
     workload: str
     devices: int
     kind: str = "fit"
+    threads: int = THREADS_PER_DEVICE
 
     @property
     def steps(self) -> int:
@@ -56,19 +62,23 @@ class Task(NamedTuple):
 # --------------------------------------------------------------------------------------
 
 
-def prepared(task: Task) -> tuple[Callable[[], None], int]:
-    """A function that runs one round, and how many steps that is."""
+def prepared(task: Task) -> tuple[Callable[[], Any], int]:
+    """A function that runs one round, and how many steps that is.
+
+    Of a `fit` it returns the mean loss, where the contender says it.
+    """
     name, workload = task.contender, WORKLOADS[task.workload]
     if name.startswith("tf_"):
         return _tensorflow(task, workload), task.steps
     if name.startswith("ours"):
         import keras_distribute as kd
 
+        kd.config._THREADS_PER_DEVICE = task.threads
         kd.config.set_cpu_devices(task.devices)
     import jax
     import keras
 
-    alone = name.startswith("plain")
+    alone = name.startswith("plain") or name == "torch_ddp"
     if not alone and not name.startswith("ours"):
         jax.config.update("jax_num_cpu_devices", task.devices)
     assert len(jax.devices()) == (1 if alone else task.devices)
@@ -76,6 +86,8 @@ def prepared(task: Task) -> tuple[Callable[[], None], int]:
         keras.distribution.set_distribution(
             keras.distribution.DataParallel(devices=keras.distribution.list_devices())
         )
+    if name == "model_parallel":
+        peers.set_model_parallel(workload)
     keras.utils.set_random_seed(0)
     fused = FUSED if name.endswith("fused") else 1
     if name.startswith("ours"):
@@ -88,9 +100,16 @@ def prepared(task: Task) -> tuple[Callable[[], None], int]:
             return _run_loop(strategy, model, workload), task.steps
     else:
         model = _compiled(workload, fused)
+    if name == "nnx":
+        return peers.nnx(model, workload), task.steps
+    if name == "torch_ddp":
+        return peers.TorchDDP(model, workload, task.devices), task.steps
     if name.startswith("by_hand"):
         return _by_hand(name, task.kind, model, workload), task.steps
-    return _keras(task.kind, model, workload), task.steps
+    round_ = _keras(task.kind, model, workload)
+    if name == "model_parallel":
+        return peers.divided(round_, model, workload), task.steps
+    return round_, task.steps
 
 
 def _compiled(workload: Workload, fused: int) -> Any:
@@ -102,7 +121,7 @@ def _compiled(workload: Workload, fused: int) -> Any:
     return model
 
 
-def _keras(kind: str, model: Any, workload: Workload) -> Callable[[], None]:
+def _keras(kind: str, model: Any, workload: Workload) -> Callable[[], Any]:
     x, y = workload.data()
     if kind == "call":
         x, y = x[: workload.batch], y[: workload.batch]
@@ -110,10 +129,16 @@ def _keras(kind: str, model: Any, workload: Workload) -> Callable[[], None]:
         return lambda: model.evaluate(x, y, batch_size=workload.batch, verbose=0)
     if kind == "predict":
         return lambda: model.predict(x, batch_size=workload.batch, verbose=0)
-    return lambda: model.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
+
+    def fit() -> float:
+        options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+        told = model.fit(x, y, batch_size=workload.batch, **options)
+        return told.history["loss"][-1]
+
+    return fit
 
 
-def _tensorflow(task: Task, workload: Workload) -> Callable[[], None]:
+def _tensorflow(task: Task, workload: Workload) -> Callable[[], Any]:
     import tensorflow as tf
 
     count = task.devices if task.contender == "tf_mirrored" else 1
@@ -284,28 +309,42 @@ def _by_hand(
 
 
 def work(task: Task) -> None:
-    """Runs one round for each line that arrives; answers with milliseconds a step, and
-    the peak memory so far.
+    """Runs one round for each line that arrives; answers with milliseconds a step, the
+    peak memory so far, and the loss, which is not a number where nobody says it.
     """
     round_, steps = prepared(task)
     for _ in sys.stdin:
         start = time.perf_counter()
-        round_()
+        loss = round_()
         elapsed = 1000 * (time.perf_counter() - start)
-        print(
-            "ms",
-            elapsed / steps,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            flush=True,
-        )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        is_loss = task.kind == "fit" and isinstance(loss, float)
+        print("ms", elapsed / steps, peak, loss if is_loss else math.nan, flush=True)
+    if isinstance(round_, peers.TorchDDP):
+        round_.close()
 
 
 # In the process that measures.
 # --------------------------------------------------------------------------------------
 
 
+POOLED = (
+    "data_parallel",
+    "model_parallel",
+    "by_hand",
+    "by_hand_flat",
+    "by_hand_scan",
+    "nnx",
+)
+
+
 class Contender:
-    """A process that runs rounds on demand."""
+    """A process that runs rounds on demand.
+
+    Attributes:
+        peak_mib: The peak memory of the process.
+        losses: Of each round.
+    """
 
     def __init__(self, task: Task) -> None:
         root = str(Path(__file__).resolve().parents[1])
@@ -319,16 +358,11 @@ class Contender:
                 [root, os.environ.get("PYTHONPATH", "")]
             ).rstrip(os.pathsep),
         }
-        if task.contender in (
-            "data_parallel",
-            "by_hand",
-            "by_hand_flat",
-            "by_hand_scan",
-        ):
-            environment["NPROC"] = str(
-                8 * task.devices
-            )  # keras_distribute does this by itself
+        if task.contender in POOLED:
+            # keras_distribute does this by itself.
+            environment["NPROC"] = str(task.threads * task.devices)
         self.peak_mib = 0.0
+        self.losses: list[float] = []
         self._process = subprocess.Popen(
             [sys.executable, __file__, *map(str, task)],
             env=environment,
@@ -344,8 +378,9 @@ class Contender:
         print("go", file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("ms "):
-                self.peak_mib = float(line.split()[2])
-                return float(line.split()[1])
+                took, self.peak_mib, loss = map(float, line.split()[1:])
+                self.losses.append(loss)
+                return took
         raise RuntimeError(
             f"{self._process.args} ended with status {self._process.wait()}."
         )
@@ -388,6 +423,7 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
         for _ in range(rounds):
             for name, contender in contenders.items():
                 times[name].append(contender.round())
+        _check_losses({name: each.losses for name, each in contenders.items()})
         return {
             name: Measured(times[name], first[name], contenders[name].peak_mib)
             for name in contenders
@@ -397,10 +433,22 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
             contender.close()
 
 
+def _check_losses(losses: dict[str, list[float]]) -> None:
+    """Raises where somebody does not train, or not what the others train."""
+    known = {name: each for name, each in losses.items() if not math.isnan(each[0])}
+    for name, each in known.items():
+        if each[-1] >= each[0]:
+            raise RuntimeError(f"The loss of {name} does not fall: {each}.")
+        alike = abs(each[0] - known.get("plain", each)[0]) < LOSS_TOLERANCE
+        if name in peers.TITLES and not alike:
+            raise RuntimeError(f"{name} trains something else: {known}.")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("contender", choices=TITLES)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("devices", type=int)
     parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("threads", type=int)
     work(Task(**vars(parser.parse_args())))

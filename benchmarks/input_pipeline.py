@@ -1,5 +1,5 @@
 """What a slow input pipeline adds to a training step: nothing, where batches are made
-ready while the step runs.
+ready while the step runs; and the pace of `fit` on real images (`image_input.py`).
 
 The pipeline waits for each batch as long as 80 % of a step, as one that reads from a
 disk or a network does; or it computes as long. A contender is a process of its own. Its
@@ -10,6 +10,8 @@ step is, and the slow ones; the ratio of the medians counts.
     python benchmarks/input_pipeline.py
     # Quicker and rougher:
     python benchmarks/input_pipeline.py --rounds 3
+    # Writes nothing:
+    python benchmarks/input_pipeline.py --dry
 
 The devices are virtual CPU devices that share the machine's cores, so a pipeline that
 computes takes their cores from them: its ratio says what this machine can do, not what
@@ -28,9 +30,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import image_input
 import report
 
-NUM_DEVICES, BATCH_SIZE, STEPS, SHARE = 4, 128, 60, 0.8
+NUM_DEVICES, BATCH_SIZE, STEPS, SHARE = 4, 128, 30, 0.8
 CONTENDERS = {
     "plain": "Keras `fit`, one device",
     "data_parallel": "`DataParallel`, `fit`",
@@ -173,13 +176,31 @@ def measured(contender: str, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contender", choices=CONTENDERS)
+    parser.add_argument("--dry", action="store_true")
     arguments = parser.parse_args()
     if arguments.contender:
         work(arguments.contender, arguments.rounds)
         return
     times = {name: measured(name, arguments.rounds) for name in CONTENDERS}
+    found = image_input.measured(arguments.rounds)
+    text = f"""### A pipeline that waits or computes
+
+{described(times, arguments.rounds)}
+
+### Images from files
+
+{image_input.described(found, arguments.rounds)}"""
+    if arguments.dry:
+        print(text)
+        return
+    facts = {"milliseconds": times, "steps": STEPS, "share": SHARE, "images": found}
+    report.write("input_pipeline", facts, text)
+
+
+def described(times: dict[str, dict[str, list[float]]], rounds: int) -> str:
+    """What was found, as text."""
     rows = []
     for name, title in CONTENDERS.items():
         free, waits, computes = (
@@ -199,16 +220,13 @@ def main() -> None:
         f"waits {SHARE:.0%} of a step",
         f"computes {SHARE:.0%} of a step",
     ]
-    text = report.table(header, rows, "lrrr") + (
-        f"\n\nMilliseconds a step: medians of {arguments.rounds} rounds of {STEPS} "
+    return report.table(header, rows, "lrrr") + (
+        f"\n\nMilliseconds a step: medians of {rounds} rounds of {STEPS} "
         "steps, and the ratio to the same "
         f"contender's step with a pipeline that costs nothing. A CNN on {BATCH_SIZE} "
         f"images, {NUM_DEVICES} virtual "
         "CPU devices (plain Keras: one), which share the cores with a pipeline that "
         "computes."
-    )
-    report.write(
-        "input_pipeline", {"milliseconds": times, "steps": STEPS, "share": SHARE}, text
     )
 
 

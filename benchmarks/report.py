@@ -10,12 +10,28 @@ import os
 import platform
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _LOAD = round(os.getloadavg()[0], 1)  # What else the machine did when this began.
 PACKAGES = ("keras_distribute", "keras", "jax", "numpy")
+
+
+class Target(NamedTuple):
+    """What is to be reached: a value that is at most the limit."""
+
+    title: str
+    value: float
+    limit: float
+
+    @property
+    def is_reached(self) -> bool:
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        end = "reached" if self.is_reached else "**missed**"
+        return f"{self.title}: {self.value:.2f}, to be at most {self.limit:.2f}: {end}"
 
 
 def machine() -> dict[str, Any]:

@@ -9,8 +9,8 @@
     python benchmarks/step_time.py --only mlp_fit
     # Writes nothing:
     python benchmarks/step_time.py --only mlp_fit --dry
-    # Whether all that is to be reached is reached, in three rounds; fails if not:
-    python benchmarks/step_time.py --check
+    # With as many threads in XLA's pool for each device, in a table of their own:
+    python benchmarks/step_time.py --threads-per-device 4,8,16
 
 The devices are virtual CPU devices that share the machine's cores: this measures what
 distribution costs, not what more hardware would gain. Read the ratios.
@@ -19,149 +19,17 @@ distribution costs, not what more hardware would gain. Read the ratios.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Iterator
+import os
+from typing import Any
 
+import peers
+import pool_threads
 import report
+from comparisons import COMPARISONS, Comparison, targets
 from contenders import TITLES, Measured, Task, measure
-from workloads import VARIANTS, WORKLOADS
+from workloads import WORKLOADS
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Contenders that do the same work in the same run.
-
-    Args:
-        workload: Which.
-        devices: How many; those that use one device are named so.
-        kind: What is measured.
-        contenders: Their names.
-        limits: What ours must reach: our contender, the other one, and the ratio.
-        scaling: Ours must also lose no more to plain Keras on one device than
-            `tf.distribute` does to its own.
-    """
-
-    workload: str
-    devices: int
-    kind: str
-    contenders: tuple[str, ...]
-    limits: tuple[tuple[str, str, float], ...] = ()
-    scaling: bool = False
-
-
-ALL = (
-    "plain",
-    "data_parallel",
-    "tf_mirrored",
-    "by_hand",
-    "by_hand_scan",
-    "ours",
-    "ours_fused",
-)
-COMPARISONS = {
-    "mlp_fit": Comparison(
-        "mlp",
-        4,
-        "fit",
-        ALL,
-        (
-            ("ours", "by_hand", 0.97),
-            ("ours", "data_parallel", 0.75),
-            ("ours_fused", "by_hand_scan", 1.00),
-            ("ours", "tf_mirrored", 0.20),
-        ),
-    ),
-    "cnn_fit": Comparison(
-        "cnn",
-        4,
-        "fit",
-        (
-            "plain",
-            "data_parallel",
-            "tf_one",
-            "tf_mirrored",
-            "by_hand",
-            "ours",
-            "ours_fused",
-        ),
-        (
-            ("ours", "by_hand", 0.97),
-            ("ours", "data_parallel", 0.92),
-            ("ours", "tf_mirrored", 0.60),
-            ("ours_fused", "ours", 1.02),
-        ),
-        scaling=True,
-    ),
-    "deep_fit": Comparison(
-        "deep",
-        8,
-        "fit",
-        ("plain", "data_parallel", "by_hand", "by_hand_flat", "ours", "ours_fused"),
-        (("ours", "data_parallel", 0.16), ("ours", "by_hand_flat", 0.90)),
-    ),
-    "transformer_fit": Comparison(
-        "transformer",
-        4,
-        "fit",
-        ("plain", "data_parallel", "by_hand", "ours", "ours_fused"),
-        (("ours", "by_hand", 0.97),),
-    ),
-    **{
-        f"{name}_{variant}_fit": Comparison(
-            f"{name}_{variant}",
-            4,
-            "fit",
-            ("plain", "data_parallel", "by_hand", "ours"),
-            (("ours", "by_hand", 1.03),),
-        )
-        for name in ("mlp", "cnn", "transformer")
-        for variant in VARIANTS
-    },
-    **{
-        f"{name}_one_device": Comparison(
-            name, 1, "fit", ("plain", "ours"), (("ours", "plain", 0.98),)
-        )
-        for name in ("mlp", "cnn", "deep", "transformer")
-    },
-    **{
-        f"mlp_{kind}": Comparison(
-            "mlp",
-            4,
-            kind,
-            ("plain", "data_parallel", "by_hand", "ours"),
-            (("ours", "by_hand", 1.00),),
-        )
-        for kind in ("evaluate", "predict")
-    },
-    "mlp_call": Comparison(
-        "mlp",
-        4,
-        "call",
-        ("plain", "data_parallel", "tf_mirrored", "ours"),
-        (("ours", "tf_mirrored", 0.03), ("ours", "plain", 1.30)),
-    ),
-    "mlp_run": Comparison(
-        "mlp", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.00),)
-    ),
-    "cnn_run": Comparison(
-        "cnn", 4, "run", ("by_hand", "ours"), (("ours", "by_hand", 1.00),)
-    ),
-    **{
-        f"mlp_{devices}_devices": Comparison(
-            "mlp",
-            devices,
-            "fit",
-            ("plain", "data_parallel", "by_hand", "ours"),
-            (("ours", "by_hand", 1.05),),
-        )
-        for devices in (2, 8)
-    },
-}
-
-
-CHECK_ROUNDS = 3
-PEAK_LIMIT = 1.05  # Of the memory of a `fit`, beside the loop by hand.
 NOTE = (
     "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is "
     "to the first row. The "
@@ -170,32 +38,23 @@ NOTE = (
     "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses "
     "statistics of the whole batch, "
     "keras_distribute, `tf.distribute` and the loops by hand those of each replica's "
-    "rows."
+    "rows. `ModelParallel` divides batches by two and weights by two. PyTorch, for "
+    "orientation, has a process of one thread for each device; its memory is that of "
+    "the first."
 )
 
 
-def _judged(ratio: float, limit: float) -> str:
-    verdict = "reached" if ratio <= limit else "**missed**"
-    return f"{ratio:.2f}, to be at most {limit:.2f}: {verdict}"
+def described(
+    comparison: Comparison, found: dict[str, Measured], load: float | None = None
+) -> str:
+    """A table of one comparison, and what of it was to be reached.
 
-
-def judged(
-    comparison: Comparison, found: dict[str, Measured]
-) -> Iterator[tuple[str, bool]]:
-    """What was to be reached, in words, and whether it is."""
-    for ours, other, limit in comparison.limits:
-        ratio = found[ours].median / found[other].median
-        yield (
-            f"{TITLES[ours]} / {TITLES[other]}: {_judged(ratio, limit)}",
-            (ratio <= limit),
-        )
-
-
-def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> str:
-    """A table of one comparison, and what of it was to be reached."""
+    Args:
+        load: Of the machine before, where it is known.
+    """
     base = found[comparison.contenders[0]].median
     rows = []
-    for contender in comparison.contenders:
+    for contender in filter(found.__contains__, comparison.contenders):
         each = found[contender]
         low, high = min(each.all_ms), max(each.all_ms)
         one = contender in ("plain", "tf_one")
@@ -219,58 +78,28 @@ def described(name: str, comparison: Comparison, found: dict[str, Measured]) -> 
     batch, devices = f"{workload.batch} rows", f"{comparison.devices} device(s)"
     title = f"### {workload.title}, {batch}, {kind}, {devices}"
     lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
-    lines += [f"- {text}" for text, _ in judged(comparison, found)]
-    if comparison.scaling:
-        theirs = found["tf_mirrored"].median / found["tf_one"].median
-        ratio = found["ours"].median / found["plain"].median
-        lines.append(
-            f"- {TITLES['ours']} / {TITLES['plain']}, beside TensorFlow's ratio: "
-            f"{_judged(ratio, theirs)}"
-        )
-    if comparison.kind == "fit" and {"ours", "by_hand"} <= found.keys():
-        ratio = found["ours"].peak_mib / found["by_hand"].peak_mib
-        lines.append(
-            f"- peak memory, {TITLES['ours']} / {TITLES['by_hand']}: "
-            f"{_judged(ratio, PEAK_LIMIT)}"
-        )
+    lines += [f"- {target}" for target in targets(comparison, found)]
+    lines += [
+        f"- {TITLES[each]}: left out, {_why_not(each)}"
+        for each in comparison.contenders
+        if each not in found
+    ]
+    if load is not None:
+        lines.append(f"- load of the machine before: {load:.1f}")
     return "\n".join(lines)
 
 
-def missed(name: str, comparison: Comparison, found: dict[str, Measured]) -> list[str]:
-    """What of a comparison was to be reached, and is not."""
-    return [
-        f"{name}: {text}"
-        for text, is_reached in judged(comparison, found)
-        if not is_reached
-    ]
-
-
-def check() -> None:
-    """Measures what has a limit, and its peers alone.
-
-    Raises:
-        SystemExit: Where a limit is not reached.
-    """
-    found: list[str] = []
-    for name, comparison in COMPARISONS.items():
-        names = {each for limit in comparison.limits for each in limit[:2]}
-        lean = dataclasses.replace(
-            comparison,
-            contenders=tuple(c for c in comparison.contenders if c in names),
-            scaling=False,
-        )
-        measured = measured_in(lean, CHECK_ROUNDS)
-        print(described(name, lean, measured), end="\n\n", flush=True)
-        found += missed(name, lean, measured)
-    print("\n".join(found) or "All limits are reached.")
-    raise SystemExit(bool(found))
+def _why_not(contender: str) -> str:
+    package = peers.missing(contender)
+    return f"{package} is not installed" if package else "not measured in this run"
 
 
 def measured_in(comparison: Comparison, rounds: int) -> dict[str, Measured]:
-    """What each contender of a comparison took."""
+    """What each contender of a comparison took whose package is installed."""
     tasks = [
         Task(each, comparison.workload, comparison.devices, comparison.kind)
         for each in comparison.contenders
+        if peers.missing(each) is None
     ]
     return measure(tasks, rounds)
 
@@ -308,10 +137,15 @@ def draw(found: dict[str, dict[str, Measured]]) -> None:
     figure.savefig(report.RESULTS / "step_time.svg", metadata={"Date": None})
 
 
+def _facts() -> dict[str, Any]:
+    """What results/step_time.json says."""
+    path = report.RESULTS / "step_time.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def stored() -> dict[str, dict[str, Measured]]:
     """The comparisons in results/step_time.json."""
-    path = report.RESULTS / "step_time.json"
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    facts = _facts()
     return {
         name: {contender: Measured(**each) for contender, each in facts[name].items()}
         for name in COMPARISONS
@@ -319,14 +153,33 @@ def stored() -> dict[str, dict[str, Measured]]:
     }
 
 
-def write(every: dict[str, dict[str, Measured]]) -> None:
-    """All comparisons, in their order, as text, numbers and picture."""
+def write(
+    every: dict[str, dict[str, Measured]],
+    loads: dict[str, float] | None = None,
+    threads: pool_threads.Found | None = None,
+) -> None:
+    """All comparisons, in their order, as text, numbers and picture.
+
+    Args:
+        loads: Of the machine before what was measured now.
+        threads: What was found with several numbers of threads; by default what the
+            results already say of it.
+    """
     draw(every)
-    facts = {
+    facts: dict[str, Any] = {
         name: {each: found._asdict() for each, found in every[name].items()}
         for name in every
     }
-    texts = [described(name, COMPARISONS[name], every[name]) for name in every]
+    told = _facts()
+    loads = told.get("loads", {}) | (loads or {})
+    facts["loads"] = {name: loads[name] for name in every if name in loads}
+    texts = [
+        described(COMPARISONS[name], every[name], loads.get(name)) for name in every
+    ]
+    threads = told.get("threads") if threads is None else threads
+    if threads:
+        facts["threads"] = threads
+        texts.append(pool_threads.described(threads))
     report.write("step_time", facts, "\n\n".join([*texts, NOTE]), quiet=True)
 
 
@@ -337,22 +190,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=[])
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--threads-per-device", type=pool_threads.counts, default=())
     arguments = parser.parse_args()
-    if arguments.check:
-        check()
+    if arguments.threads_per_device:
+        names = arguments.only or pool_threads.NAMES
+        counts = arguments.threads_per_device
+        threads = pool_threads.measured(names, counts, arguments.rounds)
+        print(pool_threads.described(threads))
+        if not arguments.dry:
+            write(stored(), threads=threads)
+        return
     every = stored() if arguments.only else {}
+    loads: dict[str, float] = {}
     for name in arguments.only or COMPARISONS:
         comparison = COMPARISONS[name]
+        loads[name] = round(os.getloadavg()[0], 1)
         found = measured_in(comparison, arguments.rounds)
-        print(described(name, comparison, found), end="\n\n", flush=True)
+        print(described(comparison, found, loads[name]), end="\n\n", flush=True)
         every = {
             each: found if each == name else every[each]
             for each in COMPARISONS
             if each == name or each in every
         }
         if not arguments.dry:  # What has been measured is kept, should the rest fail.
-            write(every)
+            write(every, loads)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ PARTS = {
     "devices": "waiting for the devices",
     "callbacks": "callbacks and Keras's loop",
 }
-BEHIND = {"reading": "reading a batch", "placing": "putting it on the devices"}
+BEHIND = {
+    "reading": "reading a batch",
+    "placing": "putting it on the devices",
+    "room": "waiting until a step takes one",
+}
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 _WIDTH = 40
 
@@ -47,9 +51,11 @@ class StepTimeReport(keras.callbacks.Callback):
     Attributes:
         milliseconds: Per step, by part: `"input"`, `"dispatch"`, `"devices"`,
             `"callbacks"`; `"step"` is their sum. In the thread that reads ahead:
-            `"reading"`, `"placing"`. With several replicas `"reduction"`: one sum of
-            arrays as large as all gradients, measured by itself; in a step it is a part
-            of `"devices"`. Empty before `num_steps` were measured.
+            `"reading"`, `"placing"`, and `"room"`, in which it waits since enough
+            batches are ready; where nothing is read ahead, the first two are a part of
+            `"input"`. With several replicas `"reduction"`: one sum of arrays as large
+            as all gradients, measured by itself; in a step it is a part of `"devices"`.
+            Empty before `num_steps` were measured.
 
     Raises:
         ValueStructureError: For numbers of steps that make no sense, and for a model
@@ -97,6 +103,7 @@ class StepTimeReport(keras.callbacks.Callback):
         self._times: timing.Times | None = None
         self._begun = self._devices = 0.0
         self._first = 0
+        self._reads_ahead = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._done, self._left = 0, self._num_steps
@@ -154,6 +161,7 @@ class StepTimeReport(keras.callbacks.Callback):
         known["devices"] = self._devices
         seconds = known | {"callbacks": elapsed - sum(known.values()), "step": elapsed}
         seconds |= {part: times.seconds[part] for part in BEHIND}
+        self._reads_ahead = "due" not in times.seconds
         per_step = {part: 1000 * value / steps for part, value in seconds.items()}
         self.milliseconds = per_step | self._reduction
         if self._verbose and is_chief():
@@ -171,10 +179,16 @@ class StepTimeReport(keras.callbacks.Callback):
             lines.append(
                 f"  {words:<32}{self.milliseconds[part]:9.2f} ms {share:5.0%}  {bar}"
             )
-        lines.append("At the same time, in the thread that reads ahead:")
+        lines.append(
+            "At the same time, in the thread that reads ahead:"
+            if self._reads_ahead
+            else "Nothing is read ahead. A part of the waiting for input is:"
+        )
         lines += [
-            f"  {words:<32}{self.milliseconds[part]:9.2f} ms"
+            f"  {words:<32}{self.milliseconds[part]:9.2f} ms "
+            f"{self.milliseconds[part] / whole:5.0%}"
             for part, words in BEHIND.items()
+            if self._reads_ahead or part != "room"
         ]
         if "reduction" in self.milliseconds:
             lines.append(

@@ -193,7 +193,7 @@ class _Work:
         another thread has closed the feed or was raised its failure.
         """
         if self._thread is None:
-            with self._reading:
+            with self._reading, timing.of("due"):
                 if self._stopped:
                     return None
                 try:
@@ -255,7 +255,7 @@ class _Work:
                         self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        with self._changed:
+        with self._changed, timing.of("room"):
             while not self._stopped and self._read >= self._limit():
                 self._changed.wait()
             return not self._stopped

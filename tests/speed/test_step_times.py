@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute import errors
+from keras_distribute import config, errors
 from keras_distribute._compat import libtpu
 from tests.support import mirrored
 
@@ -55,9 +55,36 @@ def test_a_slow_input_is_seen() -> None:
     found = measured(Slow())
     assert found["reading"] > 30
     assert found["input"] > found["step"] / 2
+    assert found["room"] < found["step"] / 4
     assert found["step"] == pytest.approx(
         sum(found[part] for part in ("input", "dispatch", "devices", "callbacks"))
     )
+
+
+def test_a_reader_that_waits_is_seen() -> None:
+    class Quick(Slow):
+        def __getitem__(self, index: int) -> Any:
+            return X[:8], Y[:8]
+
+    found = measured(Quick(), Sleepy())
+    assert found["room"] > 30 and found["input"] < found["step"] / 4
+    busy = found["reading"] + found["placing"] + found["room"]
+    assert busy < 1.2 * found["step"]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_summary_says_who_reads(ahead: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(config._chosen, "prefetch_steps", ahead)
+    report = kd.callbacks.StepTimeReport(num_steps=8, skip=4, verbose=0)
+    built().fit(Slow(), verbose=0, callbacks=[report])
+    found, summary = report.milliseconds, report.summary()
+    assert ("in the thread that reads ahead" in summary) == (ahead > 0)
+    assert ("waiting until a step takes one" in summary) == (ahead > 0)
+    assert ("Nothing is read ahead" in summary) == (ahead == 0)
+    assert "reading a batch" in summary and "putting it on the devices" in summary
+    if not ahead:
+        assert found["room"] == 0
+        assert found["reading"] + found["placing"] <= found["input"]
 
 
 def test_a_slow_callback_is_seen() -> None:
