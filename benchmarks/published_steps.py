@@ -6,26 +6,28 @@ run here; the measurements are others'.
     python benchmarks/published_steps.py
     # One case; the other results stay:
     python benchmarks/published_steps.py resnet50@v3:2x2
-    # The factors of keras_distribute/dry_run/calibration.py from the results:
+    # The shares of keras_distribute/dry_run/calibration.py, from the results:
     python benchmarks/published_steps.py --fit
 
 Writes results/published_steps.md and .json. Needs `pip install
 'keras-distribute[dry-run-tpu,dry-run-cuda]'`.
 
-Which cases the factors are fitted to was fixed before any was compiled: sorted by
-platform, hardware and name, every second one of a platform, from the first on. The
-others are held out.
+Which cases the shares are fitted to was fixed before any was compiled: sorted by
+hardware and name, every second one of a platform, from the first on. The others are
+held out; so are the two of Flax on GPUs, which were added after that.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ class Case:
         said: What the source says, in its own words and numbers.
         source: Its address.
         options: Of `kd.dry_run`.
+        is_late: Whether it was added after the shares had been fitted.
     """
 
     title: str
@@ -70,11 +73,17 @@ class Case:
     said: str
     source: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_late: bool = False
 
     @property
     def kind(self) -> str:
         """The hardware, in the words of topologies."""
         return self.topology.partition(":")[0]
+
+    @property
+    def platform(self) -> str:
+        """Of this hardware."""
+        return "tpu" if "x" in self.topology.partition(":")[2] else "cuda"
 
 
 def _decoder_seconds(
@@ -217,21 +226,184 @@ CASES = {
         "DGX-1 V100 16G, 1 GPU, batch 128, FP32 + XLA: 412 img/s",
         _NVIDIA,
     ),
+    "resnet50-half-flax@v100:8": Case(
+        "ResNet-50, float16, Flax",
+        ("resnet50", "mixed_float16"),
+        "v100:8",
+        2048,
+        4.3 * 3600 / 62_500,
+        "v100_x8_mixed_precision, 62500 steps, walltime 4.3h (batch_size = 2048)",
+        _FLAX,
+        is_late=True,
+    ),
+    "resnet50-single-flax@v100:8": Case(
+        "ResNet-50, float32, Flax",
+        ("resnet50", "float32"),
+        "v100:8",
+        512,
+        13.2 * 3600 / 250_200,
+        "v100_x8, 250200 steps, walltime 13.2h (100 epochs: batch 512)",
+        _FLAX,
+        is_late=True,
+    ),
 }
+SHARES = [round(0.3 + 0.02 * i, 2) for i in range(90)]
+
+
+def fitted(platform: str) -> list[str]:
+    """The cases that the share of a platform is fitted to."""
+    of_platform = [
+        name
+        for name, case in CASES.items()
+        if case.platform == platform and not case.is_late
+    ]
+    return sorted(of_platform, key=lambda name: (CASES[name].kind, name))[::2]
 
 
 def one(name: str, path: str) -> None:
-    """Compiles one case, and writes what was found."""
-    import keras_distribute as kd  # first: it chooses Keras's backend
-    import published_models
+    """Compiles one case, and writes what was found; and what would be predicted at
+    each of the shares that a fit chooses from.
+    """
+    import keras_distribute as kd  # before the models: it chooses Keras's backend
+    from keras_distribute.dry_run import prediction
 
-    case = CASES[name]
+    published_models = importlib.import_module("published_models")
+    case, predict = CASES[name], prediction.of_step
+    at_shares: list[float] = []
+
+    def predict_at_shares(*given: Any) -> Any:
+        for share in SHARES:
+            known = prediction.Calibration(share, 1, num_fitted=0, num_held_out=0)
+            predicted = predict(*given, known)
+            assert predicted is not None
+            at_shares.append(predicted.seconds)
+        return predict(*given)
+
+    prediction.of_step = predict_at_shares
     function, *arguments = case.model
     build: Callable[[], Any] = partial(getattr(published_models, function), *arguments)
     found = kd.dry_run(build, case.rows, case.topology, **case.options)
     print(found, flush=True)
-    found.save(path)
+    said = found.to_json()
+    kept = ("topology", "batch", "flops", "bytes_moved", "estimate", "compiler_options")
+    facts = {key: said[key] for key in (*kept, "versions")}
+    assert len(at_shares) == len(SHARES)
+    text = json.dumps({**facts, "measured": case.seconds, "at_shares": at_shares})
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def ratio(facts: dict[str, Any], share: float) -> float:
+    """Predicted / measured time at a share, between two that were computed."""
+    position = min(max((share - SHARES[0]) / 0.02, 0), len(SHARES) - 1.001)
+    index, part = int(position), position % 1
+    low, high = facts["at_shares"][index : index + 2]
+    return (low + (high - low) * part) / facts["measured"]
+
+
+def fit(platform: str, cases: dict[str, dict[str, Any]]) -> float:
+    """The share whose predictions are off the fitted cases by the least sum of absolute
+    logarithms.
+    """
+    known = [cases[name] for name in fitted(platform)]
+    off = {
+        share: sum(abs(math.log(ratio(facts, share))) for facts in known)
+        for share in SHARES
+    }
+    return min(off, key=lambda share: off[share])
+
+
+def largest_error(names: Iterable[str], cases: dict[str, Any], share: float) -> float:
+    """The most that a prediction of these cases is off, as a factor."""
+    ratios = [ratio(cases[name], share) for name in names]
+    return max(max(each, 1 / each) for each in ratios)
+
+
+def markdown(cases: dict[str, dict[str, Any]]) -> str:
+    """The table of all cases, and what it says."""
+    from keras_distribute.dry_run.calibration import CALIBRATIONS
+
+    rows: list[list[str]] = []
+    summary: list[str] = []
+    for platform, title in (("tpu", "TPUs"), ("cuda", "GPUs")):
+        share, to_fit = CALIBRATIONS[platform].share, fitted(platform)
+        here = [name for name in CASES if CASES[name].platform == platform]
+        held_out = [name for name in here if name not in to_fit]
+        rows += [
+            _row(name, cases[name], share, name in to_fit)
+            for name in sorted(here, key=lambda each: (each not in to_fit, each))
+        ]
+        errors = (largest_error(each, cases, share) for each in (to_fit, held_out))
+        within = sum(abs(ratio(cases[name], share) - 1) <= 0.25 for name in held_out)
+        summary.append(
+            "{}: share {:.2f}; off by a factor of at most {:.2f} for the fitted and "
+            "{:.2f} for the held out, {} of {} of which are within 25 %.".format(
+                title, share, *errors, within, len(held_out)
+            )
+        )
+    header = ["step", "on", "", "measured, ms", "PREDICTED here, ms"]
+    header += ["predicted / measured", "at least, ms", "source"]
+    text = report.table(header, rows, "lllrrrrl")
+    return text + "\n\n" + "\n".join(f"- {each}" for each in summary)
+
+
+def _row(name: str, facts: dict[str, Any], share: float, is_fitted: bool) -> list[str]:
+    case, found = CASES[name], ratio(facts, share)
+    return [
+        case.title,
+        f"{case.topology}, {case.rows:,} rows",
+        "fitted" if is_fitted else "held out",
+        f"{case.seconds * 1e3:.1f}",
+        f"{found * case.seconds * 1e3:.1f}",
+        f"{found:.2f}",
+        f"{facts['estimate']['at_least'] * 1e3:.1f}",
+        f"[{case.said}]({case.source})",
+    ]
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """One case, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "found.json")
+        subprocess.run(
+            [sys.executable, __file__, "--child", name, path],
+            check=True,
+            timeout=LONGEST,
+        )
+        facts: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("which", nargs="*", help="cases; all by default")
+    parser.add_argument("--fit", action="store_true", help="fit shares to the results")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        one(*given.child)
+        return
+    file = report.RESULTS / "published_steps.json"
+    known: dict[str, dict[str, Any]] = {}
+    if file.exists():
+        known = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    if given.fit:
+        for platform in ("tpu", "cuda"):
+            share = fit(platform, known)
+            here = [name for name in known if CASES[name].platform == platform]
+            error = largest_error(here, known, share)
+            print(f"{platform}: share {share}, error {error:.3f}")
+    else:
+        for name in given.which or CASES:
+            known[name] = compiled(name)
+    if all(name in known for name in CASES):
+        text = markdown(known)
+        report.write("published_steps", {"cases": known}, text, how="Compiled")
+    elif not given.fit:
+        about = {"machine": report.machine(), "cases": known}
+        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    one(*sys.argv[1:])
+    main()

@@ -82,9 +82,7 @@ class _StopBeforeCompiling(Exception):
     """Carries the program out of JAX."""
 
 
-def program_of(
-    lowered: Any, options: Mapping[str, Any] | None = None
-) -> Program | Any:
+def program_of(lowered: Any, options: Mapping[str, Any] | None = None) -> Program | Any:
     """What JAX would give to the compiler of a `jax.stages.Lowered`; the
     `jax.stages.Compiled` where JAX has compiled the same before. The caller holds
     `launches.tracing`.

@@ -70,9 +70,7 @@ def _product(text: str, left: Array, result: Array) -> float:
     return 2.0 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in axes)
 
 
-def _convolution(
-    text: str, operands: list[Array], result: Array, target: str
-) -> float:
+def _convolution(text: str, operands: list[Array], result: Array, target: str) -> float:
     """Those of cuDNN's gradients, whose labels are the forward pass's, are as many as
     there: each element of the forward result with each of its kernel's.
     """

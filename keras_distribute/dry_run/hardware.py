@@ -122,6 +122,10 @@ class Hardware:
         """Operations a second of matrix products, by the dtype of the operands."""
         return self.half_rate if dtype in _HALF else self.single_rate
 
+    def is_plain(self, dtype: str) -> bool:
+        """Whether products of a dtype have no matrix units: float32 on a V100."""
+        return dtype not in _HALF and self.single_rate < self.half_rate / 2
+
     @property
     def torus_axes(self) -> int:
         """The most axes of a slice's network; 0: every device reaches every other."""
@@ -215,7 +219,9 @@ HARDWARE = {
         _tpu("v5e", 197, 15.75, 819, 50, (16, 16), 16, _CLOUD + "v5e", 1.5),
         _tpu("v5p", 459, 95.73, 2765, 100, (16, 20, 28), 4, _CLOUD + "v5p", 1.75),
         _tpu("v6e", 918, 31.24, 1638, 100, (16, 16), 16, _CLOUD + "v6e", 1.75),
-        _tpu("tpu7x", 2307, 94.74, 7380, 100, (16, 24, 24), 4, _CLOUD + "tpu7x", 2.2, 2),
+        _tpu(
+            "tpu7x", 2307, 94.74, 7380, 100, (16, 24, 24), 4, _CLOUD + "tpu7x", 2.2, 2
+        ),
         # NVLink: half of what is published, which counts both directions.
         _gpu("v100", 125, 15.7, 16_935_682_048, 900, 150, _V100, _VOLTA),
         _gpu("a100", 312, 156, 42_331_013_120, 1555, 300, _A100, _AMPERE),

@@ -344,8 +344,8 @@ def _prediction_text(found: Prediction, rows: int) -> str:
             "time": f"~ {time(found.seconds)} ms ({span}), {rate:,.0f} rows a second",
             "  instructions": f"{time(found.work)} ms",
             "  communication": f"{communication} after it",
-            "published steps": f"{found.num_fitted} to fit, {found.num_held_out} others "
-            "to check",
+            "published steps": f"{found.num_fitted} fitted, "
+            f"{found.num_held_out} more to check",
         },
     )
 
