@@ -31,8 +31,9 @@ from keras_distribute.dry_run.targets import Target
 # The most answers of a process: a program's text has up to some 10 MB, a tenth of that
 # compressed.
 _MOST_KEPT = 32
-# The names of layers in a program's text; other locations are places in files.
-_NAMES = re.compile(r'loc\("([^"]*)"(?!:\d)')
+# The paths of JAX's names, with those of layers, in a program's text; other locations
+# are files, and functions of Python.
+_NAMES = re.compile(r'loc\("([^"/][^"]*/[^"]*)"')
 # What else compilers listen to.
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 

@@ -134,7 +134,8 @@ def test_a_gpus_step_by_hand():
     found = predicted("a100:1", GPU, Calibration(0.5, 1.25, 2, 1))
     product = 2 * 4096 * 2048 * 1024 / 312e12
     small = 2 * 64 * 32 * 16 / 156e12
-    assert small < (small_bytes := (64 * 32 + 32 * 16 + 64 * 16) * 4 / 1555e9)
+    small_bytes = (64 * 32 + 32 * 16 + 64 * 16) * 4 / 1555e9
+    assert small < small_bytes
     expected = (product + small_bytes + 8e6 / 1555e9) / 0.5
     assert found.seconds == found.work == pytest.approx(expected)
     assert found.low == pytest.approx(expected / 1.25)
