@@ -16,6 +16,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ _NAMES = re.compile(r'loc\("([^"/][^"]*/[^"]*)"')
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 _kept: OrderedDict[str, bytes] = OrderedDict()
+_lock = threading.Lock()
 
 
 def key_of(target: Target, lowered: Any, options: Mapping[str, Any]) -> str:
@@ -98,10 +100,11 @@ def forget() -> None:
 
 
 def _remember(key: str, packed: bytes) -> None:
-    _kept[key] = packed
-    _kept.move_to_end(key)
-    while len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
+    with _lock:
+        _kept[key] = packed
+        _kept.move_to_end(key)
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
 
 
 def folder() -> Path | None:
