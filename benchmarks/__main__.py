@@ -25,6 +25,7 @@ NAMES = (
     "input_pipeline",
     "checkpoints",
     "dry_run",
+    "published_steps",
     "consistency",
     "deterministic",
     "kill_matrix",

@@ -789,6 +789,7 @@ TARGETS: dict[str, Target] = {
         memory_limit=integer(1, none=True),
         num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
         layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+        verbose=either(integer(), flag),
     ),
     "layout_plan": made(
         kd.layout_plan,
@@ -806,6 +807,7 @@ TARGETS: dict[str, Target] = {
         memory_limit=integer(1, none=True),
         shard_optimizer_state=flag,
         shard_variables=flag,
+        verbose=either(integer(), flag),
     ),
     "experimental_set_strategy": made(
         kd.experimental_set_strategy, strategy=of(kd.Strategy, none=True)

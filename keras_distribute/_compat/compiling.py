@@ -68,14 +68,28 @@ class Compiled(NamedTuple):
         return self.cost
 
 
+def said_of(compiled: Any) -> Compiled:
+    """What a `jax.stages.Compiled` says of its program, without the program."""
+    stats = compiled.memory_analysis()
+    return Compiled(
+        compiled.as_text(),
+        {name: getattr(stats, name) for name in _SIZES},
+        compiled.cost_analysis(),
+    )
+
+
 class _StopBeforeCompiling(Exception):
     """Carries the program out of JAX."""
 
 
-def program_of(lowered: Any) -> Program | Any:
+def program_of(lowered: Any, options: Mapping[str, Any] | None = None) -> Program | Any:
     """What JAX would give to the compiler of a `jax.stages.Lowered`; the
     `jax.stages.Compiled` where JAX has compiled the same before. The caller holds
     `launches.tracing`.
+
+    Args:
+        lowered: The program.
+        options: Of the compiler, for this program alone.
     """
     thread, compile_it = threading.get_ident(), compiler.compile_or_get_cached
 
@@ -89,7 +103,7 @@ def program_of(lowered: Any) -> Program | Any:
 
     compiler.compile_or_get_cached = take
     try:
-        return lowered.compile()
+        return lowered.compile(dict(options) if options else None)
     except _StopBeforeCompiling as stop:
         return stop.args[0]
     finally:

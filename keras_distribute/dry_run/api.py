@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
-from jax.errors import JaxRuntimeError
 
 from keras_distribute import checks
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.dry_run import (
     collectives,
-    compiling,
     estimate,
     examples,
     fitting,
@@ -27,13 +24,14 @@ from keras_distribute.dry_run import (
     memory,
     models,
     planning,
+    prediction,
     targets,
     traffic,
 )
+from keras_distribute.dry_run.outcome import StepCompiler
 from keras_distribute.dry_run.report import DryRunReport, LargestBatch
 from keras_distribute.dry_run.targets import Target
 from keras_distribute.errors import (
-    BackendError,
     DeviceError,
     StructureTypeError,
     ValueStructureError,
@@ -50,6 +48,7 @@ def dry_run(
     memory_limit: int | None = None,
     shard_optimizer_state: bool = False,
     shard_variables: bool = False,
+    verbose: int = 1,
 ) -> DryRunReport:
     """Compiles a training step for hardware that need not be there, and says what it
     would take. Nothing is run.
@@ -67,7 +66,9 @@ def dry_run(
     loop's iterations, divided by the number of devices, as if the logical devices of a
     replica computed nothing twice; bytes moved are the operands and results of the
     compiled program's instructions. Times are ESTIMATES from published peak rates
-    (https://doi.org/10.1145/1498765.1498785), and real steps take longer.
+    (https://doi.org/10.1145/1498765.1498785), and real steps take longer; the
+    PREDICTION beside them is what a step may take, from the shares of these rates that
+    published training steps reach, with an error bar.
 
     Args:
         model_or_builder: A compiled model, or a function without arguments that makes
@@ -88,6 +89,8 @@ def dry_run(
         shard_optimizer_state: For a model that a function makes, as for
             `kd.MirroredStrategy`.
         shard_variables: Likewise.
+        verbose: Whether to say on stderr how long the compiler has taken, from 3
+            seconds on; 0 for nothing.
 
     Returns:
         A `kd.DryRunReport`. A batch that does not fit has one, too: with what is needed
@@ -115,6 +118,8 @@ def dry_run(
     checks.flag("largest_batch", largest_batch)
     checks.flag("shard_optimizer_state", shard_optimizer_state)
     checks.flag("shard_variables", shard_variables)
+    if not isinstance(verbose, bool):
+        checks.count("verbose", verbose)
     target = targets.parse(topology)
     limit = _checked_limit(target, memory_limit, largest_batch)
     devices = target.devices()
@@ -129,8 +134,10 @@ def dry_run(
         planning.build(model, strategy, example)
     mesh = _mesh_like(strategy.replica_mesh, devices, topology)
 
+    compiler = StepCompiler(target, is_shown=bool(verbose))
+
     def compile_for(batch: Any) -> DryRunReport:
-        return _compile(model, strategy, target, mesh, limit, batch)
+        return _compile(model, strategy, compiler, target, mesh, limit, batch)
 
     report = compile_for(example)
     if not largest_batch or limit is None:
@@ -202,6 +209,7 @@ def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMe
 def _compile(
     model: Any,
     strategy: Strategy,
+    compiler: StepCompiler,
     target: Target,
     mesh: ReplicaMesh,
     limit: int | None,
@@ -210,10 +218,8 @@ def _compile(
     """Compiles the step for one batch."""
     plan = planning.training_step(model, strategy, mesh, batch)
     counts = flops.of_program(plan.traced.jaxpr)
-    begun = time.perf_counter()
-    compiled, refused = _compiled_or_refused(target, plan)
-    seconds = time.perf_counter() - begun
     rows, num_steps = examples.rows_of(batch), plan.num_steps
+    outcome = compiler(plan.traced.lower(), f"the step of {rows} rows")
     # The part of the replica with the most rows, which its logical devices are taken to
     # share evenly.
     most_rows = -(-rows // mesh.num_replicas)
@@ -228,13 +234,17 @@ def _compile(
         limit_bytes=limit,
         flops={dtype: count * share for dtype, count in counts.items()},
         num_gradients=len(plan.state.weights),
-        compile_seconds=seconds,
+        compile_seconds=outcome.seconds,
+        compiler_options=dict(outcome.options),
+        was_compiled_before=outcome.is_kept,
         versions=_versions(target.platform),
     )
-    if refused is not None:
-        needed, available = refused
+    if outcome.refused is not None:
+        needed, available = outcome.refused
         available = min(available, limit or available)
         return dataclasses.replace(report, needed_bytes=needed, limit_bytes=available)
+    compiled = outcome.compiled
+    assert compiled is not None
     analysis = memory.of_program(compiled, plan)
     module = hlo.parse(compiled.as_text())
     moved = traffic.bytes_moved(module) / num_steps
@@ -248,27 +258,8 @@ def _compile(
         collectives=tuple(found),
         unknown_loops=module.unknown_loops,
         estimate=estimate.of_step(target, report.flops, moved, found, num_steps),
+        prediction=prediction.of_step(target, module, found, num_steps),
     )
-
-
-def _compiled_or_refused(
-    target: Target, plan: planning.Plan
-) -> tuple[Any, tuple[int, int] | None]:
-    """The compiled step, or the bytes that it needs and those there are."""
-    try:
-        return compiling.compiled(target, plan.traced.lower()), None
-    except JaxRuntimeError as error:
-        if "ptxas" in str(error):
-            raise BackendError(
-                "XLA assembles programs for GPUs by ptxas, which is missing or does "
-                "not fit.",
-                received=str(error).splitlines()[0],
-                fix="pip install 'keras-distribute[dry-run-cuda]', which has one.",
-            ) from error
-        refused = memory.refusal(str(error))
-        if refused is None:
-            raise
-        return None, refused
 
 
 def _versions(platform: str) -> dict[str, str]:

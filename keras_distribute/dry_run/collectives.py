@@ -71,6 +71,7 @@ class Collective:
         waits_for: The last of them to be computed.
         num_replicas: Of how many replicas the devices of a group are; 1 where they are
             logical devices of one.
+        overlaps: Whether other instructions run while it does.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Collective:
     of: tuple[str, ...]
     waits_for: str
     num_replicas: int
+    overlaps: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -161,6 +163,8 @@ def _collective(
         of=tuple(dict.fromkeys(sources or layers_of(instruction.op_name))),
         waits_for=", ".join(layers_of(last.op_name)) or last_path or last.name,
         num_replicas=max(len(set(group // num_logical)) for group in groups),
+        overlaps=instruction.opcode.endswith("-start")
+        or _CHAIN.search(instruction.text) is not None,
     )
 
 

@@ -40,6 +40,8 @@ def main(
     add("--shard-optimizer-state", action="store_true", help=shard_help)
     shard_help = "shard weights, gradients and optimizer state over the replicas"
     add("--shard-variables", action="store_true", help=shard_help)
+    quiet_help = "do not say how long the compiler has taken"
+    add("--quiet", action="store_true", help=quiet_help)
     add("--json", help="write everything to this file")
     add("--plot", help="draw it to this file")
     options = parser.parse_args(arguments)
@@ -53,6 +55,7 @@ def main(
             memory_limit=options.memory_limit,
             shard_optimizer_state=options.shard_optimizer_state,
             shard_variables=options.shard_variables,
+            verbose=not options.quiet,
         )
     except DistributeError as error:
         parser.error(str(error))

@@ -55,6 +55,7 @@ def compare_dry_runs(
     memory_limit: int | None = None,
     num_logical_devices: int = 1,
     layout_map: LayoutMap | None = None,
+    verbose: int = 1,
 ) -> DryRunComparison:
     """Compiles a training step for hardware that need not be there with what a replica
     keeps whole, and divided in each of the ways that a strategy knows.
@@ -72,6 +73,7 @@ def compare_dry_runs(
         memory_limit: As of `kd.dry_run`.
         num_logical_devices: As of `kd.MirroredStrategy`, for the rows with a layout.
         layout_map: Likewise.
+        verbose: As of `kd.dry_run`.
 
     Returns:
         A `kd.DryRunComparison`: `reports` by the names of the options.
@@ -129,6 +131,7 @@ def compare_dry_runs(
             topology,
             largest_batch=largest_batch,
             memory_limit=memory_limit,
+            verbose=verbose,
         )
 
     return DryRunComparison({name: report(each) for name, each in options.items()})

@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from jax.errors import JaxRuntimeError
@@ -26,8 +27,15 @@ _CHILD = "from keras_distribute.dry_run import compiling; compiling.main()"
 _LAST_LINES = 12
 
 
-def compiled(target: Target, lowered: Any) -> Any:
+def compiled(
+    target: Target, lowered: Any, options: Mapping[str, Any] | None = None
+) -> Any:
     """What the compiler of `target` makes of a `jax.stages.Lowered`.
+
+    Args:
+        target: The hardware.
+        lowered: The program.
+        options: Of the compiler, for this program alone.
 
     Raises:
         BackendError: Where the compiler ends its process, with its last lines.
@@ -35,9 +43,9 @@ def compiled(target: Target, lowered: Any) -> Any:
     """
     # For CPUs it is the compiler of every program here.
     if target.platform == "cpu":
-        return lowered.compile()
+        return lowered.compile(dict(options) if options else None)
     with launches.tracing:
-        program = compiling.program_of(lowered)
+        program = compiling.program_of(lowered, options)
     if not isinstance(program, compiling.Program):
         return program
     search_path = os.pathsep.join(filter(None, sys.path))

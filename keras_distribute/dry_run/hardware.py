@@ -100,6 +100,8 @@ class Hardware:
         wraps_every: An axis whose number of chips is a multiple of it is a ring; others
             are lines.
         devices_per_chip: How many devices share a chip's links.
+        clock_rate: Of a TPU's cores, in cycles a second; 0 for GPUs, whose compiler
+            counts none.
         gpu: What XLA asks about a GPU.
     """
 
@@ -113,11 +115,16 @@ class Hardware:
     pod: tuple[int, ...] = ()
     wraps_every: int = 0
     devices_per_chip: int = 1
+    clock_rate: float = 0
     gpu: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
     def peak_rate(self, dtype: str) -> float:
         """Operations a second of matrix products, by the dtype of the operands."""
         return self.half_rate if dtype in _HALF else self.single_rate
+
+    def is_plain(self, dtype: str) -> bool:
+        """Whether products of a dtype have no matrix units: float32 on a V100."""
+        return dtype not in _HALF and self.single_rate < self.half_rate / 2
 
     @property
     def torus_axes(self) -> int:
@@ -155,13 +162,24 @@ def _tpu(
     pod: tuple[int, ...],
     wraps_every: int,
     source: str,
+    gigahertz: float,
     cores: int = 1,
 ) -> Hardware:
     """A TPU, from the numbers of a chip, but for `usable_gib`, of a device."""
     rate, usable = teraflops * 1e12 / cores, int(usable_gib * 2**30)
     memory, link = gigabytes * 1e9 / cores, link_gigabytes * 1e9
     return Hardware(
-        name, rate, rate, usable, memory, link, source, pod, wraps_every, cores
+        name,
+        rate,
+        rate,
+        usable,
+        memory,
+        link,
+        source,
+        pod,
+        wraps_every,
+        cores,
+        gigahertz * 1e9,
     )
 
 
@@ -188,16 +206,22 @@ def _gpu(
 HARDWARE = {
     each.name: each
     for each in (
+        # Clock rates of v2, v3 and v4: the papers. Of the others: the peak rate by the
+        # operations of a cycle, 2 * 128 * 128 for each of the 4 matrix units of v5e and
+        # the 8 of v5p, 4 times v5e's of a core of v6e and tpu7x by the cycles that
+        # libtpu 0.0.52 expects of large products.
         # Links: 496 and 656 Gbit/s in each direction.
-        _tpu("v2", 46, 7.48, 700, 62, (16, 16), 16, _V2_V3, cores=2),
-        _tpu("v3", 123, 15.48, 900, 82, (32, 32), 32, _V2_V3, cores=2),
-        _tpu("v4", 275, 30.75, 1200, 50, (16, 16, 16), 4, _V4),
+        _tpu("v2", 46, 7.48, 700, 62, (16, 16), 16, _V2_V3, 0.7, cores=2),
+        _tpu("v3", 123, 15.48, 900, 82, (32, 32), 32, _V2_V3, 0.94, cores=2),
+        _tpu("v4", 275, 30.75, 1200, 50, (16, 16, 16), 4, _V4, 1.05),
         # The chip's bandwidth in both directions, over its ports: 400 GB/s and 4, 1200
         # and 6, 800 and 4, 1200 and 6.
-        _tpu("v5e", 197, 15.75, 819, 50, (16, 16), 16, _CLOUD + "v5e"),
-        _tpu("v5p", 459, 95.73, 2765, 100, (16, 20, 28), 4, _CLOUD + "v5p"),
-        _tpu("v6e", 918, 31.24, 1638, 100, (16, 16), 16, _CLOUD + "v6e"),
-        _tpu("tpu7x", 2307, 94.74, 7380, 100, (16, 24, 24), 4, _CLOUD + "tpu7x", 2),
+        _tpu("v5e", 197, 15.75, 819, 50, (16, 16), 16, _CLOUD + "v5e", 1.5),
+        _tpu("v5p", 459, 95.73, 2765, 100, (16, 20, 28), 4, _CLOUD + "v5p", 1.75),
+        _tpu("v6e", 918, 31.24, 1638, 100, (16, 16), 16, _CLOUD + "v6e", 1.75),
+        _tpu(
+            "tpu7x", 2307, 94.74, 7380, 100, (16, 24, 24), 4, _CLOUD + "tpu7x", 2.2, 2
+        ),
         # NVLink: half of what is published, which counts both directions.
         _gpu("v100", 125, 15.7, 16_935_682_048, 900, 150, _V100, _VOLTA),
         _gpu("a100", 312, 156, 42_331_013_120, 1555, 300, _A100, _AMPERE),

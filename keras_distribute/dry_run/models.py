@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_distribute import checks
+from keras_distribute._compat import naming
 from keras_distribute._compat.shapes_alone import shapes_alone
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
@@ -58,7 +59,8 @@ def with_strategy(model_or_builder: Any, **options: Any) -> Model:
     )
     # Variables need a device while they are made; the step will be traced for others.
     strategy = MirroredStrategy(["cpu:0"], **options)
-    with strategy.scope(), shapes_alone():
+    # The second dry run of a function has the names of the first, and so its program.
+    with strategy.scope(), shapes_alone(), naming.given_back():
         model = _clone(model_or_builder) if is_model else model_or_builder()
     checks.instance(
         "model",

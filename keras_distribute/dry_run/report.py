@@ -13,6 +13,7 @@ from keras_distribute.dry_run import estimate, picture
 from keras_distribute.dry_run.collectives import Collective
 from keras_distribute.dry_run.estimate import Estimate, ScalingPoint
 from keras_distribute.dry_run.memory import Memory
+from keras_distribute.dry_run.prediction import Prediction
 from keras_distribute.dry_run.targets import Target
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.summary.tables import bytes_in_words
@@ -66,8 +67,13 @@ class DryRunReport:
         unknown_loops: Loops whose number of iterations is not known before they run:
             they count once.
         estimate: ESTIMATED seconds; `None` for CPUs, and where the step does not fit.
+        prediction: PREDICTED seconds, with an error bar; `None` likewise.
         largest_batch: Where it was asked for.
-        compile_seconds: What the compilation took here.
+        compile_seconds: What the compilation took here, in seconds.
+        compiler_options: Of the compiler, that the step was compiled with because it
+            fails without them.
+        was_compiled_before: Whether nothing was compiled: the answer is that of an
+            earlier dry run of the same program.
         versions: Of what the result depends on.
     """
 
@@ -86,8 +92,11 @@ class DryRunReport:
     num_gradients: int
     unknown_loops: int = 0
     estimate: Estimate | None = None
+    prediction: Prediction | None = None
     largest_batch: LargestBatch | None = None
     compile_seconds: float
+    compiler_options: dict[str, bool] = dataclasses.field(default_factory=dict)
+    was_compiled_before: bool = False
     versions: dict[str, str]
 
     @property
@@ -214,12 +223,22 @@ class DryRunReport:
             heading += f", {self.num_logical} to a replica"
         if self.num_steps > 1:
             heading += f", {self.num_steps} steps a call"
-        parts = [f"{heading}; compiled, not run", _memory_text(self)]
+        heading += "; compiled, not run"
+        if self.compiler_options:
+            heading += f"\ncompiled with {_options_text(self.compiler_options)}"
+        parts = [heading, _memory_text(self)]
         if self.memory is not None:
             parts += [_work_text(self), _collectives_text(self)]
         if self.estimate is not None:
             parts.append(_estimate_text(self.estimate, self.batch))
+        if self.prediction is not None:
+            parts.append(_prediction_text(self.prediction, self.batch))
         return "\n\n".join(parts)
+
+
+def _options_text(options: dict[str, bool]) -> str:
+    named = ", ".join(f"{name}={value}" for name, value in options.items())
+    return f"{named}, without which XLA fails here"
 
 
 def _memory_text(report: DryRunReport) -> str:
@@ -308,6 +327,25 @@ def _estimate_text(found: Estimate, rows: int) -> str:
             "at least": f"{time(found.at_least)}, bound by {found.bound_by}",
             "without overlap": f"{time(found.in_turn)}, {rate:,.0f} rows a second",
             "rates": found.source,
+        },
+    )
+
+
+def _prediction_text(found: Prediction, rows: int) -> str:
+    def time(seconds: float) -> str:
+        return f"{seconds * 1e3:.3g}"
+
+    rate = float(f"{rows / found.seconds:.2g}")
+    span = f"{time(found.low)} to {time(found.high)}"
+    communication = f"{time(found.overlapped)} ms beside it, {time(found.exposed)} ms"
+    return _section(
+        "PREDICTION of a step, from what published steps reach; not a measurement",
+        {
+            "time": f"~ {time(found.seconds)} ms ({span}), {rate:,.0f} rows a second",
+            "  instructions": f"{time(found.work)} ms",
+            "  communication": f"{communication} after it",
+            "published steps": f"{found.num_fitted} fitted, "
+            f"{found.num_held_out} more to check",
         },
     )
 

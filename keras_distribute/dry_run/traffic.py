@@ -9,6 +9,7 @@ loop over time would otherwise read the whole sequence in each iteration.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from keras_distribute.dry_run.hlo import Array, Instruction, Module
 
@@ -46,18 +47,30 @@ def bytes_moved(module: Module) -> int:
 
 def _in_computation(module: Module, computation: list[Instruction]) -> int:
     named = {instruction.name: instruction for instruction in computation}
+    return sum(of_instruction(module, each, named) for each in computation)
+
+
+def moves_nothing(instruction: Instruction) -> bool:
+    """Whether an instruction moves nothing by itself, and takes no time."""
+    return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
+
+
+def of_instruction(
+    module: Module, instruction: Instruction, named: Mapping[str, Instruction]
+) -> int:
+    """The bytes that an instruction moves each time, from the instructions of its
+    computation by their names.
+    """
+    if moves_nothing(instruction):
+        return 0
     total = 0
-    for instruction in computation:
-        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-            continue
-        inside = _inside(module, instruction)
-        for index, name in enumerate(instruction.operands):
-            source = named.get(name)
-            if source is not None and source.opcode != "constant":
-                size = sum(map(_in_memory, source.arrays))
-                total += _bytes_read(module, inside, index, size)
-        total += _bytes_written(inside, instruction)
-    return total
+    inside = _inside(module, instruction)
+    for index, name in enumerate(instruction.operands):
+        source = named.get(name)
+        if source is not None and source.opcode != "constant":
+            size = sum(map(_in_memory, source.arrays))
+            total += _bytes_read(module, inside, index, size)
+    return total + _bytes_written(inside, instruction)
 
 
 def _inside(module: Module, instruction: Instruction) -> list[Instruction]:

@@ -1,9 +1,16 @@
-"""Programs compiled in a child and here."""
+"""Programs compiled in a child and here; no test finds what another has compiled."""
 
 import pytest
 
 from keras_distribute._compat import topologies
-from keras_distribute.dry_run import compiling
+from keras_distribute.dry_run import answers, compiling
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch):
+    """Neither in this process nor in files, which stay from one test run to the next."""
+    answers.forget()
+    monkeypatch.setattr(answers, "folder", lambda: None)
 
 
 @pytest.fixture
@@ -11,10 +18,11 @@ def compiled_twice(monkeypatch):
     """The programs of dry runs, compiled here, too: a child says the same of each."""
     made, in_a_child = [], compiling.compiled
 
-    def compile(target, lowered):
-        result = in_a_child(target, lowered)  # First: then JAX has not compiled it yet.
+    def compile(target, lowered, options=None):
+        # First: then JAX has not compiled it yet.
+        result = in_a_child(target, lowered, options)
         with topologies.assembler():
-            made.append(lowered.compile())
+            made.append(lowered.compile(options or None))
         here, there = made[-1].memory_analysis(), result.memory_analysis()
         if target.platform == "tpu":
             assert result.as_text() == made[-1].as_text()

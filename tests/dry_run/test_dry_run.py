@@ -11,7 +11,7 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute._compat import compiling as seam
-from keras_distribute.dry_run import api, command, compiling, targets
+from keras_distribute.dry_run import answers, api, command, compiling, targets
 from keras_distribute.errors import (
     BackendError,
     DeviceError,
@@ -206,6 +206,7 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
     def other(self, *args, **kwargs):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
+    answers.forget()
     monkeypatch.setattr(jax.stages.Lowered, "compile", other)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         kd.dry_run(models.mlp, 16, topology="cpu:2")

@@ -6,6 +6,7 @@ tests/dry_run/test_gpu.py`.
 import importlib.util
 
 import jax
+import keras
 import pytest
 
 import keras_distribute as kd
@@ -43,3 +44,34 @@ def test_a_batch_that_does_not_fit_is_reported_with_both_sizes():
     assert report.fits is False
     assert report.needed_bytes > report.limit_bytes == int(0.75 * 16_935_682_048)
     assert "does NOT fit" in str(report)
+
+
+def attention_over_patches():
+    """The attention of ViT-B/16 in half precision."""
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        patches = x = keras.Input((196, 768))
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(12, 64)(y, y)
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        model = keras.Model(patches, keras.layers.Dense(10)(x))
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    return model
+
+
+def test_a_step_that_xla_finds_no_tiles_for_is_compiled_with_other_kernels():
+    """XLA of jaxlib 0.10.2: "INTERNAL: Couldn't find output tile sizes"."""
+    report = kd.dry_run(attention_over_patches, 64, topology="h100:8")
+    if jax.version.__version_info__ < (0, 10, 3):
+        assert report.compiler_options == {"xla_gpu_enable_triton_gemm": False}
+        assert "xla_gpu_enable_triton_gemm=False, without which XLA" in str(report)
+    assert report.fits is True and report.count("all-reduce") >= 1
+    prediction = report.prediction
+    assert prediction.low < prediction.seconds < prediction.high
+    assert prediction.seconds > report.estimate.at_least
+    again = kd.dry_run(attention_over_patches, 64, topology="h100:8")
+    assert again.was_compiled_before
+    assert again.compiler_options == report.compiler_options

@@ -16,7 +16,7 @@ import keras
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.dry_run import targets
+from keras_distribute.dry_run import answers, targets
 from keras_distribute.dry_run.hardware import Hardware
 from keras_distribute.errors import BackendError, DeviceError
 from keras_distribute.tpu import system
@@ -52,6 +52,28 @@ def test_the_test_models_compile_for_every_topology(name, compiled_twice):
         expected = 0 if report.num_devices == 1 else 1
         assert expected <= report.count("all-reduce") <= 3 * expected
         assert all(each.group_size == report.num_devices for each in report.collectives)
+
+
+def test_a_step_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
+    """With JAX's persistent compilation cache, and however often in this process."""
+    monkeypatch.setattr(answers, "folder", lambda: tmp_path)
+    first = kd.dry_run(models.mlp, 256, topology="v5e:2x2")
+    assert not first.was_compiled_before and len(list(tmp_path.iterdir())) == 1
+    answers.forget()  # As another process.
+    monkeypatch.setattr(subprocess, "run", None)
+    second = kd.dry_run(models.mlp, 256, topology="v5e:2x2")
+    assert second.was_compiled_before
+    assert second.memory == first.memory and second.prediction == first.prediction
+
+
+def test_a_prediction_is_made_of_the_cycles_that_libtpu_expects():
+    report = kd.dry_run(models.cnn, 1024, topology="v5e:2x2")
+    found = report.prediction
+    assert found.low < found.seconds < found.high
+    assert found.seconds == max(found.work, found.overlapped) + found.exposed
+    assert found.work > max(report.estimate.compute, report.estimate.memory) / 2
+    assert "PREDICTION" in str(report) and "~ " in str(report)
+    assert report.to_json()["prediction"]["seconds"] == found.seconds
 
 
 def test_hosts_and_other_generations():
