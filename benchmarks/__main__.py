@@ -25,6 +25,7 @@ NAMES = (
     "input_pipeline",
     "checkpoints",
     "dry_run",
+    "communication",
     "published_steps",
     "consistency",
     "deterministic",

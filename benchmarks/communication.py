@@ -28,10 +28,11 @@ import report
 LARGEST = 1200  # Seconds that one program may take.
 PROGRAMS = {
     "ours": "keras_distribute",
+    "ours_16": 'keras_distribute, `communication_dtype="bfloat16"`',
     "whole": "over the global batch",
     "by_hand": "`shard_map` by hand",
 }
-TOLERANCE = 1.01  # Of the bytes: a loss and a few counts are sent, too.
+TOLERANCE = 1.02  # Of the bytes: a loss and a few counts are sent, too.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,8 @@ def resnet50() -> Any:
     """Keras's ResNet-50."""
     import keras
 
-    return keras.applications.ResNet50(
-        weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation="linear"
-    )
+    logits = {"classes": 10, "classifier_activation": "linear"}
+    return keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), **logits)
 
 
 def transformer() -> Any:
@@ -114,9 +114,12 @@ def lowered(name: str, case: Case) -> Any:
 
     target = targets.parse(case.topology)
     devices = target.devices()
-    if name != "ours":
+    if not name.startswith("ours"):
         return _of_jax(name, case, devices)
-    found = models.with_strategy(lambda: compiled_model(case))
+    dtype = "bfloat16" if name == "ours_16" else None
+    found = models.with_strategy(
+        lambda: compiled_model(case), communication_dtype=dtype
+    )
     batch = examples.batch_of(found.model, case.rows * len(devices))
     with found.creation():
         planning.build(found.model, found.strategy, batch)
@@ -240,7 +243,8 @@ def markdown(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
         "Compiled by libtpu for 4 chips of v5e, mixed_bfloat16, SGD with momentum; "
         "nothing was run. Sent: by the algorithms of a ring. Begin: where in the "
         "program, which is written in the order that it runs in, what is large begins "
-        "to be summed."
+        "to be summed. XLA sums in 16 bits what it divides by itself; ours does where "
+        "the user says so, since a sum of rounded sums differs from one device's."
     )
     said = "\n".join(lines)
     return f"{report.table(header, rows, 'llrrrr')}\n\n{notes}\n\n{said}"
@@ -248,13 +252,18 @@ def markdown(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def _judged(title: str, programs: dict[str, dict[str, Any]]) -> list[str]:
     lines: list[str] = []
-    for key, what in (("sent", "bytes sent"), ("temporary", "temporary memory")):
-        best = min(programs[name][key] for name in ("whole", "by_hand"))
-        ratio = programs["ours"][key] / best if best else 1.0
+    judged = (
+        ("ours", "sent", "bytes sent", ("by_hand",)),
+        ("ours_16", "sent", "bytes sent", ("whole", "by_hand")),
+        ("ours", "temporary", "temporary memory", ("whole", "by_hand")),
+    )
+    for own, key, what, others in judged:
+        best = min(others, key=lambda name: programs[name][key])
+        ratio = programs[own][key] / programs[best][key]
         reached = "reached" if ratio <= TOLERANCE else "**missed**"
         lines.append(
-            f"- {title}: {what} / the better of the others: {ratio:.2f}, to be at most "
-            f"{TOLERANCE:.2f}: {reached}"
+            f"- {title}: {what}, {PROGRAMS[own]} / {PROGRAMS[best]}: {ratio:.2f}, to "
+            f"be at most {TOLERANCE:.2f}: {reached}"
         )
     return lines
 
