@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,14 @@ def flattened(array: Any) -> Any:
     memory, on which the order of a sum depends.
     """
     return jnp.ravel(jax.random.key_data(array) if is_key(array) else array)
+
+
+def entering(array: Any) -> Any:
+    """`flattened`, as it enters a loop or a branch from outside. Without the barrier,
+    MLIR joins two changes of shape across the border, where a value was made in another
+    shape on one device than on several: a sum of it was then in another order.
+    """
+    return lax.optimization_barrier(flattened(array))
 
 
 def of_several(flat: Any) -> Any:

@@ -39,6 +39,7 @@ from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
 from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
+    entering,
     flattened,
     form_of,
     formed,
@@ -132,7 +133,7 @@ class _Part:
         taken = self._taken(operations)
 
         given = [self._known[number].array for number in taken]
-        flat, forms = list(map(flattened, given)), dict[int, Any]()
+        flat, forms = list(map(entering, given)), dict[int, Any]()
 
         def computed(flat: Any) -> list[Any]:
             own = dict(zip(taken, map(formed, flat, map(form_of, given)), strict=True))
@@ -156,7 +157,7 @@ class _Part:
         first, each = self._series.first, self._series.each
         given = [self._known[number] for number in taken]
         stacks = [
-            flattened(value.array) if value.is_equal else self._stack(number)
+            entering(value.array) if value.is_equal else self._stack(number)
             for number, value in zip(taken, given, strict=True)
         ]
         forms: dict[int, Form] = {}
