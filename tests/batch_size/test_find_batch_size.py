@@ -65,7 +65,7 @@ def test_a_limit_in_bytes(replicas, compilations):
     """
     strategy = mirrored(replicas) if replicas else None
     model = trained(strategy)
-    for each in model.variables:
+    for each in (*model.variables, *model.metrics_variables):
         if isinstance(each, SyncOnReadVariable):
             each.assign(each.components)  # By small programs, which are not to count.
             assert np.isfinite(each.numpy()).all()
