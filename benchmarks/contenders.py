@@ -25,7 +25,7 @@ import peers
 from workloads import WORKLOADS, Workload
 
 FUSED = 10
-THREADS_PER_DEVICE = 8  # Of XLA's pool, as keras_distribute has it.
+THREADS_PER_DEVICE = 4  # Of XLA's pool, as keras_distribute has it.
 TITLES = {
     "plain": "Keras `fit`, one device",
     "plain_fused": f"Keras `fit`, one device, steps_per_execution={FUSED}",
