@@ -13,6 +13,7 @@ devices.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,19 +32,11 @@ def install(replaced: Replacements, attention: Callable[..., Any]) -> None:
     """Hooks the attention of a strategy's models.
 
     Args:
-        attention: `attention(original, query, key, value, **options)` in place of
-            `dot_product_attention`.
+        attention: In place of `dot_product_attention`, with this one as its first
+            argument.
     """
-    original = jax_nn.dot_product_attention
-
-    def dot_product_attention(
-        query: Any, key: Any, value: Any, bias: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        names = ("mask", "scale", "is_causal", "flash_attention")
-        given = dict(zip((*names, "attn_logits_soft_cap"), args, strict=False))
-        return attention(original, query, key, value, bias=bias, **given, **options)
-
-    replaced.replace(jax_nn, "dot_product_attention", dot_product_attention)
+    new = functools.partial(attention, jax_nn.dot_product_attention)
+    replaced.replace(jax_nn, "dot_product_attention", new)
 
 
 def splash_attention(

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_distribute import checks
-from keras_distribute._compat import naming
 from keras_distribute._compat.shapes_alone import shapes_alone
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
@@ -59,8 +58,9 @@ def with_strategy(model_or_builder: Any, **options: Any) -> Model:
     )
     # Variables need a device while they are made; the step will be traced for others.
     strategy = MirroredStrategy(["cpu:0"], **options)
-    # The second dry run of a function has the names of the first, and so its program.
-    with strategy.scope(), shapes_alone(), naming.given_back():
+    # `shapes_alone` gives names back: the second dry run of a function has those of the
+    # first, and so its program.
+    with strategy.scope(), shapes_alone():
         model = _clone(model_or_builder) if is_model else model_or_builder()
     checks.instance(
         "model",

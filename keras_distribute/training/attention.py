@@ -31,7 +31,6 @@ def dot_product_attention(
     query: Any,
     key: Any,
     value: Any,
-    *,
     bias: Any = None,
     mask: Any = None,
     scale: float | None = None,

@@ -63,16 +63,15 @@ def standing(variables: Iterable[Any]) -> list[Standing]:
         if link is not None:
             links = held.setdefault(id(link[0]), (link[0], []))[1]
             links.append((link[1], variable))
-        elif isinstance(variable.stored, jax.Array):
-            found.append(_of_one(variable))
+        elif isinstance(array := variable.stored, jax.Array):
+            found.append(_of_one(variable, array))
     for holder, links in held.values():
         found += holder.standing(links)
     return found
 
 
-def _of_one(variable: Any) -> Standing:
+def _of_one(variable: Any, array: jax.Array) -> Standing:
     def replace(array: jax.Array) -> None:
         variable._value = array
 
-    array = variable.stored
     return Standing(array, (Part(variable, 0, array.size),), replace)
