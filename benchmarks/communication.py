@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,21 +275,12 @@ def main() -> None:
     if given.child:
         one(*given.child)
         return
-    file = report.RESULTS / "communication.json"
-    known: dict[str, Any] = {}
-    if file.exists():
-        known = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    known = report.known_cases("communication")
     for model in given.which or CASES:
-        known[model] = {}
-        for name in PROGRAMS:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "found.json"
-                subprocess.run(
-                    [sys.executable, __file__, "--child", model, name, str(path)],
-                    check=True,
-                    timeout=LARGEST,
-                )
-                known[model][name] = json.loads(path.read_text(encoding="utf-8"))
+        known[model] = {
+            name: report.from_child(__file__, model, name, seconds=LARGEST)
+            for name in PROGRAMS
+        }
         cases = {model: known[model] for model in CASES if model in known}
         report.write("communication", {"cases": cases}, markdown(cases), how="Compiled")
 

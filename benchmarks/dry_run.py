@@ -14,12 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import report
@@ -287,21 +282,9 @@ def main() -> None:
         for key in keys
         if not given.which or key in given.which or key.partition("@")[0] in given.which
     ]
-    file = report.RESULTS / "dry_run.json"
-    known = (
-        json.loads(file.read_text(encoding="utf-8"))["cases"]
-        if file.exists() and given.which
-        else {}
-    )
+    known = report.known_cases("dry_run") if given.which else {}
     for key in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "found.json")
-            subprocess.run(
-                [sys.executable, __file__, "--child", *key.split("@"), path],
-                check=True,
-                timeout=LARGEST,
-            )
-            known[key] = json.loads(Path(path).read_text(encoding="utf-8"))
+        known[key] = report.from_child(__file__, *key.split("@"), seconds=LARGEST)
         cases = {key: known[key] for key in keys if key in known}
         report.write(
             "dry_run", {"cases": cases}, markdown(cases), quiet=True, how="Compiled"

@@ -33,9 +33,6 @@ import dataclasses
 import importlib
 import json
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -358,19 +355,6 @@ def _row(name: str, facts: dict[str, Any], share: float, is_fitted: bool) -> lis
     ]
 
 
-def compiled(name: str) -> dict[str, Any]:
-    """One case, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "found.json")
-        subprocess.run(
-            [sys.executable, __file__, "--child", name, path],
-            check=True,
-            timeout=LONGEST,
-        )
-        facts: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    return facts
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -383,9 +367,7 @@ def main() -> None:
         one(*given.child)
         return
     file = report.RESULTS / "published_steps.json"
-    known: dict[str, dict[str, Any]] = {}
-    if file.exists():
-        known = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    known = report.known_cases("published_steps")
     if given.fit:
         for platform in ("tpu", "cuda"):
             share = fit(platform, known)
@@ -394,7 +376,7 @@ def main() -> None:
             print(f"{platform}: share {share}, error {error:.3f}")
         return
     for name in given.which or CASES:
-        known[name] = compiled(name)
+        known[name] = report.from_child(__file__, name, seconds=LONGEST)
         write(known, file)
 
 

@@ -8,6 +8,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +93,29 @@ def write(
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     if not quiet:
         print(text)
+
+
+def known_cases(name: str) -> dict[str, Any]:
+    """The cases in `results/<name>.json`; none before it is written."""
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        return {}
+    cases: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    return cases
+
+
+def from_child(script: str, *arguments: str, seconds: float) -> dict[str, Any]:
+    """What `script --child *arguments PATH`, a process of its own, writes to the path.
+
+    Raises:
+        subprocess.TimeoutExpired: After so many seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, script, "--child", *arguments, str(path)]
+        subprocess.run(command, check=True, timeout=seconds)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def table(header: list[str], rows: list[list[str]], align: str) -> str:
