@@ -128,23 +128,35 @@ class Frame:
     gather: Callable[[Any, Any], Any] | None = None
 
 
-class _Stack(threading.local):
+class _Thread(threading.local):
+    """What a thread is in the middle of.
+
+    Attributes:
+        frames: Its stack.
+        gives_away: Whether arrays that it assigns are used by nobody else.
+        creates_accumulators: Whether variables that it creates add up gradients over
+            micro-steps.
+        read: By their ids, values of variables that were read beforehand.
+    """
+
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self.gives_away = self.creates_accumulators = False
+        self.read: dict[int, Any] = {}
 
 
 class _InForce:
     """What is in force.
 
     Attributes:
-        thread: The stack of this thread.
+        thread: What this thread is in the middle of.
         strategy: The one that was set for all threads.
         make_default: How the default one is made, which lives in a room below.
         scopes: The scopes that are open, each in its thread.
     """
 
     def __init__(self) -> None:
-        self.thread = _Stack()
+        self.thread = _Thread()
         self.strategy: AnyStrategy | None = None
         self.make_default: Callable[[], AnyStrategy] | None = None
         self.scopes: weakref.WeakKeyDictionary[Frame, threading.Thread] = (

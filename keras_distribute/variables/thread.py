@@ -5,27 +5,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Generator
-from typing import Any
 
+from keras_distribute.context import in_force
 
-class _Thread(threading.local):
-    """What a thread is in the middle of.
-
-    Attributes:
-        gives_away: Whether arrays that it assigns are used by nobody else.
-        creates_accumulators: Whether variables that it creates add up gradients over
-            micro-steps.
-        read: By their ids, values of variables that were read beforehand.
-    """
-
-    def __init__(self) -> None:
-        self.gives_away = self.creates_accumulators = False
-        self.read: dict[int, Any] = {}
-
-
-thread = _Thread()
+thread = in_force.thread
 
 
 @contextlib.contextmanager
