@@ -36,7 +36,7 @@ OWNS = {
     "remote": ("messages with arrays,", "proofs, heartbeats"),
     "variables": ("mirrored, sync-on-read;", "who holds the arrays"),
     "run": ("Strategy.run: traces, proof,", "one program"),
-    "dropped": ("closing what was dropped",),
+    "threads": ("waiting for threads;", "closing what was dropped"),
     "checkpoint": ("state of objects on disk", "and back"),
     "input": ("any dataset as batches;", "shards, positions, prefetch"),
     "consistency": ("whether copies on the", "replicas are the same"),
@@ -143,9 +143,9 @@ def _needs() -> dict[str, set[str]]:
 
 
 def _floor(needs: dict[str, set[str]], room: str) -> int:
-    if room == "dropped":  # Needs nothing: near those that need it.
+    if room == "threads":  # Needs nothing: near those that need it.
         return min(_floor(needs, other) for other in needs if room in needs[other]) - 1
-    below = needs[room] - {"dropped"}
+    below = needs[room] - {"threads"}
     return 1 + max((_floor(needs, other) for other in below), default=-1)
 
 

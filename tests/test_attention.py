@@ -95,7 +95,7 @@ STRATEGIES = {
     "2 replicas": lambda: mirrored(2),
     "4 replicas": lambda: mirrored(4),
     "8 replicas": lambda: mirrored(8),
-    "weights divided": lambda: mirrored(4, shard_variables=True, min_shard_bytes=0),
+    "weights divided": lambda: mirrored(4, shard_variables=True, min_shard_bytes=1),
     "slots divided": lambda: mirrored(4, shard_optimizer_state=True),
     "the same bits": lambda: mirrored(4, deterministic=True),
 }

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from keras_distribute import dropped
+from keras_distribute.threads import dropped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -95,7 +95,7 @@ def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_i
 def test_a_forked_process_has_its_own_thread():
     program = """
     import os
-    from keras_distribute import dropped
+    from keras_distribute.threads import dropped
     class Owner: pass
     owner = Owner(); dropped.when_dropped(owner, int); del owner; dropped.settle()
     if os.fork() == 0:

@@ -8,6 +8,7 @@ import keras_distribute as kd
 PACKAGE = pathlib.Path(kd.__file__).parent
 ROOMS = [
     "errors",
+    "threads",
     "checks",
     "types",
     "_compat",
@@ -19,7 +20,6 @@ ROOMS = [
     "remote",
     "variables",
     "run",
-    "dropped",
     "consistency",
     "checkpoint",
     "input",

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keras_distribute import dropped
 from keras_distribute.checkpoint import under_way
 from keras_distribute.checkpoint.checkpoint import Checkpoint, load_storage
 from keras_distribute.checkpoint.manifest import Manifest
@@ -20,6 +19,7 @@ from keras_distribute.checkpoint.reading import Reading
 from keras_distribute.cluster import agreement
 from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
+from keras_distribute.threads import dropped
 
 if TYPE_CHECKING:  # It needs Orbax.
     from keras_distribute.checkpoint.writer import Writer

@@ -26,7 +26,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from keras_distribute import dropped
 from keras_distribute.checkpoint import manifest as manifests
 from keras_distribute.checkpoint import tables, under_way
 from keras_distribute.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
@@ -44,6 +43,7 @@ from keras_distribute.errors import (
     DamagedCheckpointError,
     UnavailableError,
 )
+from keras_distribute.threads import dropped
 
 # Deleting a folder takes many steps: killed among them, a damaged checkpoint would
 # stand there under its name. Renamed first, it is gone at once; the next save empties

@@ -12,7 +12,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from keras_distribute import dropped
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.manifest_item import ARRAYS, MANIFEST, ManifestHandler
@@ -29,6 +28,7 @@ from keras_distribute.checkpoint.storage import (
 )
 from keras_distribute.checkpoint.under_way import unfinished
 from keras_distribute.cluster.encoding import Arrays
+from keras_distribute.threads import dropped
 
 
 @dataclasses.dataclass

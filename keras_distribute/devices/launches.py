@@ -68,8 +68,8 @@ class Launches:
         """
         job = self._unsettled = _Job(program, arguments, landing)
         self._jobs.put(job)
-        job.done.wait()
-        self._unsettled = None
+        with job.unfinished:
+            self._unsettled = None
         if job.error is not None:
             raise job.error
 
@@ -80,7 +80,8 @@ class Launches:
             # An exception may have come before the thread was given the job: then
             # nobody has claimed it, and nobody will.
             if not job.claim.acquire(blocking=False):
-                job.done.wait()
+                with job.unfinished:
+                    pass
             self._unsettled = None
 
     def ordered(self, program: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +117,7 @@ class Launches:
         """
         job = self._unsettled
         if job is not None and not job.claim.acquire(blocking=False):
-            job.done.wait(_EXIT_SECONDS)
+            job.unfinished.acquire(timeout=_EXIT_SECONDS)
 
 
 launches = Launches()
@@ -165,7 +166,13 @@ class Executable:
 
 
 class _Job:
-    """A call of a program in the thread, from its request to its end."""
+    """A call of a program in the thread, from its request to its end.
+
+    Attributes:
+        claim: Held once the thread, or whoever takes the job back, has it.
+        unfinished: Held until the program has returned.
+        error: What it raised.
+    """
 
     def __init__(
         self, program: Any, arguments: Sequence[Any], landing: Landing
@@ -173,7 +180,8 @@ class _Job:
         self._call: Any = functools.partial(program, *arguments)
         self._landing = landing
         self.claim = threading.Lock()
-        self.done = threading.Event()
+        self.unfinished = threading.Lock()
+        self.unfinished.acquire()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -185,4 +193,4 @@ class _Job:
             except BaseException as error:
                 self.error = error
             self._call = None  # The arguments, which the program may have deleted.
-            self.done.set()
+            self.unfinished.release()

@@ -17,6 +17,7 @@ from keras_distribute.input.source import (
     Position,
     Reader,
     Shuffled,
+    first_of,
     uncounted,
 )
 
@@ -180,8 +181,10 @@ class ArraySource(Shuffled):
         return _ArrayReader(self)
 
     def peek(self) -> Batch:
-        epoch = self.epoch
-        batch = super().peek()
+        epoch, ahead = self.epoch, jax.default_backend() != "cpu"
+        # Keras looks at the first batch, too, and draws the order of no other one, but
+        # of one more where it copies a batch ahead.
+        batch = first_of(_ArrayReader(self, drawn=2 if ahead else 1))
         self.epoch = epoch
         return batch
 
@@ -198,10 +201,17 @@ class ArraySource(Shuffled):
 
 
 class _ArrayReader(Reader):
+    """
+    Args:
+        source: What it reads.
+        drawn: Of how many batches the order is drawn where each has its own; `None`: of
+            all.
+    """
+
     kind = "arrays"
 
-    def __init__(self, source: ArraySource) -> None:
-        self._source = source
+    def __init__(self, source: ArraySource, drawn: int | None = None) -> None:
+        self._source, self._drawn = source, drawn
         self._epoch = self._step = 0
         self._sought: Position | None = None
         self._before: Any = None
@@ -222,7 +232,9 @@ class _ArrayReader(Reader):
             return
         # All drawn now: a thread prefetches the batches, while the program may draw
         # from NumPy's stream, too.
-        starts = range(0, source.num_batches * source.batch_size, source.batch_size)
+        num_batches = source.num_batches
+        starts = range(0, num_batches * source.batch_size, source.batch_size)
+        starts = starts[: self._drawn]
         sizes = [min(source.batch_size, source.rows - start) for start in starts]
         orders = [
             start + self._permutation(i, n)

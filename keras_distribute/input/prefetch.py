@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from keras_distribute import context, dropped
+from keras_distribute import context
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices import timing
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, copy_arrays, in_use
+from keras_distribute.threads import dropped
+from keras_distribute.threads.condition import Condition
 
 _JOIN_SECONDS = 30.0
 
@@ -165,7 +167,7 @@ class _Work:
         self.pending: deque[Batch] = deque()
         self._ready: deque[_Ready] = deque()
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._reading = threading.Lock()
         self._asked = self._read = 0
         self._running = self._ended = self._stopped = False
@@ -201,7 +203,7 @@ class _Work:
                 except StopIteration:
                     return None
         else:
-            with self._changed:
+            with self._changed.lock:
                 self._asked += 1
                 self._changed.notify_all()
                 while not (self._ready or self._ended or self._stopped):
@@ -241,7 +243,7 @@ class _Work:
                     try:
                         item = self._next()
                     except BaseException as failure:
-                        with self._changed:
+                        with self._changed.lock:
                             # The end needs no traceback, which would hold this frame,
                             # and with it the reader.
                             is_end = isinstance(failure, StopIteration)
@@ -249,13 +251,13 @@ class _Work:
                             self._ended = True
                             self._changed.notify_all()
                         return
-                    with self._changed:
+                    with self._changed.lock:
                         self._ready.append(item)
                         self._read += 1
                         self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        with self._changed, timing.of("room"):
+        with self._changed.lock, timing.of("room"):
             while not self._stopped and self._read >= self._limit():
                 self._changed.wait()
             return not self._stopped
@@ -282,14 +284,14 @@ class _Work:
         if self._position is not None and not ended:
             return self._position
         # The reader stands still; what it has prefetched belongs to the position.
-        with self._reading, self._changed:
+        with self._reading, self._changed.lock:
             if ended:
                 return {"at": self._reader.position()}
             waiting = [item.batch for item in self._ready] + list(self.pending)
             return {"at": self._reader.position(), "pending": _packed(waiting)}
 
     def stop(self, wait: bool = False) -> None:
-        with self._changed:
+        with self._changed.lock:
             if self._stopped:
                 return
             self._stopped = True

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute import dropped
 from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
@@ -43,6 +42,8 @@ from keras_distribute.scheduling.values import (
     RemoteValue,
 )
 from keras_distribute.scheduling.workers import Worker
+from keras_distribute.threads import dropped
+from keras_distribute.threads.condition import Condition
 from keras_distribute.variables import Blocks
 
 _SECONDS_TO_START = 120.0
@@ -86,7 +87,7 @@ class Cluster:
         self.credentials, self.coordinator = credentials, ""
         self.server_addresses = list(cluster.job_tasks("ps"))
         self._max_staleness = max_staleness
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self.queue = Queue(self._condition)
         self.servers = [
             Server(i, address, credentials, self.queue.lost)
@@ -385,7 +386,7 @@ class Cluster:
 
     def note_versions(self, versions: Sequence[int]) -> None:
         """Notes how far the servers are."""
-        with self._condition:
+        with self._condition.lock:
             self._versions = list(map(max, self._versions, versions))
 
     def address_of(self, worker: int) -> str | None:
@@ -399,7 +400,7 @@ class Cluster:
         """Makes the servers refuse what a worker's earlier lives push; returns the
         number of its next one.
         """
-        with self._condition:
+        with self._condition.lock:
             self._lives[worker] = self._lives.get(worker, 0) + 1
             life = self._lives[worker]
         for server in self.servers:

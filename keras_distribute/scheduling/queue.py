@@ -8,7 +8,6 @@ waited then is cancelled, and the coordinator can be used again.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from keras_distribute.errors import CancelledError, UnavailableError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
+from keras_distribute.threads.condition import Condition
 
 _MOST = 256 * 1024  # As in TensorFlow: more wait in `schedule`.
 
@@ -66,7 +66,7 @@ class Queue:
         is_closed: Whether the strategy is.
     """
 
-    def __init__(self, condition: threading.Condition) -> None:
+    def __init__(self, condition: Condition) -> None:
         self._condition = condition
         self._waiting: deque[Closure] = deque()
         self._running: set[Closure] = set()
@@ -83,14 +83,14 @@ class Queue:
 
     def next_number(self) -> int:
         """The number of a new closure."""
-        with self._condition:
+        with self._condition.lock:
             self._numbers += 1
             return self._numbers
 
     @property
     def done_below(self) -> int:
         """All closures of lower numbers have returned."""
-        with self._condition:
+        with self._condition.lock:
             return min(self._unfinished, default=self._numbers + 1)
 
     def put(self, closure: Closure) -> None:
@@ -99,7 +99,7 @@ class Queue:
         Raises:
             Exception: The first error of those before.
         """
-        with self._condition:
+        with self._condition.lock:
             self.raise_error()
             self._condition.wait_for(
                 lambda: len(self._waiting) < _MOST or self._error is not None
@@ -116,7 +116,7 @@ class Queue:
         Args:
             is_idle: Whether who asks has nothing to do.
         """
-        with self._condition:
+        with self._condition.lock:
             if not self._waiting or self._error is not None:
                 return None
             if self._waiting[0].counted is not None and not is_idle:
@@ -127,7 +127,7 @@ class Queue:
 
     def put_back(self, closure: Closure) -> None:
         """Of a worker that is gone: another one has to run it."""
-        with self._condition:
+        with self._condition.lock:
             self._running.discard(closure)
             if self._error is not None or self.is_closed:
                 self._cancel(closure)
@@ -139,7 +139,7 @@ class Queue:
 
     def finished(self, closure: Closure, value: Any) -> None:
         """Notes the result of one."""
-        with self._condition:
+        with self._condition.lock:
             self._running.discard(closure)
             self._unfinished.pop(closure.number, None)
             closure.result.set_value(value)
@@ -147,7 +147,7 @@ class Queue:
 
     def failed(self, error: BaseException, closure: Closure | None = None) -> None:
         """Notes an error, and cancels what waits."""
-        with self._condition:
+        with self._condition.lock:
             if closure is not None:
                 self._running.discard(closure)
                 self._unfinished.pop(closure.number, None)
@@ -159,7 +159,7 @@ class Queue:
 
     def lost(self, error: UnavailableError) -> None:
         """Notes that a server is gone: every call says so from now on."""
-        with self._condition:
+        with self._condition.lock:
             self._lost = self._lost or error
             self.failed(error)
 
@@ -167,7 +167,7 @@ class Queue:
         """Forgets errors and whom to wake, with servers that are new; all that waited
         or ran is cancelled.
         """
-        with self._condition:
+        with self._condition.lock:
             left = [*self._waiting, *self._running]
             self._waiting.clear()
             self._running.clear()
@@ -204,7 +204,7 @@ class Queue:
             Exception: The first error of any closure, when nothing runs any more.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
+        with self._condition.lock:
             while True:
                 self.raise_error()
                 if ready():
@@ -217,12 +217,12 @@ class Queue:
 
     def notify(self) -> None:
         """Lets who waits look again."""
-        with self._condition:
+        with self._condition.lock:
             self._condition.notify_all()
 
     def check(self) -> None:
         """Raises the first error, once, when nothing runs any more."""
-        with self._condition:
+        with self._condition.lock:
             self.raise_error()
 
     def raise_error(self) -> None:
@@ -236,12 +236,12 @@ class Queue:
     @property
     def num_pending(self) -> int:
         """How many wait or run."""
-        with self._condition:
+        with self._condition.lock:
             return len(self._waiting) + len(self._running)
 
     def close(self) -> None:
         """Cancels all that waits."""
-        with self._condition:
+        with self._condition.lock:
             self.is_closed = True
             while self._waiting:
                 self._cancel(self._waiting.popleft())

@@ -5,7 +5,6 @@ worker has of its own.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.scheduling import traces
+from keras_distribute.threads.condition import Condition
 
 
 class RemoteValue:
@@ -28,7 +28,7 @@ class RemoteValue:
         array(0.25, dtype=float32)
     """
 
-    def __init__(self, condition: threading.Condition) -> None:
+    def __init__(self, condition: Condition) -> None:
         self._condition = condition
         self._is_set = False
         self._value: Any = None
@@ -50,7 +50,7 @@ class RemoteValue:
             CancelledError: If another function has failed before.
             Exception: The function's own error.
         """
-        with self._condition:
+        with self._condition.lock:
             self._condition.wait_for(lambda: self._is_set)
         self._on_read()
         if self._error is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import keras
 
-from keras_distribute import checks, context, dropped
+from keras_distribute import checks, context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
@@ -22,6 +22,7 @@ from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
+from keras_distribute.threads import dropped
 from keras_distribute.types import RunOptions
 from keras_distribute.variables import Blocks
 

@@ -426,8 +426,8 @@ def test_random_streams_come_back(tmp_path: Any) -> None:
     ("options", "error"),
     [
         ({"save_freq": "batch"}, 'save_freq is "epoch", a positive number'),
-        ({"save_freq": 0}, "Received: 0."),
-        ({"save_freq": True}, "Received: True."),
+        ({"save_freq": 0}, "Received: save_freq=0."),
+        ({"save_freq": True}, "Received: save_freq=True."),
         ({"save_seconds": 0}, "save_seconds is a positive number"),
         ({"backup_dir": ""}, "the path of a folder"),
         ({"save_freq": False, "save_before_preemption": False}, "would never save"),

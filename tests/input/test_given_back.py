@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_distribute import dropped
 from keras_distribute.input.source import in_use
+from keras_distribute.threads import dropped
 from tests.support import mirrored
 
 X, Y = np.ones((70, 6), "float32"), np.ones((70, 3), "float32")

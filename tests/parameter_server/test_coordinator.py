@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute import dropped
 from keras_distribute.coordinator import (
     ClusterCoordinator,
     PerWorkerValues,
     RemoteValue,
 )
+from keras_distribute.threads import dropped
 
 
 @pytest.fixture

@@ -52,6 +52,19 @@ def test_the_same_numbers(replicas: int) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
+def test_slots_of_which_the_replicas_divide_no_dimension() -> None:
+    """Packed, they are divided nevertheless, in their buffer."""
+    model = built(3, True)
+    with model.optimizer.iterations.distribute_strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    assert not any(
+        any(axis is not None for axis in v.value_sharding.spec)
+        for v in model.optimizer.variables
+    )
+    model.fit(X, Y, batch_size=16, verbose=0)
+
+
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_memory(replicas: int) -> None:
     model = built(replicas, True)

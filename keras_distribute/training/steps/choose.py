@@ -109,7 +109,8 @@ def compiled_step(
         carried = step_by_rows(strategy, carried, told, watch)
     # Where nothing is divided or rests elsewhere, a step of the user's own may return
     # its groups as tuples or lists.
-    elsewhere = bool(places) or strategy.placement.rests_elsewhere
+    is_divided = bool(places) or packing.is_divided
+    elsewhere = is_divided or strategy.placement.rests_elsewhere
     shardings = state_shardings.of_state(groups, mesh) if elsewhere else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)

@@ -80,6 +80,7 @@ class Packing:
             if place not in taken and is_small(self._shape(place)):
                 small[self._shape(place).dtype].append(place)
         self.buffers += [places for places in small.values() if len(places) >= MANY]
+        self.is_divided = any(divided)
         self._shardings = [
             mesh.split if split else mesh.replicated for split in divided
         ]

@@ -1,4 +1,4 @@
-"""Closes what was dropped without being closed. Knows nothing else of the package.
+"""Closes what was dropped without being closed.
 
 Python may collect garbage at any allocation, also while the same thread holds a lock. A
 finalizer that takes a lock or waits for a thread can then deadlock with itself. So here
@@ -67,7 +67,8 @@ def settle() -> None:
     thread = _closer.thread
     if thread is None or not thread.is_alive() or thread is threading.current_thread():
         return
-    done = threading.Event()
-    _closer.queue.put(done.set)
-    while not done.wait(1.0) and thread.is_alive():
+    done = threading.Lock()
+    done.acquire()
+    _closer.queue.put(done.release)
+    while not done.acquire(timeout=1.0) and thread.is_alive():
         pass
