@@ -74,6 +74,8 @@ class Traced:
         structure: Of the results.
         forms: Of the results that are arrays.
         leaves: Their leaves: `None` for an array, and other objects as they are.
+        partial: Whether each result that is an array depends on what functions add to
+            variables of the coordinator: it lacks what those under way add.
         gradients: The optimizers with the variables whose gradients come first among
             what is pushed.
         pushed: The variables on servers that are added to or set, in order.
@@ -95,6 +97,7 @@ class Traced:
     structure: Any
     forms: list[Any]
     leaves: list[Any]
+    partial: list[bool]
     gradients: list[tuple[Any, list[Any]]]
     pushed: list[tuple[Change, Any]]
     changes: list[tuple[Change, Any]]
@@ -238,14 +241,33 @@ class _Made:
             axes=trace.axes(axes),
             elements=trace.elements,
             structure=trace.structure,
-            forms=self._program.out_avals[: sum(x is None for x in trace.leaves)],
+            forms=self._program.out_avals[: self._num_results],
             leaves=trace.leaves,
+            partial=self._depending([i for _, i in changed]),
             gradients=trace.gradients,
             pushed=[(kind, written[i]) for kind, i in pushed],
             changes=[(kind, written[i]) for kind, i in changed],
             constants=constants,
             ordered=ordered,
         )
+
+    def _depending(self, changes: Sequence[int]) -> list[bool]:
+        """Whether each result depends on the old value of a variable that is changed.
+
+        Args:
+            changes: The variables, among those that are written.
+        """
+        written = self._trace.written
+        old = {self._index[id(written[i])] for i in changes}
+        results = self._program.jaxpr.outvars[: self._num_results]
+        if not old:
+            return [False] * len(results)
+        needed = [part_of(self._program, [result])[1] for result in results]
+        return [not old.isdisjoint(each) for each in needed]
+
+    @property
+    def _num_results(self) -> int:
+        return sum(leaf is None for leaf in self._trace.leaves)
 
     def _lookups(self, reads: Sequence[Any]) -> list[Lookup]:
         place = {id(variable): i for i, variable in enumerate(reads)}

@@ -207,9 +207,14 @@ def test_logs_of_a_step_of_the_users_own(make):
     with strategy.scope():
         model = OwnStep()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss)
-    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
-    assert history["rows"] == [6.0, 6.0]
+        model.compile(keras.optimizers.SGD(0.0), loss, metrics=["accuracy"])
+    expected = model.evaluate(X, Y, verbose=0, return_dict=True)
+    for batch_size in (8, 3):  # In one round, by one group; in two.
+        run = model.fit(X, Y, batch_size=batch_size, epochs=2, verbose=0)
+        assert batch_size == 3 or run.history["rows"] == [6.0, 6.0]
+        for name in ("loss", "accuracy"):
+            metric = run.history[name]
+            np.testing.assert_allclose(metric, [expected[name]] * 2, rtol=1e-5)
 
 
 def test_embeddings_and_batches_one_by_one(make):

@@ -207,6 +207,10 @@ class LocalRounds(ScheduledStep):
             steps = LocalSteps(self._run, state, runs, on_servers)
             metrics = set(self._trainer.get_metrics_result())
             new, logs = steps.made(with_logs=metrics != steps.names_of_logs)
+        # Of the sums of all groups, which the coordinator has, one knows a part.
+        for name in steps.of_metrics & metrics:
+            if logs is not None:
+                del logs[name]
         for i, value in steps.own_changes(new):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
         means, sums = steps.differences(new)

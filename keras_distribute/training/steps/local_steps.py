@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute._compat.trainer import TrainState
+from keras_distribute.devices.jaxprs import part_of
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 
 
@@ -24,6 +25,7 @@ class LocalSteps:
 
     Attributes:
         names_of_logs: What a step returns.
+        of_metrics: Those of them that depend on variables of metrics.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class LocalSteps:
         self._on_servers = on_servers
         self._old = [*state.others, *state.metrics]
         self.names_of_logs: set[str] = set()
+        self.of_metrics: set[str] = set()
         self._kinds: list[Change] = []
         self._total_constants: list[Any] = []
         self._look_at_all()
@@ -47,17 +50,24 @@ class LocalSteps:
         """
         first = jax.tree.map(lambda array: array[0], run)
         leaves, form = jax.tree.flatten((self._state, first))
+        names: list[str] = []
 
         def function(*arrays: Any) -> list[Any]:
             logs, new = self._one(*jax.tree.unflatten(form, arrays))
             self.names_of_logs = set(logs)
-            return jax.tree.leaves(new)
+            names[:] = [name for name in logs for _ in jax.tree.leaves(logs[name])]
+            return [*jax.tree.leaves(new), *map(jax.tree.leaves, logs.values())]
 
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in leaves]
         program = jax.make_jaxpr(function)(*shapes)
         sizes = list(map(len, self._state))
         others, metrics = sizes[0], sum(sizes[:3])
         own = [*range(others, others + sizes[1]), *range(metrics, metrics + sizes[3])]
+        outputs = program.jaxpr.outvars[sum(sizes) :]
+        for name, output in zip(names, outputs, strict=True):
+            _, needed = part_of(program, [output])
+            if any(metrics <= i < sum(sizes) for i in needed):
+                self.of_metrics.add(name)
         kinds = changes_of(program, own, own)
         constants = [
             added_constant(program, i, i) if kind is Change.ADDED else None

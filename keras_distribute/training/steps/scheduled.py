@@ -48,6 +48,7 @@ class ScheduledStep:
         self._strategy, self._trainer, self._kind = strategy, trainer, kind
         self._step = getattr(trainer, f"{kind}_step")
         self._logs = Logs(strategy, trainer)
+        self._kinds_of_logs: dict[int, tuple[list[str], list[str]]] = {}
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Schedules one step.
@@ -96,16 +97,38 @@ class ScheduledStep:
         cluster.queue.check()
         program = cluster.program(strategy, self._traced, calls[0])
         most = _AHEAD * len(cluster.workers)
+        if program.number not in self._kinds_of_logs:
+            self._kinds_of_logs[program.number] = self._kinds_of(program)
+        of_metrics, others = self._kinds_of_logs[program.number]
         if program.ordered:
             self._check_order(program.ordered)
             most = 1
+        elif others:
+            most = 1  # They need all that was added before.
         cluster.queue.wait(lambda: cluster.queue.num_pending < most)
         result = cluster.schedule(strategy, program, self._traced, calls, iterators)
         if self._kind == "predict":
             return _late(program, result)
         if not program.num_results:
             return self._logs
-        return Logs(strategy, self._trainer, result)
+        return Logs(strategy, self._trainer, result, of_metrics)
+
+    def _kinds_of(self, program: Traced) -> tuple[list[str], list[str]]:
+        """The logs that a worker computes from sums of which it knows a part: those
+        that are metrics' results, which the coordinator knows better, and others.
+        """
+        if self._kind == "predict" or not any(program.partial):
+            return [], []
+        left = iter(program.partial)
+        partial = [leaf is None and next(left) for leaf in program.leaves]
+        logs = jax.tree.unflatten(program.structure, partial)
+        names = [name for name, log in logs.items() if any(jax.tree.leaves(log))]
+        metrics = self._names_of_metrics()
+        others = [name for name in names if name not in metrics]
+        return [name for name in names if name in metrics], others
+
+    def _names_of_metrics(self) -> set[str]:
+        return set(self._trainer.get_metrics_result())
 
     def _check_order(self, variables: Sequence[Any]) -> None:
         """Raises for what workers cannot change each by itself."""
@@ -135,7 +158,7 @@ class ScheduledStep:
         if self._kind == "predict":
             return result
         # Of metrics the coordinator has the sums of all workers.
-        are_metrics = set(self._trainer.get_metrics_result()) == set(result)
+        are_metrics = self._names_of_metrics() == set(result)
         return None if are_metrics else result
 
     def _run(self, state: Any, data: Any) -> tuple[Any, Any]:
@@ -152,6 +175,7 @@ class Logs(dict[str, Any]):
         strategy: Of the model.
         trainer: The model.
         result: Of a step of the user's own, which returns other logs.
+        metrics: Those of them that are results of metrics.
     """
 
     def __init__(
@@ -159,9 +183,11 @@ class Logs(dict[str, Any]):
         strategy: ParameterServerStrategy,
         trainer: Any,
         result: RemoteValue | None = None,
+        metrics: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self._strategy, self._trainer, self._result = strategy, trainer, result
+        self._metrics = metrics  # `None`: all.
         self._time = -np.inf
 
     def _now(self) -> Logs:
@@ -169,11 +195,13 @@ class Logs(dict[str, Any]):
         if self._result is not None:
             result, self._result = self._result, None
             self.update(result.get())
-            self._time = np.inf
+        if self._metrics == []:
+            return self
         is_late = time.monotonic() - self._time > _SECONDS_BETWEEN_LOGS
-        pending = self._strategy.cluster.queue.num_pending
-        if is_late or (not pending and self._time < np.inf):
-            self.update(self._trainer.get_metrics_result())
+        if is_late or not self._strategy.cluster.queue.num_pending:
+            found = self._trainer.get_metrics_result()
+            wanted = found if self._metrics is None else self._metrics
+            self.update({name: found[name] for name in wanted})
             self._time = time.monotonic()
         return self
 
