@@ -42,6 +42,8 @@ def make_model(kind):
     ]
     if kind == "own layer":
         layers.insert(3, Scaled())
+    if kind == "dropout":
+        layers.insert(3, keras.layers.Dropout(0.4))
     model = keras.Sequential(layers)
     optimizer = keras.optimizers.Adam(
         0.01, epsilon=1e-3, gradient_accumulation_steps=3, global_clipnorm=0.1
@@ -95,7 +97,7 @@ def one_device():
     [("row-wise", n) for n in (1, 2, 3, 8)]
     + [
         (kind, n)
-        for kind in ("activity regularizer", "own layer", "loss scaling")
+        for kind in ("activity regularizer", "own layer", "loss scaling", "dropout")
         for n in (2, 3)
     ],
 )

@@ -36,8 +36,8 @@ class StepPlan:
         accumulates: Whether each replica adds its gradients up between the updates.
         accumulators: Where the accumulators are then among the optimizer's variables,
             once it is built.
-        reason: Why the step is not local.
-        remedy: What would make it local.
+        reason: Why the step is not local, or does not accumulate on the replicas.
+        remedy: What would make it do so.
         mixed: What mixes rows in the traced step, which therefore runs over the global
             batch; `None` before it is traced.
         in_series: Whether it has the same bits on any number of devices.
@@ -71,10 +71,16 @@ class StepPlan:
             )
         if self.is_local:
             unless = "" if self.mixed == "" else _UNLESS
-            return (
+            text = (
                 "The training step computes the gradients of each replica's rows, and "
                 f"sums them once{unless}."
             )
+            if self.reason:
+                text += (
+                    f" That is so before each update, too, because {self.reason}. "
+                    f"Known to sum them where the optimizer updates: {self.remedy}."
+                )
+            return text
         return "The training step is that of one device."
 
     def _text_of_shards(self) -> str:
@@ -135,13 +141,19 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
         )
     accumulators: tuple[int, ...] = ()
     accumulates = False
-    if not reason:
+    if not _may_accumulate(trainer.optimizer):
+        reason = remedy = ""
+    elif not reason:
+        reason, remedy = _random_obstacle(trainer)
+    if _may_accumulate(trainer.optimizer) and not reason:
         accumulators = _accumulators(trainer.optimizer)
-        accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
+        accumulates = bool(accumulators) or not trainer.optimizer.built
     if strategy.num_replicas_in_sync == 1:
         return StepPlan(False, is_keras_step, False, accumulators)
     mixed = "" if accumulates else getattr(trainer, _MIXED, None)
-    return StepPlan(True, is_keras_step, accumulates, accumulators, mixed=mixed)
+    return StepPlan(
+        True, is_keras_step, accumulates, accumulators, reason, remedy, mixed
+    )
 
 
 def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
@@ -202,8 +214,8 @@ def _random_obstacle(trainer: Any) -> tuple[str, str]:
     )
 
 
-def _will_accumulate(optimizer: Any) -> bool:
-    return bool(optimizer.gradient_accumulation_steps) and not optimizer.built
+def _may_accumulate(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
 
 
 def _accumulators(optimizer: Any) -> tuple[int, ...]:
