@@ -198,7 +198,7 @@ class ParameterServerStrategy(Strategy):
         """With local steps, the model's copy of the outer optimizer: one for each
         optimizer that it was compiled with.
         """
-        known, own = self._outer_optimizers, model.optimizer
+        known, own = self._outer_optimizers, getattr(model, "optimizer", None)
         if self.local_steps == 1 or own is None:
             return {}
         if own not in known:

@@ -35,6 +35,18 @@ def test_a_checkpoint_is_restored_into_the_servers(strategy, tmp_path):
     )
 
 
+def test_a_model_that_was_never_compiled(strategy, tmp_path):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    checkpoint = kd.Checkpoint(model=model)
+    path = checkpoint.save(str(tmp_path / "a"))
+    saved = model.get_weights()
+    model.set_weights([0 * weight for weight in saved])
+    checkpoint.restore(path)
+    for ours, value in zip(model.get_weights(), saved, strict=True):
+        np.testing.assert_array_equal(ours, value)
+
+
 class Ends(keras.callbacks.Callback):
     """Ends the training at some step."""
 
