@@ -403,4 +403,4 @@ def test_dry_run_is_the_dry_run(tmp_path):
     assert small.returncode == 1, small.stderr
     missing = command("dry-run", module="keras_distribute")
     assert missing.returncode == 2
-    assert missing.stderr.startswith("usage: python -m keras_distribute dry-run [-h]")
+    assert "usage: python -m keras_distribute dry-run [-h]" in missing.stderr
