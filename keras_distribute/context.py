@@ -104,6 +104,7 @@ class Frame:
             for devices that need not be there, and no value may be placed.
         named: Whether the user opened it with `scope()`: these guard against mixed
             strategies.
+        gives_way: Whether a scope of another strategy may be opened inside.
         ragged: The trace, where the replicas of its program hold arrays of different
             shapes.
         scheduled: The trace of a function that workers will run: it takes what
@@ -121,6 +122,7 @@ class Frame:
     batch: GlobalBatch | None = None
     placement: Placement | None = None
     named: bool = False
+    gives_way: bool = False
     ragged: Any = None
     scheduled: Any = None
     worker: int | None = None
@@ -294,7 +296,8 @@ class Scope(contextlib.AbstractContextManager[_S]):
                 received=describe(current),
                 fix="open `with strategy.scope():` around the call of strategy.run.",
             )
-        if in_force.thread.frames and current.strategy is not self._strategy:
+        is_own = current.strategy is self._strategy or current.gives_way
+        if in_force.thread.frames and not is_own:
             raise ContextError(
                 "Two strategies cannot be mixed: this scope was opened inside another "
                 "strategy's.",

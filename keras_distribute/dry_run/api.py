@@ -72,8 +72,8 @@ def dry_run(
 
     Args:
         model_or_builder: A compiled model, or a function without arguments that makes
-            one. A model that belongs to no strategy is made once more from its
-            configuration.
+            one, in a scope of its own or in none. A model that belongs to no strategy
+            is made once more from its configuration.
         batch: The global batch: a number of rows, for a model that knows the shapes of
             its inputs, and whose labels have the shape of its outputs, or are class
             numbers for a sparse categorical loss; otherwise `(x, y)` or `(x, y,

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_distribute import checks
+from keras_distribute import checks, context
 from keras_distribute._compat.shapes_alone import shapes_alone
+from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import InputError, StructureTypeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.strategies.mirrored import MirroredStrategy
@@ -60,7 +61,9 @@ def with_strategy(model_or_builder: Any, **options: Any) -> Model:
     strategy = MirroredStrategy(["cpu:0"], **options)
     # `shapes_alone` gives names back: the second dry run of a function has those of the
     # first, and so its program.
-    with strategy.scope(), shapes_alone():
+    # The function may have a strategy of its own.
+    frame = Frame(strategy, Mode.CROSS, named=True, gives_way=True)
+    with context.entered(frame), shapes_alone():
         model = _clone(model_or_builder) if is_model else model_or_builder()
     checks.instance(
         "model",

@@ -99,6 +99,13 @@ def test_divided_optimizer_state_takes_less():
         model = models.mlp()
     assert kd.dry_run(model, 16, topology="cpu:4").memory == divided.memory
 
+    def in_its_own_scope():
+        with kd.MirroredStrategy(["cpu:0"], shard_optimizer_state=True).scope():
+            return models.mlp()
+
+    report = kd.dry_run(in_its_own_scope, 16, topology="cpu:4")
+    assert report.memory == divided.memory
+
 
 def test_several_steps_are_one_program():
     one, four = (
