@@ -92,11 +92,11 @@ def _in_groups(
         "num_logical_devices", num_logical_devices, 1, error=DeviceError
     )
     if len(devices) % each:
+        most = min(each - 1, len(devices))
+        fewer = max(n for n in range(1, most + 1) if len(devices) % n == 0)
         raise DeviceError(
             "Each replica has equally many logical devices.",
             received=f"num_logical_devices={each} for {len(devices)} device(s).",
-            fix="num_logical_devices="
-            f"{max(n for n in range(1, each) if len(devices) % n == 0)}, or other "
-            "devices.",
+            fix=f"num_logical_devices={fewer}, or other devices.",
         )
     return [list(devices[i : i + each]) for i in range(0, len(devices), each)]
