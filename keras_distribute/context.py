@@ -111,6 +111,8 @@ class Frame:
             optimizers are given, since a parameter server will make the update.
         worker: Which worker runs the dataset function that is called here.
         updates: Whether optimizers make their updates here after all.
+        accumulates: Whether gradients are added up on each replica here, and summed
+            over the replicas where an optimizer updates.
         gather: From a variable that is divided over the replicas, and what this program
             has of it, to the whole value, in the dtype that is read.
     """
@@ -127,6 +129,7 @@ class Frame:
     scheduled: Any = None
     worker: int | None = None
     updates: bool = False
+    accumulates: bool = False
     gather: Callable[[Any, Any], Any] | None = None
 
 

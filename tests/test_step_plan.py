@@ -73,11 +73,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sequential(optimizer=accumulating()),
         "The training step adds up the gradients of each replica's rows on the replica",
     ),
-    "accumulation with random numbers": (
-        lambda: sequential(layers.Dropout(0.5), optimizer=accumulating()),
-        f"{LOCAL} once, unless an operation mixes rows, which the first batch shows. "
-        "That is so before each update, too, because the layer `",
-    ),
     "a layer of one's own": (lambda: sequential(Centred()), LOCAL),
     "a subclassed model": (subclassed, LOCAL),
     "an own step": (lambda: sequential(model=OwnStep), LOCAL),

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
 from keras_distribute.context import Frame, Mode
+from keras_distribute.devices.by_rows.program import ADDEND
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.accumulation import micro_step
 from keras_distribute.training.steps.sharded import tie_of
@@ -56,6 +57,8 @@ def apply_gradients(
     if taker is not None:
         return taker(optimizer, grads, variables)
     if not in_replica():
+        if context.frame().accumulates and not compat.is_loss_scaling(optimizer):
+            return _accumulate_in_fit(optimizer, grads, variables, original)
         with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
@@ -226,3 +229,39 @@ def _accumulate(
         original(optimizer, [*summed, *values], trained)
         for accumulator, value in zip(own, after, strict=True):
             accumulator.assign(value)
+
+
+def _accumulate_in_fit(
+    optimizer: Any, grads: list[Any], variables: list[Any] | None, original: Apply
+) -> None:
+    """The same in the program of a step of `fit`, which `steps/by_rows.py` makes one of
+    each replica's rows: what is added up stays a replica's own until it is named.
+    """
+    targets = variables if variables is not None else compat.built_variables(optimizer)
+    accumulation = compat.accumulation(optimizer)
+    assert accumulation is not None
+    num_steps, counter, accumulators = accumulation
+    pairs: list[tuple[Any, Any]] = []
+    others: list[tuple[Any, Any]] = []  # The optimizer accumulates them by itself.
+    for grad, variable in zip(grads, targets, strict=True):
+        if grad is None or compat.takes_gradient_as_value(variable):
+            others.append((_named(optimizer, [grad], [variable])[0], variable))
+        else:
+            pairs.append((checkpoint_name(grad, ADDEND), variable))
+    trained = [variable for _, variable in pairs]
+    own = [accumulators[compat.index_of(optimizer, variable)] for variable in trained]
+    before = [accumulator.value for accumulator in own]
+    summed, after = micro_step(
+        before,
+        [grad for grad, _ in pairs],
+        counter.value,
+        num_steps,
+        lambda totals: _named(optimizer, totals, trained),
+        [value.shape for value in before],
+    )
+    for accumulator, value in zip(own, before, strict=True):
+        accumulator.assign(jnp.zeros_like(value))
+    all_grads = [*summed, *(grad for grad, _ in others)]
+    original(optimizer, all_grads, [*trained, *(variable for _, variable in others)])
+    for accumulator, value in zip(own, after, strict=True):
+        accumulator.assign(value)

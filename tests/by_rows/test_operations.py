@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from keras_distribute.devices.by_rows import program, sums
 from keras_distribute.devices.mesh import ReplicaMesh
@@ -362,3 +363,46 @@ def test_what_follows_from_the_sums_is_outside() -> None:
     assert parts.taken == [0, 2]
     assert parts.made == [False, False]
     assert str(own.program).count("psum") == 1
+
+
+def test_a_gradient_is_summed_behind_a_loop() -> None:
+    """And not in each of its turns."""
+
+    def gradient(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(loop(w, x)[0] ** 2))(w)
+
+    x = normal(N, 5, 3)
+    arguments = (normal(3, 3), x)
+    _, own, _ = run(gradient, arguments, (None, 0), 4)
+    check(gradient, arguments, (None, 0), 4)
+    loops = [eqn for eqn in own.program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert len(loops) == 2
+    assert not any("psum" in str(eqn) for eqn in loops)
+    assert str(own.program).count("psum") == 1
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_sums_that_are_kept_in_parts(penalty: bool) -> None:
+    """As gradients that are added up over several steps."""
+
+    def function(total: Any, w: Any, x: Any) -> Any:
+        gradient = x.T @ jnp.sin(x @ w)
+        if penalty:
+            gradient += 0.1 * w
+        return total + checkpoint_name(gradient, program.ADDEND), w * 2
+
+    total, w, x = normal(4, 6, 6), normal(6, 6), normal(N, 6)
+    traced = jax.make_jaxpr(function)(total[0], w, x)
+    kept = program.Kept([0], [0])
+    own = program.of_one_replica(traced, (None, None, 0), 4, kept=kept)
+    mesh, rows = ReplicaMesh.of(jax.devices()[:4]), (0, None, 0)
+    results = jax.jit(lambda *given: sums.results_of(mesh, own, rows, given))
+    compiled = results.lower(total, w, x).compile()
+    assert "all-reduce" not in compiled.as_text()
+    found = compiled(total, w, x)
+    expected = function(total.sum(0), w, x)
+    assert found[0].shape == (4, 6, 6)
+    np.testing.assert_allclose(found[0].sum(0), expected[0], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(found[1], expected[1])
+    mine = total[1] + x[4:8].T @ np.sin(x[4:8] @ w)
+    np.testing.assert_allclose(found[0][1], mine, rtol=2e-5, atol=2e-5)

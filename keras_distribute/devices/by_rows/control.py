@@ -14,7 +14,12 @@ from jax.extend import core
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.by_rows.values import Replica, RowsMixError, Value
+from keras_distribute.devices.by_rows.values import (
+    MixedRows,
+    Replica,
+    RowsMixError,
+    Value,
+)
 
 Run = Callable[[core.ClosedJaxpr, Sequence[Value], Replica], list[Value]]
 
@@ -50,7 +55,7 @@ class Kind:
         return replica.summand(value) if self.partial else replica.whole(value)
 
 
-WHOLE = Kind()
+WHOLE, SUM = Kind(), Kind(partial=True)
 
 
 class Control:
@@ -66,7 +71,8 @@ class Control:
     def cond(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A choice that is the same on all replicas."""
         index, *operands = values
-        given = [Kind(v.rows) for v in operands]
+        # A branch may be the only one that sums a part.
+        given = list(map(Kind.of, operands))
         arrays = [
             kind.made(replica, v) for kind, v in zip(given, operands, strict=True)
         ]
@@ -114,21 +120,16 @@ class Control:
             outer = [Kind(v.rows) for v in sliced]
             xs = [k.made(replica, v) for k, v in zip(outer, sliced, strict=True)]
             taken = [Kind(k.rows - 1) if k.rows else WHOLE for k in outer]
-        carry = [Kind.of(v) for v in begin]
-        pinned = [False] * num_carry
-        while True:
-            inputs = [*consts, *carry, *taken]
+
+        def made_of(carry: list[Kind]) -> list[Kind]:
             shapes = [
                 *fixed,
                 *(_local(replica, v, k) for v, k in zip(begin, carry, strict=True)),
                 *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs),
             ]
-            kinds = self._kinds(replica, body, inputs, shapes)
-            new = _carried(carry, kinds[:num_carry], pinned)
-            if new == carry:
-                break
-            carry = new
-        made = kinds[num_carry:]
+            return self._kinds(replica, body, [*consts, *carry, *taken], shapes)
+
+        carry, made = _carried(begin, made_of)
         function = self._function(
             replica, body, [*consts, *carry, *taken], [*carry, *made]
         )
@@ -248,21 +249,43 @@ class Control:
         return function
 
 
-def _carried(carry: list[Kind], left: list[Kind], pinned: list[bool]) -> list[Kind]:
-    """What a loop carries, so that a turn can leave it as it gets it.
+def _carried(
+    begin: Sequence[Value], made_of: Callable[[list[Kind]], list[Kind]]
+) -> tuple[list[Kind], list[Kind]]:
+    """What a loop carries, so that a turn can leave it as it gets it, and what else it
+    makes.
+
+    Zeros are taken for a sum that begins, such as a gradient's over the turns: its
+    parts are summed behind the loop, and not in each turn.
 
     Args:
-        carry: What a turn gets.
-        left: What it leaves then.
-        pinned: Notes what was a part of a sum, and is whole after a turn: it stays
-            whole, or there would be no end.
+        begin: What the first turn gets.
+        made_of: From what a turn gets to what it leaves, and what else it makes.
     """
-    new: list[Kind] = []
-    for i, (before, after) in enumerate(zip(carry, left, strict=True)):
-        pinned[i] |= before.partial and after == WHOLE
-        is_whole = pinned[i] and (before.partial or after.partial)
-        new.append(WHOLE if is_whole else before.joined(after))
-    return new
+    sums = [v.zero and jnp.issubdtype(v.array.dtype, jnp.inexact) for v in begin]
+    carry = [
+        SUM if is_sum else Kind.of(v) for v, is_sum in zip(begin, sums, strict=True)
+    ]
+    pinned = [False] * len(begin)
+    while True:
+        try:
+            left = made_of(carry)
+        except (RowsMixError, MixedRows):
+            if not any(sums):
+                raise
+            left = [WHOLE] * len(begin)  # No sums, then.
+        new: list[Kind] = []
+        for i, (before, after) in enumerate(zip(carry, left, strict=False)):
+            if sums[i] and not after.partial:
+                sums[i], before, after = False, WHOLE, WHOLE
+            # What was a part of a sum, and is whole after a turn, stays whole, or there
+            # would be no end.
+            pinned[i] |= before.partial and after == WHOLE
+            is_whole = pinned[i] and (before.partial or after.partial)
+            new.append(WHOLE if is_whole else before.joined(after))
+        if new == carry:
+            return carry, left[len(begin) :]
+        carry = new
 
 
 def _is_over_rows(

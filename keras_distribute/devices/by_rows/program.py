@@ -19,9 +19,8 @@ https://arxiv.org/abs/2105.04663) and PyTorch's DTensor ("replicate", "shard",
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,7 @@ from keras_distribute.devices.by_rows import (
 )
 from keras_distribute.devices.by_rows.control import Control
 from keras_distribute.devices.by_rows.values import (
+    MixedRows,
     Replica,
     RowsMixError,
     Rule,
@@ -125,23 +125,21 @@ class Watch(Protocol):
         ...
 
 
-class MixedRows(Exception):
-    """A program that cannot be made one of each replica's rows.
+ADDEND = "keras_distribute_addend"
+"""The name of what is added to a sum that is kept in parts: it becomes a part, too."""
+
+
+class Kept(NamedTuple):
+    """Sums over the replicas that a program takes and returns in parts, each replica
+    its own along axis 0.
 
     Args:
-        operation: The name of the operation that mixes rows.
-        scope: Where it is: the names of Keras's layers, as JAX notes them.
+        inputs: Their places among the inputs.
+        outputs: Their places among the outputs.
     """
 
-    def __init__(self, operation: str, scope: str) -> None:
-        super().__init__(f"{operation} in {scope}" if scope else operation)
-        self.operation, self.scope = operation, scope
-        names = re.findall(r"[^/()]+", scope)
-        self.layer = names[-1] if names else ""
-
-    def inside(self, scope: str) -> MixedRows:
-        """The same, called in another place."""
-        return MixedRows(self.operation, "/".join(filter(None, (scope, self.scope))))
+    inputs: Collection[int] = ()
+    outputs: Collection[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +161,7 @@ def of_one_replica(
     replicas: int,
     sums: dict[str, Callable[[Any], Any]] | None = None,
     watch: Watch | None = None,
+    kept: Kept | None = None,
 ) -> OneReplica:
     """The program of each replica's rows.
 
@@ -174,10 +173,12 @@ def of_one_replica(
         sums: How to sum over the replicas what `jax.ad_checkpoint.checkpoint_name`
             gave a name, by that name, up to a colon in it.
         watch: Sees what is summed so; its results follow the program's own.
+        kept: What is a sum over the replicas of which each keeps its part.
 
     Raises:
         MixedRows: Where a rule is missing.
     """
+    kept = kept or Kept()
     found: list[int | None] = []
     count = next(
         aval.shape[dim]
@@ -189,10 +190,14 @@ def of_one_replica(
     def one_replica(*arrays: Any) -> list[Any]:
         replica = Replica(replicas, count, _SLICERS)
         values = list(map(Value, arrays, rows))
+        for i in kept.inputs:
+            values[i] = Value(arrays[i][0], partial=True)
         results = evaluation.run(program, values, replica)
         arrays_out = []
-        for value in results:
-            if value.partial:
+        for i, value in enumerate(results):
+            if i in kept.outputs:
+                value = Value(replica.summand(value)[None], 0)
+            elif value.partial:
                 value = Value(replica.whole(value))
             found.append(value.rows)
             arrays_out.append(value.array)
@@ -205,6 +210,8 @@ def of_one_replica(
         jax.ShapeDtypeStruct(_own_shape(aval.shape, dim, replicas), aval.dtype)
         for aval, dim in zip(program.in_avals, rows, strict=True)
     ]
+    for i in kept.inputs:
+        given[i] = jax.ShapeDtypeStruct((1, *given[i].shape), given[i].dtype)
     own = jax.make_jaxpr(one_replica, axis_env=[(REPLICA_AXIS, replicas)])(*given)
     return OneReplica(own, found)
 
@@ -284,6 +291,8 @@ class _Evaluation:
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A value that the caller has a way to sum."""
         kind, _, name = eqn.params["name"].partition(":")
+        if kind == ADDEND:
+            return [Value(replica.addend(values[0]), partial=True)]
         total = self._sums.get(kind)
         (value,) = values
         if total is not None and value.partial:

@@ -18,6 +18,8 @@ from keras_distribute.devices.by_rows.values import (
 def broadcast_in_dim(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """New dimensions, and dimensions of length 1 made longer."""
     value, shape = values[0], eqn.params["shape"]
+    if value.partial and replica.rows in shape:
+        return replica.same(eqn, values)  # A sum is smaller than copies of it.
     if value.rows is None:
         return linear(replica, eqn, values)
     dim = eqn.params["broadcast_dimensions"][value.rows]

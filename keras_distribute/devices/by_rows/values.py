@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,25 @@ _DEPTH = 100  # Of operations that are made anew to have a part of their result.
 
 class RowsMixError(Exception):
     """An operation that needs other replicas' rows."""
+
+
+class MixedRows(Exception):
+    """A program that cannot be made one of each replica's rows.
+
+    Args:
+        operation: The name of the operation that mixes rows.
+        scope: Where it is: the names of Keras's layers, as JAX notes them.
+    """
+
+    def __init__(self, operation: str, scope: str) -> None:
+        super().__init__(f"{operation} in {scope}" if scope else operation)
+        self.operation, self.scope = operation, scope
+        names = re.findall(r"[^/()]+", scope)
+        self.layer = names[-1] if names else ""
+
+    def inside(self, scope: str) -> MixedRows:
+        """The same, called in another place."""
+        return MixedRows(self.operation, "/".join(filter(None, (scope, self.scope))))
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,10 +137,9 @@ class Replica:
 
     def same(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         """The results of an operation on whole values."""
-        values = [v if v.is_whole else Value(self.whole(v)) for v in values]
-        results = self.apply(eqn, [value.array for value in values])
+        results = self.apply(eqn, list(map(self.whole, values)))
         for result in results:
-            result.origin = eqn, values
+            result.origin = eqn, list(values)
         return results
 
     def whole(self, value: Value) -> Any:
@@ -164,6 +183,17 @@ class Replica:
             return value.array
         array = self.whole(value)
         return jnp.where(self.index() == 0, array, jnp.zeros_like(array))
+
+    def addend(self, value: Value) -> Any:
+        """The same, from the parts of what was summed to make the value: the gradient
+        of a loss and that of a penalty, say.
+        """
+        if value.origin is not None:
+            eqn, operands = value.origin
+            is_sum = eqn.primitive.name in ("add", "add_any")
+            if is_sum and any(v.partial or v.origin is not None for v in operands):
+                return self.apply(eqn, list(map(self.addend, operands)))[0].array
+        return self.summand(value)
 
     def divided(self, size: int) -> int:
         """A replica's part of a dimension.

@@ -1,12 +1,9 @@
-"""Gradient accumulation in `fit` that communicates gradients only when it updates.
+"""Gradient accumulators of which each replica has its own part.
 
 In a step over the global batch XLA reduces a gradient where it is computed, at each
-micro-step. Here the forward pass runs per replica (`forward.py`), and each replica's
-own gradients are added to its accumulators, which are summed on the last micro-step
-only.
-
-What this needs of a model is in `plan.py`; any other is trained by the global step:
-exact, and reducing at each micro-step.
+micro-step. Where each replica computes the gradients of its own rows (`by_rows.py`,
+`in_series.py`), it adds them to its accumulators, which are summed on the last
+micro-step only.
 """
 
 from __future__ import annotations
@@ -16,70 +13,37 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import rows as compat
 from keras_distribute._compat.trainer import TrainState
-from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.accumulation import micro_step
 from keras_distribute.training.steps import forward
 
 Step = Callable[[Any, Any], Any]
+SLOTS = TrainState._fields.index("slots")
+"""Where the accumulators are in a state: among the optimizer's variables."""
 
 
-def accumulating(
-    trainer: Any, strategy: Strategy, indices: Sequence[int], global_step: Step
-) -> Step:
-    """A training step whose state holds the accumulators per replica.
+def on_sums(step: Step, accumulators: Sequence[int], replicas: int) -> Step:
+    """A step over the global batch, on a state whose accumulators have an axis for the
+    replicas.
 
     Args:
-        indices: Where the accumulators are among the slots.
-        global_step: For batches whose rows do not divide.
+        step: On their sums.
+        accumulators: Where they are among the slots.
     """
-    replicas = strategy.num_replicas_in_sync
+    if not accumulators:
+        return step
 
-    def step(state: Any, data: Any) -> Any:
+    def summed_step(state: Any, data: Any) -> Any:
         state = TrainState(*state)
-        result = _own_gradients(trainer, strategy, state, data)
-        if result is not None:
-            logs, grads, state = result
-            shapes = [state.slots[i].shape[1:] for i in indices]
-            return logs, updated(
-                trainer.optimizer,
-                state,
-                grads,
-                lambda totals: forward.summed(totals, strategy),
-                dict(zip(indices, shapes, strict=True)),
-            )
-        sums = {i: jnp.sum(state.slots[i], 0) for i in indices}
-        logs, new = global_step(
-            state._replace(slots=with_changed(state.slots, sums)), data
-        )
+        sums = {i: jnp.sum(state.slots[i], 0) for i in accumulators}
+        changed = state._replace(slots=with_changed(state.slots, sums))
+        logs, new = step(changed, data)
         state = TrainState(*new)
-        first = {i: _of_first(state.slots[i], replicas) for i in indices}
+        first = {i: of_first(state.slots[i], replicas) for i in accumulators}
         return logs, state._replace(slots=with_changed(state.slots, first))
 
-    return step
-
-
-def _own_gradients(
-    trainer: Any, strategy: Strategy, state: TrainState, data: Any
-) -> tuple[Any, list[Any], TrainState] | None:
-    """What `forward.loss_and_gradients` returns, with the gradients of each replica's
-    rows, along an axis for the replicas.
-
-    Returns:
-        `None` where the rows do not divide, or the parts do not make up the whole.
-    """
-    batch = context.frame().batch
-    if batch is None or batch.shards != strategy.num_replicas_in_sync:
-        return None
-    x = compat.unpack_x_y_sample_weight(data)[0]
-    own = forward.per_replica(trainer, strategy, list, state.weights, state.others, x)
-    if own is None:
-        return None
-    copies = forward.copies(state.weights, strategy)
-    return forward.loss_and_gradients(trainer, own, list, state, data, copies)
+    return summed_step
 
 
 def updated(
@@ -124,6 +88,6 @@ def with_changed(slots: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
     return [changed.get(i, slot) for i, slot in enumerate(slots)]
 
 
-def _of_first(total: Any, replicas: int) -> Any:
+def of_first(total: Any, replicas: int) -> Any:
     """An accumulator of all replicas, in the first one's place."""
     return jnp.zeros((replicas, *total.shape), total.dtype).at[0].set(total)

@@ -3,10 +3,14 @@
 The step, Keras's or the user's own, is traced over all rows as it is, and
 `devices/by_rows` makes a program of one replica of it, if no operation mixes rows.
 Where one does, the step stays what it is, and XLA divides it.
+
+Where an optimizer accumulates gradients, each replica adds up its own, and they are
+summed over the replicas on the last micro-step only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +23,8 @@ from keras_distribute.devices import jaxprs
 from keras_distribute.devices.by_rows import program, sums
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
+from keras_distribute.training.steps import accumulating
+from keras_distribute.training.steps.accumulating import SLOTS
 from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.values import reductions
 
@@ -39,7 +45,11 @@ class Watched(NamedTuple):
 
 
 def step_by_rows(
-    strategy: Strategy, step: Step, told: Told, watch: program.Watch | None = None
+    strategy: Strategy,
+    step: Step,
+    told: Told,
+    watch: program.Watch | None = None,
+    accumulators: Sequence[int] = (),
 ) -> Step:
     """A step that each replica computes on its own rows.
 
@@ -48,35 +58,49 @@ def step_by_rows(
         told: Is given what mixes rows, or `None`, each time that a step is traced.
         watch: Sees what each replica gives to the sum of each gradient; the logs are
             `Watched` then.
+        accumulators: Where the state has gradient accumulators among its slots, each
+            with an axis for the replicas.
     """
+    whole = accumulating.on_sums(step, accumulators, strategy.num_replicas_in_sync)
 
     def on_rows(state: Any, data: Any) -> Any:
         batch = context.frame().batch
         replicas = strategy.num_replicas_in_sync
         if batch is None or batch.replicated or batch.shards != replicas:
-            return step(state, data)
+            return whole(state, data)
         leaves, structure = jax.tree.flatten((state, data))
+        places = jax.tree.unflatten(structure, range(len(leaves)))
+        kept = _places(places[0], accumulators)
         num_state = len(jax.tree.leaves(state))
         rows = [
             0 if i >= num_state and jnp.shape(leaf)[:1] == (batch.rows,) else None
             for i, leaf in enumerate(leaves)
         ]
         if not any(dim == 0 for dim in rows):  # Data that is sparse, and nothing else.
-            return step(state, data)
+            return whole(state, data)
+        frame = dataclasses.replace(context.frame(), accumulates=bool(kept))
         found: dict[str, Any] = {}
 
         def on_leaves(*leaves: Any) -> list[Any]:
-            results = step(*jax.tree.unflatten(structure, leaves))
+            with context.entered(frame):
+                results = step(*jax.tree.unflatten(structure, leaves))
             outputs, found["structure"] = jax.tree.flatten(results)
             return outputs
 
-        shapes = [jax.ShapeDtypeStruct(jnp.shape(a), a.dtype) for a in leaves]
+        shapes = [
+            jax.ShapeDtypeStruct(jnp.shape(a)[1 if i in kept else 0 :], a.dtype)
+            for i, a in enumerate(leaves)
+        ]
         traced = jax.make_jaxpr(on_leaves)(*shapes)
         # Constants, too, may be on devices of which a replica knows but one.
-        leaves, rows = [*traced.consts, *leaves], [*[None] * len(traced.consts), *rows]
+        first, count = len(traced.consts), len(traced.out_avals)
+        leaves, rows = [*traced.consts, *leaves], [*[None] * first, *rows]
         traced = core.ClosedJaxpr(jaxprs.with_constants_given(traced.jaxpr), ())
-        outputs = _evaluated(strategy, traced, rows, leaves, told, watch)
-        count = len(traced.out_avals)
+        _, new_places = jax.tree.unflatten(found["structure"], range(count))
+        sums = program.Kept(
+            [first + i for i in kept], _places(new_places, accumulators)
+        )
+        outputs = _evaluated(strategy, traced, rows, leaves, told, watch, sums)
         logs, new = jax.tree.unflatten(found["structure"], outputs[:count])
         return (logs if watch is None else Watched(logs, outputs[count:])), new
 
@@ -90,6 +114,7 @@ def _evaluated(
     leaves: Sequence[Any],
     told: Told,
     watch: program.Watch | None,
+    kept: program.Kept,
 ) -> list[Any]:
     """The results of a step's program."""
     ops, dtype = (
@@ -104,10 +129,31 @@ def _evaluated(
     try:
         with mesh.tracing():
             own = program.of_one_replica(
-                traced, rows, mesh.num_replicas, {GRADIENT: sum_of_gradient}, watch
+                traced,
+                rows,
+                mesh.num_replicas,
+                {GRADIENT: sum_of_gradient},
+                watch,
+                kept,
             )
     except program.MixedRows as mixed:
         told(mixed)
-        return core.jaxpr_as_fun(traced)(*leaves)
+        whole = [
+            jnp.sum(leaf, 0) if i in kept.inputs else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        results = core.jaxpr_as_fun(traced)(*whole)
+        return [
+            accumulating.of_first(result, mesh.num_replicas)
+            if i in kept.outputs
+            else result
+            for i, result in enumerate(results)
+        ]
     told(None)
-    return sums.results_of(mesh, own, rows, leaves)
+    split = [0 if i in kept.inputs else dim for i, dim in enumerate(rows)]
+    return sums.results_of(mesh, own, split, leaves)
+
+
+def _places(groups: Any, accumulators: Sequence[int]) -> list[int]:
+    """Of the groups of a state's places, those of the accumulators."""
+    return [list(groups)[SLOTS][i] for i in accumulators]

@@ -23,13 +23,19 @@ from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import adoption, batches
 from keras_distribute.training.steps import accumulating, state_shardings
+from keras_distribute.training.steps.accumulating import SLOTS
 from keras_distribute.training.steps.by_rows import step_by_rows
 from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.in_series import step_in_series
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
-from keras_distribute.training.steps.plan import note_mixed, plan_in_series, plan_of
+from keras_distribute.training.steps.plan import (
+    StepPlan,
+    note_mixed,
+    plan_in_series,
+    plan_of,
+)
 from keras_distribute.training.steps.sharded import sharded_step
 from keras_distribute.training.steps.sharded_local import sharded_local_step
 from keras_distribute.training.steps.state import StepState, is_held
@@ -38,8 +44,6 @@ from keras_distribute.variables import DistributedVariable, check_same_values
 
 if TYPE_CHECKING:
     from keras_distribute.training.steps.scheduled import ScheduledStep
-
-_SLOTS = TrainState._fields.index("slots")  # Where they are in the state.
 
 
 def compile_step(
@@ -92,7 +96,7 @@ def compiled_step(
             step = sharded_local_step(trainer, strategy, groups, step)
     elif plan is not None:
         if plan.accumulators:
-            return _accumulating(strategy, trainer, groups, plan.accumulators, plain)
+            return _accumulating(strategy, trainer, groups, plan, plain)
         flat = FlatStep.of(
             trainer, strategy, TrainState(*map(list, form)), places, plan
         )
@@ -135,8 +139,8 @@ def _in_series(
     shardings = state_shardings.of_state(groups, strategy.replica_mesh)
     if indices:
         for i in indices:
-            shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
-        components = [(_SLOTS, i) for i in indices]
+            shardings[SLOTS][i] = groups[SLOTS][i].sharding
+        components = [(SLOTS, i) for i in indices]
         carried = CarriedStep(step, shardings=shardings, components=components)
         return CompiledStep(strategy, carried, groups)
     places = state_shardings.divided_places(groups)
@@ -152,15 +156,19 @@ def _accumulating(
     strategy: Strategy,
     trainer: Any,
     groups: Sequence[list[Any]],
-    indices: Sequence[int],
+    plan: StepPlan,
     step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
     shardings = state_shardings.of_state(groups, strategy.replica_mesh)
-    for i in indices:
-        shardings[_SLOTS][i] = groups[_SLOTS][i].sharding
-    step = accumulating.accumulating(trainer, strategy, indices, step)
-    components = [(_SLOTS, i) for i in indices]
+    for i in plan.accumulators:
+        shardings[SLOTS][i] = groups[SLOTS][i].sharding
+    if plan.is_local:
+        told = functools.partial(note_mixed, trainer)
+        step = step_by_rows(strategy, step, told, accumulators=plan.accumulators)
+    else:
+        step = accumulating.on_sums(step, plan.accumulators, 1)
+    components = [(SLOTS, i) for i in plan.accumulators]
     carried = CarriedStep(step, shardings=shardings, components=components)
     return CompiledStep(strategy, carried, groups)
 

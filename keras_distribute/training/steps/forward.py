@@ -1,13 +1,8 @@
-"""The forward pass of a training step, and its gradients: over the global batch, or per
-replica.
-
-Over the global batch XLA reduces each gradient where it is computed. Per replica, each
-has a copy of the weights, and the gradients with respect to the copies are its own:
-what to reduce, and when, is left to the caller. The outputs are the global predictions
-in both cases, from which loss and metrics are computed as ever.
+"""The forward pass of a training step, and its gradients: over the global batch, or of
+one replica's rows.
 
 The second needs a forward pass that treats each row by itself (`_compat.rows`), and
-rows that divide.
+rows that divide. What to sum over the replicas, and when, is left to the caller.
 """
 
 from __future__ import annotations
@@ -19,9 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
 from keras_distribute import context
 from keras_distribute._compat import rows as compat
@@ -29,15 +22,12 @@ from keras_distribute._compat.trainer import TrainState
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices import replication_proof
 from keras_distribute.devices.mesh import REPLICA_AXIS
-from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batch_normalization
 from keras_distribute.training.steps.gather import Gather
-from keras_distribute.values import reductions
 
 Forward = Callable[[list[Any], list[Any], Any], tuple[Any, list[Any], list[Any]]]
 Restore = Callable[[list[Any]], list[Any]]
-_SPLIT, _SAME = PartitionSpec(REPLICA_AXIS), PartitionSpec()
 
 
 def over_all(trainer: Any, restore: Restore) -> Forward:
@@ -184,44 +174,6 @@ def one_replica(
     return OneReplica(program, sizes, kinds["structure"], tuple(kinds["masked"]))
 
 
-def per_replica(
-    trainer: Any,
-    strategy: Strategy,
-    restore: Restore,
-    weights: list[Any],
-    others: list[Any],
-    x: Any,
-) -> Forward | None:
-    """The forward pass per replica, from copies of the weights; `None` where its parts
-    do not make up the whole.
-
-    Args:
-        restore: From weights as they are carried to the values of the trainable
-            variables.
-        weights: Examples of what the result will be called with, without the axis of
-            copies.
-    """
-    own = one_replica(trainer, strategy, restore, weights, others, x)
-    if own is None:
-        return None
-
-    def body(copies: list[Any], others: list[Any], x: Any) -> Any:
-        return own([copy[0] for copy in copies], others, x)
-
-    mapped = over_replicas(
-        strategy.replica_mesh,
-        body,
-        in_specs=(_SPLIT, _SAME, _SPLIT),
-        out_specs=(_SPLIT, _SPLIT, _SAME, _SAME),
-    )
-
-    def forward(copies: list[Any], others: list[Any], x: Any) -> Any:
-        outputs, masks, others, losses = mapped(copies, others, x)
-        return own.predictions(outputs, masks), others, losses
-
-    return forward
-
-
 def _of_one_replica(
     trainer: Any,
     strategy: Strategy,
@@ -284,47 +236,12 @@ def _shapes_of_one(
     return shapes(weights, own[0]), shapes(others, own[1]), rows
 
 
-def copies(weights: list[Any], strategy: Strategy) -> list[Any]:
-    """A copy of each weight for each replica, on it, divided over its logical devices
-    as the weight is.
-    """
-    replicas, mesh = strategy.num_replicas_in_sync, strategy.replica_mesh
-
-    def copied(weight: Any) -> Any:
-        sharding = (
-            mesh.stacked([PartitionSpec.UNCONSTRAINED] * weight.ndim)
-            if mesh.logical_axes
-            else mesh.split
-        )
-        return lax.with_sharding_constraint(
-            jnp.broadcast_to(weight, (replicas, *weight.shape)), sharding
-        )
-
-    return list(map(copied, weights))
-
-
-def summed(gradients: list[Any], strategy: Strategy) -> list[Any]:
-    """The sums over the replicas of gradients with respect to copies, on
-    every replica.
-    """
-    ops = strategy.extended.cross_device_ops
-    dtype = strategy.placement.communication_dtype
-
-    def sum_of_all(copies: list[Any]) -> list[Any]:
-        return reductions.sum_gradients(ops, [copy[0] for copy in copies], dtype)
-
-    return over_replicas(
-        strategy.replica_mesh, sum_of_all, in_specs=(_SPLIT,), out_specs=_SAME
-    )(gradients)
-
-
 def loss_and_gradients(
     trainer: Any,
     forward: Forward,
     restore: Restore,
     state: TrainState,
     data: Any,
-    copies: list[Any] | None = None,
 ) -> tuple[Any, list[Any], TrainState]:
     """Runs `forward`, computes the loss of all rows, and the gradients with respect to
     what `forward` took.
@@ -333,7 +250,6 @@ def loss_and_gradients(
         restore: From weights as they are carried to the values of the trainable
             variables.
         state: With its weights as they are carried: a loss may look at them.
-        copies: What `forward` takes in place of the weights.
 
     Returns:
         The logs, the gradients, and the state with new `others` and `metrics`.
@@ -357,7 +273,7 @@ def loss_and_gradients(
 
     (_, (loss, predictions, others, metrics)), grads = jax.value_and_grad(
         loss_of, has_aux=True
-    )(state.weights if copies is None else copies)
+    )(state.weights)
     logs, metrics = compat.update_metrics(
         trainer, metrics, loss, x, y, predictions, weight
     )

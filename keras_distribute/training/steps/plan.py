@@ -2,10 +2,9 @@
 
 The fast step computes the gradients of each replica's rows by themselves, and sums them
 once. Most steps become that when they are traced (`by_rows.py`): whether an operation
-mixes rows is then seen in the program. Gradients that are added up over several steps,
-divided weights, and the same bits on any number of devices have steps of their own
-(`accumulating.py`, `sharded_local.py`, `in_series.py`), which must know before the
-trace that the model's layers treat each row alone.
+mixes rows is then seen in the program. Divided weights, and the same bits on any number
+of devices have steps of their own (`sharded_local.py`, `in_series.py`), which must know
+before the trace that the model's layers treat each row alone.
 
 Conditions on a batch (rows that do not divide over the replicas) are checked while the
 step is traced.
@@ -36,8 +35,8 @@ class StepPlan:
         accumulates: Whether each replica adds its gradients up between the updates.
         accumulators: Where the accumulators are then among the optimizer's variables,
             once it is built.
-        reason: Why the step is not local, or does not accumulate on the replicas.
-        remedy: What would make it do so.
+        reason: Why the step is not local.
+        remedy: What would make it local.
         mixed: What mixes rows in the traced step, which therefore runs over the global
             batch; `None` before it is traced.
         in_series: Whether it has the same bits on any number of devices.
@@ -59,11 +58,6 @@ class StepPlan:
             return self._text_in_series()
         if self.shards:
             return self._text_of_shards()
-        if self.accumulates:
-            return (
-                "The training step adds up the gradients of each replica's rows on the "
-                "replica, and sums them over the replicas where the optimizer updates."
-            )
         if self.is_local and self.mixed:
             return (
                 f"The training step runs over the global batch, because {self.mixed} "
@@ -71,16 +65,16 @@ class StepPlan:
             )
         if self.is_local:
             unless = "" if self.mixed == "" else _UNLESS
-            text = (
+            if self.accumulates:
+                return (
+                    "The training step adds up the gradients of each replica's rows on "
+                    "the replica, and sums them over the replicas where the optimizer "
+                    f"updates{unless}."
+                )
+            return (
                 "The training step computes the gradients of each replica's rows, and "
                 f"sums them once{unless}."
             )
-            if self.reason:
-                text += (
-                    f" That is so before each update, too, because {self.reason}. "
-                    f"Known to sum them where the optimizer updates: {self.remedy}."
-                )
-            return text
         return "The training step is that of one device."
 
     def _text_of_shards(self) -> str:
@@ -141,19 +135,13 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
         )
     accumulators: tuple[int, ...] = ()
     accumulates = False
-    if not _may_accumulate(trainer.optimizer):
-        reason = remedy = ""
-    elif not reason:
-        reason, remedy = _random_obstacle(trainer)
-    if _may_accumulate(trainer.optimizer) and not reason:
+    if trainer.optimizer is not None:
         accumulators = _accumulators(trainer.optimizer)
-        accumulates = bool(accumulators) or not trainer.optimizer.built
+        accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
     if strategy.num_replicas_in_sync == 1:
         return StepPlan(False, is_keras_step, False, accumulators)
-    mixed = "" if accumulates else getattr(trainer, _MIXED, None)
-    return StepPlan(
-        True, is_keras_step, accumulates, accumulators, reason, remedy, mixed
-    )
+    mixed = getattr(trainer, _MIXED, None)
+    return StepPlan(True, is_keras_step, accumulates, accumulators, mixed=mixed)
 
 
 def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
@@ -214,8 +202,8 @@ def _random_obstacle(trainer: Any) -> tuple[str, str]:
     )
 
 
-def _may_accumulate(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+def _will_accumulate(optimizer: Any) -> bool:
+    return bool(optimizer.gradient_accumulation_steps) and not optimizer.built
 
 
 def _accumulators(optimizer: Any) -> tuple[int, ...]:
