@@ -1,7 +1,7 @@
 """Compiles training steps for TPUs that are not there, and writes the lines that say
 what a device does.
 
-    pip install libtpu
+    pip install 'keras-distribute[dry-run-tpu]'
     JAX_PLATFORMS=cpu python scripts/tpu_program.py
 
 `docs/guide/tpu.md` shows the files that it writes beside it.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.errors import JaxRuntimeError
 
 from keras_distribute._compat.compiling import Compiled, said_of
@@ -22,6 +23,9 @@ from keras_distribute.errors import BackendError
 # tile sizes that satisfy ...". Other kernels compute them without. Goes when no step
 # fails by it: https://github.com/openxla/xla/issues.
 _NO_TILES = "Couldn't find output tile sizes"
+# A newer libtpu writes what this JAX's reader does not know: "RET_CHECK failure
+# (external/xla/xla/hlo/ir/hlo_instruction.cc:390) proto.operand_ids_size() == ...".
+_UNREADABLE = "xla/hlo/ir/hlo_instruction.cc"
 _WITHOUT_TILES = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -117,6 +121,14 @@ def _compiled_or_refused(
                 fix="pip install 'keras-distribute[dry-run-cuda]', which has one.",
             ) from error
         text = str(error)
+        if _UNREADABLE in text:
+            raise BackendError(
+                "JAX cannot read the program that the compiler made: their versions do "
+                "not belong together.",
+                received=text.splitlines()[0],
+                fix=f"pip install 'jax[tpu]=={jax.__version__}', which brings the "
+                "compiler of this JAX.",
+            ) from error
         if memory.refusal(text) is None and not _has_no_tiles(text):
             raise
         return text

@@ -218,6 +218,16 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         kd.dry_run(models.mlp, 16, topology="cpu:2")
 
+    def newer(self, *args, **kwargs):
+        place = "external/xla/xla/hlo/ir/hlo_instruction.cc:390"
+        raise jax.errors.JaxRuntimeError(f"INTERNAL: RET_CHECK failure ({place})")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", newer)
+    with pytest.raises(
+        BackendError, match=r"(?s)cannot read.*RET_CHECK.*jax\[tpu\]=="
+    ):
+        kd.dry_run(models.mlp, 16, topology="cpu:2")
+
     def old(self, *args, **kwargs):
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: /bin/ptxas ptxas too old.")
 
