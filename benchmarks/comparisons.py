@@ -99,6 +99,13 @@ COMPARISONS = {
         ),
         (("ours", "by_hand", 0.97),),
     ),
+    "lstm_fit": Comparison(
+        "lstm",
+        4,
+        "fit",
+        ("plain", "data_parallel", "by_hand", "ours", "ours_fused"),
+        (("ours", "by_hand", 0.97),),
+    ),
     **{
         f"{name}_{variant}_fit": Comparison(
             f"{name}_{variant}",

@@ -105,6 +105,14 @@ def transformer() -> Any:
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def lstm() -> Any:
+    """A recurrent layer over 50 time steps."""
+    import keras
+    from keras import layers
+
+    return keras.Sequential([keras.Input((50, 16)), layers.LSTM(64), layers.Dense(10)])
+
+
 VARIANTS = {
     "dropout": "with dropout",
     "bfloat16": "in mixed_bfloat16",
@@ -170,6 +178,7 @@ PLAIN = {
     "transformer": Workload(
         "transformer, 2 blocks", transformer, (32,), 64, 20, tokens=200
     ),
+    "lstm": Workload("LSTM, 50 time steps", lstm, (50, 16), 64, 40),
 }
 WORKLOADS = PLAIN | {
     f"{name}_{variant}": dataclasses.replace(

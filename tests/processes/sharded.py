@@ -7,7 +7,9 @@ import keras
 import numpy as np
 
 import keras_distribute as kd
-from keras_distribute.training.steps import forward, packed_state
+from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.training.steps import packed_state
+from keras_distribute.values import reductions
 from tests.support import without_tensorflow
 
 RNG = np.random.RandomState(0)
@@ -99,10 +101,15 @@ def num_sums(strategy, *shapes):
         jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *shape), "float32")
         for shape in shapes
     ]
-    program = jax.make_jaxpr(lambda gradients: forward.summed(gradients, strategy))(
-        gradients
+    ops, mesh = strategy.extended.cross_device_ops, strategy.replica_mesh
+
+    def summed(gradients):
+        return reductions.sum_gradients(ops, [each[0] for each in gradients], None)
+
+    program = over_replicas(
+        mesh, summed, in_specs=(mesh.split.spec,), out_specs=mesh.replicated.spec
     )
-    return str(program).count("psum")
+    return str(jax.make_jaxpr(program)(gradients)).count("psum")
 
 
 def disagreeing(options):
