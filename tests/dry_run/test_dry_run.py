@@ -223,9 +223,7 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
         raise jax.errors.JaxRuntimeError(f"INTERNAL: RET_CHECK failure ({place})")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", newer)
-    with pytest.raises(
-        BackendError, match=r"(?s)cannot read.*RET_CHECK.*jax\[tpu\]=="
-    ):
+    with pytest.raises(BackendError, match=r"(?s)cannot read.*RET_CHECK.*jax\[tpu\]=="):
         kd.dry_run(models.mlp, 16, topology="cpu:2")
 
     def old(self, *args, **kwargs):

@@ -150,6 +150,37 @@ def test_every_optimizer(name):
     assert_like_one_device(strategy, decoder, OPTIMIZERS[name], tolerance)
 
 
+def penalized() -> keras.Model:
+    """Penalties and constraints of every kind, in a nested model, too."""
+    inner = keras.Sequential(
+        [
+            layers.LSTM(WIDTH, return_sequences=True, recurrent_regularizer="l2"),
+            layers.Dense(WIDTH, kernel_regularizer="orthogonal_regularizer"),
+        ]
+    )
+    ids = keras.Input((LENGTH,), dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, WIDTH, embeddings_regularizer="l2")(ids)
+    hidden = layers.Dense(
+        WIDTH,
+        activation="tanh",
+        kernel_regularizer=keras.regularizers.L1L2(1e-3, 1e-2),
+        bias_regularizer="l1",
+        kernel_constraint=keras.constraints.MaxNorm(1.0),
+    )(inner(hidden))
+    dense = layers.Dense(
+        VOCABULARY,
+        activity_regularizer="l2",
+        kernel_constraint=keras.constraints.UnitNorm(),
+    )
+    return keras.Model(ids, dense(hidden))
+
+
+@pytest.mark.parametrize("options", [SMALL, {"deterministic": True}, {}], ids=str)
+def test_penalties_count_once_and_constraints_hold(options):
+    strategy = mirrored(4, **options)
+    assert_like_one_device(strategy, penalized, lambda: keras.optimizers.SGD(0.1))
+
+
 def test_random_layers_draw_what_one_device_draws():
     def build() -> keras.Model:
         return decoder(dropout=0.3)

@@ -72,7 +72,8 @@ class Parts:
                 return part
             shape = list(part.shape)
             shape[axis] *= replicas
-            value = jnp.zeros(shape, part.dtype)
+            is_float = jnp.issubdtype(part.dtype, jnp.floating)
+            value = jnp.full(shape, jnp.nan if is_float else 0, part.dtype)
             gather.stands_for(value, part)
             return value
 

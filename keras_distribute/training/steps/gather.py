@@ -37,6 +37,11 @@ class Gather:
         """From now on `value` is how the program has `part`."""
         self._parts[id(value)] = value, part
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether the variables of this program have other values than they show."""
+        return bool(self._parts)
+
     def part_of(self, value: Any) -> Any:
         """The part, of a value that stands for one; else the value."""
         return self._parts.get(id(value), (value, value))[1]
