@@ -2,8 +2,10 @@
 when the optimizer updates.
 """
 
+import contextlib
 import re
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -149,6 +151,42 @@ def test_gradients_travel_only_when_the_optimizer_updates():
         in_entry = [line for line in lines if " all-reduce" in line]
         sizes = [size for line in in_entry for size in _elements(line)]
         assert max(sizes) <= 6 * 8  # The mean of the own layer's rows.
+
+
+def test_another_optimizer_in_a_step_of_the_users_own():
+    """It makes its step at once, beside the model's, which accumulates."""
+
+    class Own(keras.Sequential):
+        def train_step(self, state, data):
+            weights, others, slots, metrics = state
+            x, y = data[:2]
+
+            def loss_of(weights):
+                outputs, new = self.stateless_call(weights, others, x, training=True)
+                return self.compute_loss(x, y, outputs), new
+
+            graded = jax.value_and_grad(loss_of, has_aux=True)
+            (loss, others), grads = graded(weights)
+            last, slots = self.optimizer.stateless_apply(slots, grads, weights)
+            values = [variable.value for variable in self.second.variables]
+            weights, _ = self.second.stateless_apply(values, grads, last)
+            return {"loss": loss}, (weights, others, slots, metrics)
+
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Own([keras.Input((6,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            model.compile(optimizer, "mse")
+            model.second = keras.optimizers.SGD(0.1)
+            model.second.build(model.trainable_variables)
+        x = WEIGHTS[:32]
+        model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = trained(contextlib.nullcontext())
+    for ours, theirs in zip(trained(mirrored(2).scope()), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def _elements(line):

@@ -23,10 +23,10 @@ from keras_distribute.errors import BackendError
 # tile sizes that satisfy ...". Other kernels compute them without. Goes when no step
 # fails by it: https://github.com/openxla/xla/issues.
 _NO_TILES = "Couldn't find output tile sizes"
+_WITHOUT_TILES = {"xla_gpu_enable_triton_gemm": False}
 # A newer libtpu writes what this JAX's reader does not know: "RET_CHECK failure
 # (external/xla/xla/hlo/ir/hlo_instruction.cc:390) proto.operand_ids_size() == ...".
 _UNREADABLE = "xla/hlo/ir/hlo_instruction.cc"
-_WITHOUT_TILES = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)

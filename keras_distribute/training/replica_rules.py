@@ -57,8 +57,13 @@ def apply_gradients(
     if taker is not None:
         return taker(optimizer, grads, variables)
     if not in_replica():
-        if context.frame().accumulates and not compat.is_loss_scaling(optimizer):
-            return _accumulate_in_fit(optimizer, grads, variables, original)
+        # A step of the user's own may have another optimizer beside the model's.
+        accumulates = compat.accumulation(optimizer) is not None
+        if context.frame().accumulates and accumulates:
+            targets = compat.built_variables(optimizer)
+            if variables is not None:
+                targets = list(variables)
+            return _accumulate_in_fit(optimizer, grads, targets, original)
         with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
@@ -198,49 +203,28 @@ def _accumulate(
     """An optimizer's step that adds up gradients, and updates on the last
     micro-step.
     """
-    accumulation = compat.accumulation(optimizer)
-    assert accumulation is not None
-    num_steps, counter, accumulators = accumulation
     all_pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
     # The optimizer accumulates by itself what is no sum.
     pairs = [pair for pair in all_pairs if not compat.takes_gradient_as_value(pair[1])]
     others = [pair for pair in all_pairs if compat.takes_gradient_as_value(pair[1])]
-    values = _combined([g for g, _ in others], [v for _, v in others])
-    own = [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
-    summed_at_update = _sum
+    trained = [variable for _, variable in others]
+    values = _combined([g for g, _ in others], trained)
+    summed_at_update, own = _sum, _accumulators_of(optimizer, pairs)
     if not all(isinstance(each, SyncOnReadVariable) for each in own):
         # Divided ones have the sum of all replicas at each micro-step.
         sums = _summed([g for g, _ in pairs])
         pairs = [(g, v) for g, (_, v) in zip(sums, pairs, strict=True)]
         summed_at_update = list[Any]
-    before = [accumulator.value for accumulator in own]
-    summed, after = micro_step(
-        before,
-        [grad for grad, _ in pairs],
-        counter.value,
-        num_steps,
-        summed_at_update,
-        [value.shape for value in before],
-    )
-    with _updating():
-        for accumulator, value in zip(own, before, strict=True):
-            accumulator.assign(jnp.zeros_like(value))
-        trained = [variable for _, variable in (*pairs, *others)]
-        original(optimizer, [*summed, *values], trained)
-        for accumulator, value in zip(own, after, strict=True):
-            accumulator.assign(value)
+    others = list(zip(values, trained, strict=True))
+    _add_up(optimizer, pairs, others, summed_at_update, _updating(), original)
 
 
 def _accumulate_in_fit(
-    optimizer: Any, grads: list[Any], variables: list[Any] | None, original: Apply
+    optimizer: Any, grads: list[Any], targets: list[Any], original: Apply
 ) -> None:
     """The same in the program of a step of `fit`, which `steps/by_rows.py` makes one of
     each replica's rows: what is added up stays a replica's own until it is named.
     """
-    targets = variables if variables is not None else compat.built_variables(optimizer)
-    accumulation = compat.accumulation(optimizer)
-    assert accumulation is not None
-    num_steps, counter, accumulators = accumulation
     pairs: list[tuple[Any, Any]] = []
     others: list[tuple[Any, Any]] = []  # The optimizer accumulates them by itself.
     for grad, variable in zip(grads, targets, strict=True):
@@ -248,20 +232,53 @@ def _accumulate_in_fit(
             others.append((_named(optimizer, [grad], [variable])[0], variable))
         else:
             pairs.append((checkpoint_name(grad, ADDEND), variable))
-    trained = [variable for _, variable in pairs]
-    own = [accumulators[compat.index_of(optimizer, variable)] for variable in trained]
+
+    def named(totals: list[Any]) -> list[Any]:
+        return _named(optimizer, totals, [variable for _, variable in pairs])
+
+    _add_up(optimizer, pairs, others, named, nullcontext(), original)
+
+
+def _accumulators_of(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[Any]:
+    accumulation = compat.accumulation(optimizer)
+    assert accumulation is not None
+    accumulators = accumulation[2]
+    return [accumulators[compat.index_of(optimizer, variable)] for _, variable in pairs]
+
+
+def _add_up(
+    optimizer: Any,
+    pairs: list[tuple[Any, Any]],
+    others: list[tuple[Any, Any]],
+    sum_over_replicas: Callable[[list[Any]], list[Any]],
+    updating: AbstractContextManager[Any],
+    original: Apply,
+) -> None:
+    """Adds gradients to the accumulators, and makes the optimizer's step.
+
+    Args:
+        pairs: The gradients with their variables.
+        others: What the optimizer is given as it is, likewise.
+        sum_over_replicas: Of what has been added up, on the last micro-step.
+        updating: Around the assignments.
+    """
+    accumulation = compat.accumulation(optimizer)
+    assert accumulation is not None
+    num_steps, counter, _ = accumulation
+    own = _accumulators_of(optimizer, pairs)
     before = [accumulator.value for accumulator in own]
     summed, after = micro_step(
         before,
         [grad for grad, _ in pairs],
         counter.value,
         num_steps,
-        lambda totals: _named(optimizer, totals, trained),
+        sum_over_replicas,
         [value.shape for value in before],
     )
-    for accumulator, value in zip(own, before, strict=True):
-        accumulator.assign(jnp.zeros_like(value))
-    all_grads = [*summed, *(grad for grad, _ in others)]
-    original(optimizer, all_grads, [*trained, *(variable for _, variable in others)])
-    for accumulator, value in zip(own, after, strict=True):
-        accumulator.assign(value)
+    with updating:
+        for accumulator, value in zip(own, before, strict=True):
+            accumulator.assign(jnp.zeros_like(value))
+        trained = [variable for _, variable in (*pairs, *others)]
+        original(optimizer, [*summed, *(value for value, _ in others)], trained)
+        for accumulator, value in zip(own, after, strict=True):
+            accumulator.assign(value)

@@ -381,6 +381,28 @@ def test_a_gradient_is_summed_behind_a_loop() -> None:
     assert str(own.program).count("psum") == 1
 
 
+def test_long_sums_are_kept_in_parts() -> None:
+    """Of many addends, and of what is added to itself again and again."""
+
+    def function(total: Any, w: Any, x: Any) -> Any:
+        many, twice = w + x.sum(0), w * 2.0**-60 + (x * 2.0**-60).sum(0)
+        for _ in range(1000):
+            many = many + w
+        for _ in range(60):
+            twice = twice + twice
+        return total + checkpoint_name(many + twice, program.ADDEND)
+
+    total, w, x = normal(4, 6), normal(6), normal(N, 6)
+    traced = jax.make_jaxpr(function)(total[0], w, x)
+    kept = program.Kept([0], [0])
+    own = program.of_one_replica(traced, (None, None, 0), 4, kept=kept)
+    mesh = ReplicaMesh.of(jax.devices()[:4])
+    results = jax.jit(lambda *given: sums.results_of(mesh, own, (0, None, 0), given))
+    found = results(total, w, x)[0]
+    expected = function(total.sum(0), w, x)
+    np.testing.assert_allclose(found.sum(0), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("penalty", [False, True])
 def test_sums_that_are_kept_in_parts(penalty: bool) -> None:
     """As gradients that are added up over several steps."""

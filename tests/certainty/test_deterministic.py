@@ -187,6 +187,7 @@ def test_the_numbers_are_those_of_one_device(name):
 
 
 def test_the_plan_says_what_each_device_computes():
+    keras.utils.clear_session()  # Keras counts the names of all tests of a process.
     strategy = deterministic(2)
     assert str(plan_of(training.built(strategy), strategy)) == (
         "The training step computes the gradients of one replica's rows after the "

@@ -273,7 +273,9 @@ def _carried(
         except (RowsMixError, MixedRows):
             if not any(sums):
                 raise
-            left = [WHOLE] * len(begin)  # No sums, then.
+            sums, carry = [False] * len(begin), list(map(Kind.of, begin))
+            pinned = [False] * len(begin)
+            continue
         new: list[Kind] = []
         for i, (before, after) in enumerate(zip(carry, left, strict=False)):
             if sums[i] and not after.partial:

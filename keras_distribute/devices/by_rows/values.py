@@ -57,6 +57,7 @@ class Value:
             on.
         partial: Whether the value is the sum over the replicas of what they have.
         origin: Of a whole value, the operation that made it, and its operands.
+        addend: What `Replica.addend` has found out.
     """
 
     array: Any
@@ -66,6 +67,7 @@ class Value:
     total: Value | None = None
     parts: dict[int, Any] = dataclasses.field(default_factory=dict)
     zero: bool = False
+    addend: Any = None
 
     @property
     def ndim(self) -> int:
@@ -184,15 +186,21 @@ class Replica:
         array = self.whole(value)
         return jnp.where(self.index() == 0, array, jnp.zeros_like(array))
 
-    def addend(self, value: Value) -> Any:
+    def addend(self, value: Value, depth: int = 0) -> Any:
         """The same, from the parts of what was summed to make the value: the gradient
         of a loss and that of a penalty, say.
         """
-        if value.origin is not None:
+        if value.addend is None:
+            value.addend = self._addend(value, depth)
+        return value.addend
+
+    def _addend(self, value: Value, depth: int) -> Any:
+        if value.origin is not None and depth < _DEPTH:
             eqn, operands = value.origin
             is_sum = eqn.primitive.name in ("add", "add_any")
             if is_sum and any(v.partial or v.origin is not None for v in operands):
-                return self.apply(eqn, list(map(self.addend, operands)))[0].array
+                arrays = [self.addend(operand, depth + 1) for operand in operands]
+                return self.apply(eqn, arrays)[0].array
         return self.summand(value)
 
     def divided(self, size: int) -> int:

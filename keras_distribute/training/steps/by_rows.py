@@ -97,10 +97,10 @@ def step_by_rows(
         leaves, rows = [*traced.consts, *leaves], [*[None] * first, *rows]
         traced = core.ClosedJaxpr(jaxprs.with_constants_given(traced.jaxpr), ())
         _, new_places = jax.tree.unflatten(found["structure"], range(count))
-        sums = program.Kept(
+        in_parts = program.Kept(
             [first + i for i in kept], _places(new_places, accumulators)
         )
-        outputs = _evaluated(strategy, traced, rows, leaves, told, watch, sums)
+        outputs = _evaluated(strategy, traced, rows, leaves, told, watch, in_parts)
         logs, new = jax.tree.unflatten(found["structure"], outputs[:count])
         return (logs if watch is None else Watched(logs, outputs[count:])), new
 

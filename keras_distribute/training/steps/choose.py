@@ -136,13 +136,9 @@ def _in_series(
     step = step_in_series(
         trainer, strategy, kind, plain, is_whole=not plan.is_local, accumulators=indices
     )
-    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
     if indices:
-        for i in indices:
-            shardings[SLOTS][i] = groups[SLOTS][i].sharding
-        components = [(SLOTS, i) for i in indices]
-        carried = CarriedStep(step, shardings=shardings, components=components)
-        return CompiledStep(strategy, carried, groups)
+        return _with_accumulators(strategy, step, groups, indices)
+    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
     places = state_shardings.divided_places(groups)
     mesh, rest = strategy.replica_mesh, strategy.placement
     packing = Packing(form_of(groups), mesh, single=places, rest=rest)
@@ -160,15 +156,27 @@ def _accumulating(
     step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
-    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
-    for i in plan.accumulators:
-        shardings[SLOTS][i] = groups[SLOTS][i].sharding
     if plan.is_local:
         told = functools.partial(note_mixed, trainer)
         step = step_by_rows(strategy, step, told, accumulators=plan.accumulators)
     else:
         step = accumulating.on_sums(step, plan.accumulators, 1)
-    components = [(SLOTS, i) for i in plan.accumulators]
+    return _with_accumulators(strategy, step, groups, plan.accumulators)
+
+
+def _with_accumulators(
+    strategy: Strategy,
+    step: Step,
+    groups: Sequence[list[Any]],
+    indices: Sequence[int],
+) -> CompiledStep:
+    """The program of a step whose state has accumulators with an axis for the
+    replicas.
+    """
+    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
+    for i in indices:
+        shardings[SLOTS][i] = groups[SLOTS][i].sharding
+    components = [(SLOTS, i) for i in indices]
     carried = CarriedStep(step, shardings=shardings, components=components)
     return CompiledStep(strategy, carried, groups)
 

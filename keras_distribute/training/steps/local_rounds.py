@@ -208,9 +208,9 @@ class LocalRounds(ScheduledStep):
             metrics = set(self._trainer.get_metrics_result())
             new, logs = steps.made(with_logs=metrics != steps.names_of_logs)
         # Of the sums of all groups, which the coordinator has, one knows a part.
-        for name in steps.of_metrics & metrics:
-            if logs is not None:
-                del logs[name]
+        if logs is not None:
+            known = steps.of_metrics & metrics
+            logs = {name: log for name, log in logs.items() if name not in known}
         for i, value in steps.own_changes(new):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
         means, sums = steps.differences(new)

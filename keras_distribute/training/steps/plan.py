@@ -126,8 +126,8 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     if strategy.replica_mesh.series is not None:
         return plan_in_series(trainer)
     is_keras_step = compat.own_step_method(trainer) is None
-    reason, remedy = _obstacle(trainer)
     if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
+        reason, remedy = _obstacle(trainer)
         if not reason:
             reason, remedy = _random_obstacle(trainer)
         return StepPlan(
