@@ -1,5 +1,6 @@
 """Attention where the devices are TPUs, which are CPUs here that run JAX's kernel by
-XLA's operations: the numbers of Keras on one CPU, whatever the program.
+XLA's operations, or GPUs, with a kernel that nobody can look into: the numbers of Keras
+on one CPU, whatever the program.
 """
 
 from __future__ import annotations
@@ -248,6 +249,62 @@ def test_several_logical_devices_take_xla_operations(kernels: Kernels) -> None:
         model = model_of()
     assert_equal(numbers(model), expected)
     assert not kernels.given
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """From here on the devices count as GPUs, with an attention of which cannot be seen
+    that it treats each row alone; the shapes of queries that are given to it.
+    """
+    given: list[tuple[int, ...]] = []
+    on_gpus = attention._on_gpus
+
+    def noted(mesh: Any, original: Any, *args: Any) -> Any:
+        def kernel(query: Any, *arrays: Any, **options: Any) -> Any:
+            given.append(query.shape)
+            return original(query, *arrays, **options) + 0 * jnp.sort(query, 0)
+
+        return on_gpus(mesh, kernel, *args)
+
+    monkeypatch.setattr(attention, "_is_of_gpus", lambda mesh: True)
+    monkeypatch.setattr(attention, "_on_gpus", noted)
+    monkeypatch.setattr(values, "SMALL", 0)  # Nothing is gathered.
+    return given
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
+def test_steps_on_gpus_have_the_numbers_of_one_device(
+    make: Any, causal: bool, cudnn: list[Any]
+) -> None:
+    expected = of_one_device(causal=causal)
+    with make().scope():
+        model = model_of(causal=causal)
+    assert_equal(numbers(model), expected)
+    assert cudnn
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_variables": True}], ids=str)
+def test_the_step_stays_local_on_gpus(options: Any, cudnn: list[Any]) -> None:
+    strategy = mirrored(4, **options)
+    with strategy.scope():
+        model = model_of(causal=True)
+    model.fit(X[:32], Y[:32], batch_size=16, verbose=0)
+    assert "mixes rows" not in str(strategy.summary(model))
+    assert set(cudnn) >= {(4, 128, 2, 16)}
+
+
+@pytest.mark.parametrize("kind", ["each row", "all rows", "bias"])
+def test_masks_and_a_bias_on_gpus(kind: str, cudnn: list[Any]) -> None:
+    arrays, options = arrays_of(24, 24), dict[str, Any]()
+    rows = 1 if kind == "all rows" else arrays[0].shape[0]
+    name = "bias" if kind == "bias" else "mask"
+    drawn = np.random.default_rng(0).normal(size=(rows, 1, 24, 24))
+    options[name] = drawn.astype("float32") if kind == "bias" else drawn > -1
+    expected = keras.ops.dot_product_attention(*arrays, **options)
+    np.testing.assert_allclose(of_step(*arrays, **options), expected, atol=1e-5)
+    assert cudnn
 
 
 def test_what_keras_computes_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:

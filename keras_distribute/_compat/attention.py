@@ -1,5 +1,5 @@
-"""Keras's attention on TPUs, where it takes a kernel that XLA cannot divide over
-devices.
+"""Keras's attention on TPUs and GPUs, where it takes kernels: XLA cannot divide one of
+them over devices, and of none can be seen that it treats each row alone.
 
 - `nn.dot_product_attention`, by the name that `ops.dot_product_attention` and all
   attention layers look it up. On a TPU it takes JAX's splash attention, which a program

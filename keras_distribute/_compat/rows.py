@@ -153,20 +153,6 @@ def own_step_method(trainer: Any, kind: str = "train") -> str | None:
     return None
 
 
-def random_layer(trainer: Any) -> Any | None:
-    """The first layer of the model that draws random numbers."""
-    return next(filter(_is_random, _called(trainer)), None)
-
-
-def _is_random(operation: Any) -> bool:
-    if not getattr(operation, "_seed_generators", None):
-        return False
-    # A recurrent layer has a seed in any case.
-    if not hasattr(operation, "recurrent_dropout"):
-        return True
-    return bool(operation.dropout or operation.recurrent_dropout)
-
-
 def forward(
     trainer: Any, trained: list[Any], others: list[Any], x: Any, *, training: bool
 ) -> Any:

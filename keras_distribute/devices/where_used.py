@@ -36,13 +36,6 @@ class Input:
         self.array = array
 
 
-class Unknown:
-    """A value that is not there: neither is what depends on it."""
-
-
-UNKNOWN = Unknown()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Fixed:
     """A value that depends on no input that changes from batch to batch."""
@@ -67,12 +60,11 @@ class _Result:
 
 
 def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[Any]:
-    """The outputs of a program, each an array, `UNKNOWN`, or late.
+    """The outputs of a program, each an array.
 
     Args:
         program: Traced, with `jax.make_jaxpr`.
-        inputs: Arrays, `Input`s, `fixed` values, `UNKNOWN`, or late outputs of another
-            program.
+        inputs: Arrays, `Input`s, or `fixed` values.
         tie: From a late input and values to an array like the input that there is not
             before any of the values, and of which the compiler does not know that it is
             equal.
@@ -87,8 +79,6 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
         if inner is not None:
             is_again = eqn.params.get("prevent_cse") and eqn.params["differentiated"]
             return run(inner, _apart(operands, tie) if is_again else operands)
-        if any(value is UNKNOWN for value in operands):
-            return [UNKNOWN] * len(eqn.outvars)
         if all(isinstance(value, _Fixed) for value in operands):
             results = jaxprs.bound(eqn, [value.array for value in operands])
             return list(map(_Fixed, results))
@@ -96,7 +86,11 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
         if all(isinstance(value, _Fixed) for value in known):
             waiting = _Operation(eqn, operands)
             return [_Result(waiting, i) for i in range(len(eqn.outvars))]
-        return jaxprs.bound(eqn, _together(operands, tie))
+        arrays = _together(operands, tie)
+        if eqn.primitive.name == "optimization_barrier":
+            # The first one is not to be there before the others.
+            return [tie(arrays[0], arrays[1:]), *arrays[1:]]
+        return jaxprs.bound(eqn, arrays)
 
     def run(called: core.ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
         consts = [c if isinstance(c, _Fixed) else _Fixed(c) for c in called.consts]
@@ -106,7 +100,7 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
             for atom, value in zip(called.jaxpr.outvars, found, strict=True)
         ]
 
-    return run(program, inputs)
+    return list(map(_now, run(program, inputs)))
 
 
 def fixed(array: Any) -> Any:
@@ -114,16 +108,6 @@ def fixed(array: Any) -> Any:
     and from late ones waits, too.
     """
     return _Fixed(array)
-
-
-def is_known(value: Any) -> bool:
-    """Whether an output depends on more than late and fixed inputs."""
-    return not (_waits(value) or isinstance(value, _Fixed) or value is UNKNOWN)
-
-
-def now(value: Any) -> Any:
-    """An output as an array; a late one is computed."""
-    return _computed(value, {}, lambda array: array)
 
 
 def tied_by_select(array: Any, values: Sequence[Any]) -> Any:
@@ -146,19 +130,29 @@ def _waits(value: Any) -> bool:
     return isinstance(value, Input | _Result)
 
 
+def _is_known(value: Any) -> bool:
+    """Whether a value depends on more than late and fixed inputs."""
+    return not (_waits(value) or isinstance(value, _Fixed))
+
+
+def _now(value: Any) -> Any:
+    """A value as an array; a late one is computed."""
+    return _computed(value, {}, lambda array: array)
+
+
 def _apart(operands: Sequence[Any], tie: Tie) -> list[Any]:
     """What a forward pass is computed from again, for the backward pass: not before its
     gradients are there, and not taken for the first time that it was computed.
     """
     after = _all_known(operands)
     return [
-        tie(value, after) if is_known(value) and _can_tie(value) else value
+        tie(value, after) if _is_known(value) and _can_tie(value) else value
         for value in operands
     ]
 
 
 def _all_known(operands: Sequence[Any]) -> list[Any]:
-    return [value for value in operands if is_known(value) and _can_tie(value)]
+    return [value for value in operands if _is_known(value) and _can_tie(value)]
 
 
 def _together(operands: Sequence[Any], tie: Tie) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Attention on TPUs: JAX's kernel on each replica's rows, in the programs of a step and
-of `Strategy.run`; XLA's operations where the kernel does not fit. What is replaced in
-Keras, and why, is in `_compat/attention.py`.
+"""Attention by kernels, on each replica's rows. They never have all logits in memory,
+so long sequences fit. What is replaced in Keras, and why, is in `_compat/attention.py`.
 
-The kernel never has all logits in memory, so long sequences fit. XLA cannot divide it
-over devices: a step over the global batch maps it over the replicas, which a program of
-one replica's rows then unpacks (`devices/by_rows/`).
+On TPUs it is JAX's kernel, in the programs of a step and of `Strategy.run`; XLA's
+operations where the kernel does not fit. On GPUs it is whatever Keras takes there, such
+as cuDNN's. A step over the global batch maps it over the replicas, which a program of
+one replica's rows then unpacks (`devices/by_rows/`): XLA cannot divide the one, and
+neither is it seen in an operation of the other that it treats each row alone.
 """
 
 from __future__ import annotations
@@ -58,6 +59,22 @@ def dot_product_attention(
     if not context.has_strategy():
         return by_keras(flash_attention)
     mesh: ReplicaMesh = context.get_strategy().replica_mesh
+    if _is_of_gpus(mesh) and flash_attention is not False:
+        return _on_gpus(
+            mesh,
+            original,
+            query,
+            key,
+            value,
+            mask,
+            {
+                "bias": bias,
+                "scale": scale,
+                "is_causal": is_causal,
+                "flash_attention": flash_attention,
+                "attn_logits_soft_cap": attn_logits_soft_cap,
+            },
+        )
     if not _is_of_tpus(mesh):
         return by_keras(flash_attention)
     is_plain = bias is None and mask is None and flash_attention is not False
@@ -110,8 +127,39 @@ def _capped(
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
+def _on_gpus(
+    mesh: ReplicaMesh,
+    original: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Keras's attention, of each replica's rows by itself; as it is with a bias, whose
+    gradient is of all rows.
+    """
+    arrays = [jnp.asarray(array) for array in (query, key, value)]
+    is_mapped = options["bias"] is None and _is_in_program(mesh)
+    if not is_mapped or any(a.ndim != 4 for a in arrays):
+        return original(query, key, value, mask=mask, **options)
+    if mask is not None:
+        arrays.append(jnp.asarray(mask))
+
+    def attention(*own: Any) -> Any:
+        query, key, value, *masks = own
+        mask = masks[0] if masks else None
+        return original(query, key, value, mask=mask, **options)
+
+    return _of_rows(mesh, attention, arrays)
+
+
 def _is_of_tpus(mesh: ReplicaMesh) -> bool:
     return mesh.devices[0].platform == "tpu"
+
+
+def _is_of_gpus(mesh: ReplicaMesh) -> bool:
+    return mesh.devices[0].platform == "gpu"
 
 
 def _is_in_program(mesh: ReplicaMesh) -> bool:
@@ -138,17 +186,30 @@ def _fits(query: Any, key: Any, value: Any) -> bool:
 def _of_rows(
     mesh: ReplicaMesh, kernel: Callable[..., Any], arrays: list[jax.Array]
 ) -> jax.Array:
-    """A kernel that treats each row alone, for the rows that are on a device."""
+    """A kernel that treats each row alone, for the rows that are on a device.
+
+    Args:
+        arrays: Of all rows; what has another number of them is for all rows.
+    """
     is_mapped = context.frame().per_replica or mesh.series is not None
     if is_mapped or len(mesh.devices) == 1:
         return kernel(*arrays)
     rows, split = arrays[0].shape[0], PartitionSpec(REPLICA_AXIS)
+    has_rows = [array.shape[0] == rows for array in arrays]
     missing = -rows % mesh.num_replicas
     if missing:
-        more = [(0, missing), (0, 0), (0, 0), (0, 0)]
-        arrays = [jnp.pad(array, more) for array in arrays]
+        arrays = [
+            jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])
+            if has
+            else array
+            for array, has in zip(arrays, has_rows, strict=True)
+        ]
     mapped = jax.shard_map(
-        kernel, mesh=mesh.mesh, in_specs=split, out_specs=split, check_vma=False
+        kernel,
+        mesh=mesh.mesh,
+        in_specs=tuple(split if has else PartitionSpec() for has in has_rows),
+        out_specs=split,
+        check_vma=False,
     )
     outputs = mapped(*arrays)
     return outputs[:rows] if missing else outputs

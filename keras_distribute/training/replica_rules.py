@@ -29,8 +29,8 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.by_rows.program import ADDEND
 from keras_distribute.devices.mesh import REPLICA_AXIS
+from keras_distribute.devices.where_used import tied_by_barrier
 from keras_distribute.training.accumulation import micro_step
-from keras_distribute.training.steps.sharded import tie_of
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
@@ -96,7 +96,7 @@ def _in_turn(optimizer: Any) -> AbstractContextManager[None]:
         or not compat.may_take_whole_weights(optimizer)
     ):
         return nullcontext()
-    return compat.updates_in_turn(optimizer, tie_of(strategy.replica_mesh))
+    return compat.updates_in_turn(optimizer, tied_by_barrier)
 
 
 def _named(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> list[Any]:

@@ -36,7 +36,6 @@ from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
 from keras_distribute.training.steps import choose
-from keras_distribute.training.steps.gather import Gather
 from keras_distribute.training.steps.plan import plan_of
 from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.training.steps.watched_step import WatchedStep
@@ -118,16 +117,6 @@ class StrategyTrainer(JAXTrainer):
             return super().get_metrics_result()
         with read_before(self.metrics_variables):
             return super().get_metrics_result()
-
-    def _get_regularization_losses(self) -> list[Any]:
-        """Penalties, of the values that layers read: Keras takes what it handed to the
-        step, which only stands for a weight of which a replica has a part.
-        """
-        gather = context.frame().gather
-        if not isinstance(gather, Gather) or not gather.has_parts:
-            return super()._get_regularization_losses()
-        weights = self.trainable_weights
-        return [w.regularizer(w) for w in weights if w.regularizer is not None]
 
     def _get_jax_state(
         self,

@@ -196,6 +196,13 @@ def test_logical_devices_on_chips():
     assert [point.num_devices for point in report.scaling()][:3] == [4, 8, 16]
 
 
+class _OwnStep(keras.Sequential):
+    def train_step(self, state, data):
+        return super().train_step(state, data)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["plain", "dropout", "own step", "scaled loss"])
 @pytest.mark.parametrize(
     ("topology", "dimensions"),
     [
@@ -209,7 +216,7 @@ def test_logical_devices_on_chips():
     ],
 )
 def test_divided_weights_are_gathered_twice_and_gradients_scattered(
-    topology, dimensions
+    topology, dimensions, kind
 ):
     """In half precision: three times the weights' bytes, no gradient is ever whole
     after it is summed: along one dimension of the slice after the other.
@@ -217,8 +224,14 @@ def test_divided_weights_are_gathered_twice_and_gradients_scattered(
 
     def build() -> keras.Model:
         blocks = [keras.layers.Dense(2048, "relu") for _ in range(4)]
-        model = keras.Sequential([keras.Input((2048,)), *blocks])
-        model.compile("adam", "mse")
+        if kind == "dropout":
+            blocks.insert(2, keras.layers.Dropout(0.1))
+        of_kind = _OwnStep if kind == "own step" else keras.Sequential
+        model = of_kind([keras.Input((2048,)), *blocks])
+        adam = keras.optimizers.Adam()
+        if kind == "scaled loss":
+            adam = keras.optimizers.LossScaleOptimizer(adam)
+        model.compile(adam, "mse")
         return model
 
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")

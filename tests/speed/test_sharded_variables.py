@@ -186,8 +186,28 @@ def test_random_layers_draw_what_one_device_draws():
         return decoder(dropout=0.3)
 
     strategy = mirrored(4, **SMALL)
-    model = assert_like_one_device(strategy, build, lambda: keras.optimizers.Adam(1e-3))
-    assert "because the layer `dropout" in str(strategy.summary(model))
+    assert_like_one_device(strategy, build, lambda: keras.optimizers.Adam(1e-3))
+
+
+class ReadsLosses(layers.Layer):
+    """Adds to its outputs what the model's penalties are until then."""
+
+    def __init__(self, dense: Any) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) + sum(self.dense.losses)
+
+
+def test_a_layer_may_read_penalties_of_divided_weights():
+    def build() -> keras.Model:
+        ids = keras.Input((LENGTH,), dtype="int32")
+        hidden = layers.Embedding(VOCABULARY, 32)(ids)
+        hidden = ReadsLosses(layers.Dense(32, kernel_regularizer="l2"))(hidden)
+        return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
+
+    assert_like_one_device(mirrored(4, **SMALL), build, keras.optimizers.SGD)
 
 
 def test_an_own_step_gathers_what_its_layers_read():
@@ -350,16 +370,51 @@ def programs(monkeypatch: Any, lowered: bool = False) -> list[Any]:
     return found
 
 
-def test_no_gradient_is_whole_and_layers_are_gathered_one_after_the_other(monkeypatch):
-    compiled = programs(monkeypatch)
-    trained(mirrored(4, **SMALL), lambda: decoder(blocks=6), keras.optimizers.SGD, 1)
-    text = compiled[0].as_text()
-    assert text.count(" reduce-scatter(") >= 6 * 6 + 2
-    # Each weight in the forward pass; again in the backward pass, but for a table.
-    assert text.count(" all-gather(") >= 2 * 6 * 6
+def assert_gathered_in_turn(text: str, blocks: int) -> None:
+    """Each weight of a decoder is gathered in the forward pass, and again in the
+    backward pass, but for a table; no gradient of a kernel is whole.
+    """
+    assert text.count(" reduce-scatter(") >= 6 * blocks + 2
+    assert text.count(" all-gather(") >= 2 * 6 * blocks
     sums = [line for line in text.splitlines() if " all-reduce(" in line]
     # Of biases and norms, the loss and its count: nothing of the size of a kernel.
     assert all("[32,64]" not in line and "[64,32]" not in line for line in sums)
+
+
+def test_no_gradient_is_whole_and_layers_are_gathered_one_after_the_other(monkeypatch):
+    compiled = programs(monkeypatch)
+    trained(mirrored(4, **SMALL), lambda: decoder(blocks=6), keras.optimizers.SGD, 1)
+    assert_gathered_in_turn(compiled[0].as_text(), 6)
+
+
+class OwnFunctional(keras.Model):
+    def train_step(self, state: Any, data: Any) -> Any:
+        return super().train_step(state, data)
+
+
+def scaling() -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "optimizer",
+    [keras.optimizers.Adam, scaling, accumulating],
+    ids=lambda o: o.__name__,
+)
+@pytest.mark.parametrize("kind", ["dropout", "own step", "penalties"])
+def test_no_gradient_is_whole_in_any_step(kind, optimizer, monkeypatch):
+    def build() -> keras.Model:
+        plain = decoder(dropout=0.1 if kind == "dropout" else 0.0, blocks=2)
+        if kind == "penalties":
+            for layer in plain.layers:
+                if isinstance(layer, layers.Dense):
+                    layer.kernel_regularizer = keras.regularizers.L2(1e-3)
+        return OwnFunctional(plain.inputs, plain.outputs) if "own" in kind else plain
+
+    compiled = programs(monkeypatch)
+    trained(mirrored(4, **SMALL), build, optimizer, 1)
+    assert_gathered_in_turn(compiled[0].as_text(), 2)
 
 
 def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
@@ -383,10 +438,10 @@ def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "kind", ["dropout", "own", "tail", "muon", "evaluate", "predict"]
+    "kind", ["dropout", "own", "tail", "muon", "mixing", "evaluate", "predict"]
 )
-def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
-    """Steps whose collectives are not written down: neither weights nor gradients are
+def test_memory_does_not_grow_with_other_steps(kind, monkeypatch):
+    """Also of steps whose collectives XLA places: neither weights nor gradients are
     whole at the same time.
     """
     compiled = programs(monkeypatch)
@@ -396,6 +451,7 @@ def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
         with mirrored(4, **SMALL).scope():
             dense = [layers.Dense(256, "relu") for _ in range(2 * blocks)]
             random = [layers.Dropout(0.1)] if kind == "dropout" else []
+            random += [Mixing()] if kind == "mixing" else []
             of_kind = OwnStep if kind == "own" else keras.Sequential
             model = of_kind([keras.Input((256,)), *dense, *random])
             model.compile("muon" if kind == "muon" else "sgd", "mse")
@@ -410,6 +466,13 @@ def test_memory_does_not_grow_where_xla_divides_the_step(kind, monkeypatch):
     # Of 8 more kernels; Muon's update begins when all gradients are there, in parts.
     share = 0.3 if kind == "muon" else 0.2
     assert many - few < share * 8 * 4 * 256 * 256
+
+
+class Mixing(layers.Layer):
+    """Takes the rows in another order, that of a large value."""
+
+    def call(self, x: Any) -> Any:
+        return jax.numpy.sort(jax.numpy.tile(x, (1, 64)), 0)[:, :256]
 
 
 class OwnStep(keras.Sequential):
@@ -686,6 +749,13 @@ def test_the_summary_says_how_the_step_is_made():
     model, _ = trained(strategy, decoder, keras.optimizers.SGD, 1)
     assert "gathers divided weights where a layer needs them" in str(
         strategy.summary(model)
+    )
+    with strategy.scope():
+        mixing = keras.Sequential([layers.Dense(256), Mixing(name="mixing")])
+        mixing.compile("sgd", "mse")
+    mixing.fit(np.ones((8, 256)), np.ones((8, 256)), verbose=0)
+    assert "because the operation `sort` in `mixing` mixes rows" in str(
+        strategy.summary(mixing)
     )
 
 

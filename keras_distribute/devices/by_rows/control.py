@@ -30,13 +30,19 @@ class Kind:
 
     rows: int | None = None
     partial: bool = False
+    of_state: bool = dataclasses.field(default=False, compare=False)
 
     @staticmethod
     def of(value: Value) -> Kind:
-        return Kind(value.rows, value.partial)
+        return Kind(value.rows, value.partial, value.of_state)
+
+    @staticmethod
+    def unsummed(value: Value) -> Kind:
+        """The same, of the sum."""
+        return Kind(value.rows, of_state=value.of_state)
 
     def of_array(self, array: Any) -> Value:
-        return Value(array, self.rows, self.partial)
+        return Value(array, self.rows, self.partial, self.of_state)
 
     def joined(self, other: Kind) -> Kind:
         """What both can be made."""
@@ -107,7 +113,7 @@ class Control:
         num_consts, num_carry = params["num_consts"], params["num_carry"]
         begin = values[num_consts : num_consts + num_carry]
         sliced = values[num_consts + num_carry :]
-        consts = [Kind(v.rows) for v in values[:num_consts]]
+        consts = [Kind.unsummed(v) for v in values[:num_consts]]
         fixed = [
             k.made(replica, v) for k, v in zip(consts, values[:num_consts], strict=True)
         ]
@@ -117,7 +123,7 @@ class Control:
             length = replica.divided(length)
             xs, taken = [replica.part(v, 0) for v in sliced], [WHOLE] * len(sliced)
         else:
-            outer = [Kind(v.rows) for v in sliced]
+            outer = [Kind.unsummed(v) for v in sliced]
             xs = [k.made(replica, v) for k, v in zip(outer, sliced, strict=True)]
             taken = [Kind(k.rows - 1) if k.rows else WHOLE for k in outer]
 
@@ -161,7 +167,7 @@ class Control:
         params = eqn.params
         num_tested, num_body = params["cond_nconsts"], params["body_nconsts"]
         begin = values[num_tested + num_body :]
-        given = [Kind(v.rows) for v in values]
+        given = list(map(Kind.unsummed, values))
         arrays = [k.made(replica, v) for k, v in zip(given, values, strict=True)]
         tested, fixed = given[:num_tested], given[num_tested : num_tested + num_body]
         carry, body = given[num_tested + num_body :], params["body_jaxpr"]

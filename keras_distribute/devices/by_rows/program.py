@@ -19,7 +19,7 @@ https://arxiv.org/abs/2105.04663) and PyTorch's DTensor ("replicate", "shard",
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,6 +44,7 @@ from keras_distribute.devices.by_rows.values import (
     Replica,
     RowsMixError,
     Rule,
+    Scatter,
     Slicer,
     Value,
     is_zero,
@@ -142,6 +143,23 @@ class Kept(NamedTuple):
     outputs: Collection[int] = ()
 
 
+class InParts(NamedTuple):
+    """State that a program takes and returns in parts, of any size, each replica its
+    own. By constraints on their shardings the program says where it is whole, and where
+    a value is such a part.
+
+    Args:
+        inputs: Their places among the inputs.
+        outputs: The dimension that is divided, by the place among the outputs.
+        scatter: From what a replica gives to a sum, and a dimension, to its part of
+            the sum along it.
+    """
+
+    inputs: Collection[int]
+    outputs: Mapping[int, int]
+    scatter: Scatter
+
+
 @dataclasses.dataclass(frozen=True)
 class OneReplica:
     """The program of one replica.
@@ -162,6 +180,7 @@ def of_one_replica(
     sums: dict[str, Callable[[Any], Any]] | None = None,
     watch: Watch | None = None,
     kept: Kept | None = None,
+    in_parts: InParts | None = None,
 ) -> OneReplica:
     """The program of each replica's rows.
 
@@ -174,22 +193,27 @@ def of_one_replica(
             gave a name, by that name, up to a colon in it.
         watch: Sees what is summed so; its results follow the program's own.
         kept: What is a sum over the replicas of which each keeps its part.
+        in_parts: State of which each keeps a part.
 
     Raises:
         MixedRows: Where a rule is missing.
     """
-    kept = kept or Kept()
+    kept, state = kept or Kept(), () if in_parts is None else in_parts.inputs
+    scatter = None if in_parts is None else in_parts.scatter
+    wanted = {} if in_parts is None else in_parts.outputs
     found: list[int | None] = []
     count = next(
         aval.shape[dim]
-        for aval, dim in zip(program.in_avals, rows, strict=True)
-        if dim is not None
+        for i, (aval, dim) in enumerate(zip(program.in_avals, rows, strict=True))
+        if dim is not None and i not in state
     )
     evaluation = _Evaluation(sums or {}, watch)
 
     def one_replica(*arrays: Any) -> list[Any]:
-        replica = Replica(replicas, count, _SLICERS)
+        replica = Replica(replicas, count, _SLICERS, scatter)
         values = list(map(Value, arrays, rows))
+        for i in state:
+            values[i].of_state = True
         for i in kept.inputs:
             values[i] = Value(arrays[i][0], partial=True)
         results = evaluation.run(program, values, replica)
@@ -197,6 +221,8 @@ def of_one_replica(
         for i, value in enumerate(results):
             if i in kept.outputs:
                 value = Value(replica.summand(value)[None], 0)
+            elif i in wanted:
+                value = replica.part_of_state(value, wanted[i])
             elif value.partial:
                 value = Value(replica.whole(value))
             found.append(value.rows)
@@ -280,12 +306,20 @@ class _Evaluation:
             else:
                 results = _by_default(replica, eqn, operands)
         except RowsMixError:
+            if any(v.of_state and v.rows is not None for v in operands):
+                return self._results(
+                    eqn, list(map(replica.state_whole, operands)), replica
+                )
             results = _gathered(replica, eqn, operands)
+        of_state = [v.of_state for v in operands if v.rows is not None]
         for result, var in zip(results, eqn.outvars, strict=True):
             shape = _own_shape(var.aval.shape, result.rows, replica.count)
             if jnp.shape(result.array) != shape:
                 raise AssertionError(f"{eqn} made {jnp.shape(result.array)}.")
             result.zero = is_zero(eqn, operands)
+            result.of_state |= (
+                result.rows is not None and bool(of_state) and all(of_state)
+            )
         return results
 
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -343,8 +377,12 @@ def _unchanged(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _constrained(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-    """A value divided over the logical devices of each replica."""
+    """A value divided over the logical devices of each replica, and state in parts that
+    is gathered or scattered.
+    """
     value, sharding = values[0], eqn.params["sharding"]
+    if replica.has_state_in_parts:
+        value = _resharded(replica, value, sharding.spec)
     if sharding.mesh.axis_names == (REPLICA_AXIS,):
         return [value]
     mesh = sharding.mesh.abstract_mesh.update_axis_types(
@@ -352,7 +390,15 @@ def _constrained(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]
     )
     spec = PartitionSpec(*map(_without_replicas, sharding.spec))
     own = lax.with_sharding_constraint(value.array, NamedSharding(mesh, spec))
-    return [Value(own, value.rows, value.partial)]
+    return [Value(own, value.rows, value.partial, value.of_state)]
+
+
+def _resharded(replica: Replica, value: Value, spec: PartitionSpec) -> Value:
+    """What a replica has of a value that is to be divided over the replicas so."""
+    dim = next((i for i, axes in enumerate(spec) if axes == REPLICA_AXIS), None)
+    if dim is None:
+        return replica.state_whole(value)
+    return replica.part_of_state(value, dim)
 
 
 def _without_replicas(entry: Any) -> Any:

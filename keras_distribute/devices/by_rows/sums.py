@@ -5,7 +5,7 @@ replicas; and what follows from the sums, the same for all replicas, which is ou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -17,6 +17,8 @@ from keras_distribute.devices.by_rows.program import OneReplica
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.replication_proof import communicates, equal_results
+
+Evaluated = Callable[[core.ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +47,23 @@ def results_of(
     own: OneReplica,
     rows: Sequence[int | None],
     arrays: Sequence[Any],
+    evaluated: Evaluated | None = None,
 ) -> list[Any]:
     """The results of the program over all rows that one replica's stands for.
 
     Args:
         rows: Of each input the dimension that is divided over the replicas, or `None`.
         arrays: The inputs, over all rows.
+        evaluated: From a program and its inputs to its results, if not by itself; then
+            nothing of it is outside.
     """
+    if evaluated is not None:
+        return over_replicas(
+            mesh,
+            lambda *given: evaluated(own.program, given),
+            in_specs=tuple(map(_spec, rows)),
+            out_specs=list(map(_spec, own.rows)),
+        )(*arrays)
     both = parts(own.program, [dim is None for dim in rows])
     direct = [dim for dim, made in zip(own.rows, both.made, strict=True) if made]
     results = over_replicas(

@@ -20,6 +20,7 @@ SMALL = 1 << 16
 """The elements of a value up to which it is gathered where an operation mixes rows."""
 
 _SHARDINGS = ("sharding", "out_sharding")
+_ADDITIONS = ("add", "add_any")
 _DEPTH = 100  # Of operations that are made anew to have a part of their result.
 
 
@@ -56,6 +57,8 @@ class Value:
         rows: The dimension of which it has its own part: replica 0 the first, and so
             on.
         partial: Whether the value is the sum over the replicas of what they have.
+        of_state: Whether its parts are not of the batch's rows, but of state that the
+            program takes and returns in parts: gathered wherever it has to be.
         origin: Of a whole value, the operation that made it, and its operands.
         addend: What `Replica.addend` has found out.
     """
@@ -63,6 +66,7 @@ class Value:
     array: Any
     rows: int | None = None
     partial: bool = False
+    of_state: bool = False
     origin: tuple[Any, list[Value]] | None = None
     total: Value | None = None
     parts: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -85,6 +89,7 @@ class Value:
 
 Rule = Callable[["Replica", Any, list[Value]], list[Value]]
 Slicer = Callable[["Replica", Any, list[Value], int, int], Any]
+Scatter = Callable[[Any, int], Any]
 
 
 class Replica:
@@ -94,19 +99,32 @@ class Replica:
         count: How many replicas there are.
         rows: How many rows all of them have.
         slicers: By the name of an operation: what makes a part of its result.
+        scatter: From what a replica gives to a sum, and a dimension, to its part of
+            the sum along it; `None` where no state is in parts.
         in_loop: Whether a loop's body is evaluated, or another program inside of it.
     """
 
     def __init__(
-        self, count: int, rows: int, slicers: dict[str, Slicer], in_loop: bool = False
+        self,
+        count: int,
+        rows: int,
+        slicers: dict[str, Slicer],
+        scatter: Scatter | None = None,
+        in_loop: bool = False,
     ) -> None:
         self.count, self.rows, self.in_loop = count, rows, in_loop
-        self._slicers, self._index = slicers, None
+        self._slicers, self._scatter, self._index = slicers, scatter, None
         self._contexts: dict[Any, Any] = {}
 
     def inside(self) -> Replica:
         """The same replica, for the evaluation of a loop's body."""
-        return Replica(self.count, self.rows, self._slicers, in_loop=True)
+        return Replica(
+            self.count, self.rows, self._slicers, self._scatter, in_loop=True
+        )
+
+    @property
+    def has_state_in_parts(self) -> bool:
+        return self._scatter is not None
 
     def index(self) -> Any:
         """Which replica this is."""
@@ -155,7 +173,7 @@ class Replica:
         if value.total is None:
             if value.partial:
                 total = lax.psum(value.array, REPLICA_AXIS)
-            elif value.array.size * self.count > SMALL:
+            elif value.array.size * self.count > SMALL and not value.of_state:
                 raise RowsMixError
             else:
                 assert value.rows is not None
@@ -186,6 +204,24 @@ class Replica:
         array = self.whole(value)
         return jnp.where(self.index() == 0, array, jnp.zeros_like(array))
 
+    def state_whole(self, value: Value) -> Value:
+        """A value, whole if it is state in parts."""
+        is_part = value.of_state and value.rows is not None
+        return Value(self.whole(value)) if is_part else value
+
+    def part_of_state(self, value: Value, dim: int) -> Value:
+        """The part of a value that replaces state in parts, or its gradient: what is to
+        be summed is scattered.
+        """
+        if value.rows is not None:
+            if value.rows == dim or not value.of_state:
+                return value
+            value = Value(self.whole(value))
+        if value.partial or _adds_parts(value):
+            assert self._scatter is not None
+            return Value(self._scatter(self.addend(value), dim), dim, of_state=True)
+        return Value(self.part(value, dim), dim, of_state=True)
+
     def addend(self, value: Value, depth: int = 0) -> Any:
         """The same, from the parts of what was summed to make the value: the gradient
         of a loss and that of a penalty, say.
@@ -195,10 +231,10 @@ class Replica:
         return value.addend
 
     def _addend(self, value: Value, depth: int) -> Any:
-        if value.origin is not None and depth < _DEPTH:
+        if _is_sum(value) and depth < _DEPTH:
+            assert value.origin is not None
             eqn, operands = value.origin
-            is_sum = eqn.primitive.name in ("add", "add_any")
-            if is_sum and any(v.partial or v.origin is not None for v in operands):
+            if any(v.partial or v.origin is not None for v in operands):
                 arrays = [self.addend(operand, depth + 1) for operand in operands]
                 return self.apply(eqn, arrays)[0].array
         return self.summand(value)
@@ -241,6 +277,24 @@ class Replica:
         if array.dtype == jnp.bool_:
             return self._gathered(array.astype("int8"), rows).astype(bool)
         return lax.all_gather(array, REPLICA_AXIS, axis=rows, tiled=True)
+
+
+def _is_sum(value: Value) -> bool:
+    return value.origin is not None and value.origin[0].primitive.name in _ADDITIONS
+
+
+def _adds_parts(value: Value) -> bool:
+    """Whether a whole value was made by additions, of parts of sums too."""
+    left = [value]
+    for _ in range(_DEPTH):
+        if not left:
+            return False
+        last = left.pop()
+        if _is_sum(last) and last.origin is not None:
+            if any(operand.partial for operand in last.origin[1]):
+                return True
+            left += last.origin[1]
+    return False
 
 
 def common_rows(values: Sequence[Value]) -> int | None:

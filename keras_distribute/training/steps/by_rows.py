@@ -25,6 +25,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
 from keras_distribute.training.steps import accumulating
 from keras_distribute.training.steps.accumulating import SLOTS
+from keras_distribute.training.steps.sharded import DividedState, sharded_step
 from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.values import reductions
 
@@ -50,6 +51,7 @@ def step_by_rows(
     told: Told,
     watch: program.Watch | None = None,
     accumulators: Sequence[int] = (),
+    divided: DividedState | None = None,
 ) -> Step:
     """A step that each replica computes on its own rows.
 
@@ -60,8 +62,11 @@ def step_by_rows(
             `Watched` then.
         accumulators: Where the state has gradient accumulators among its slots, each
             with an axis for the replicas.
+        divided: The state, if it has weights that are divided over the replicas.
     """
     whole = accumulating.on_sums(step, accumulators, strategy.num_replicas_in_sync)
+    if divided is not None:
+        whole = sharded_step(step, divided)
 
     def on_rows(state: Any, data: Any) -> Any:
         batch = context.frame().batch
@@ -79,6 +84,8 @@ def step_by_rows(
         if not any(dim == 0 for dim in rows):  # Data that is sparse, and nothing else.
             return whole(state, data)
         frame = dataclasses.replace(context.frame(), accumulates=bool(kept))
+        if divided is not None:
+            frame, rows = divided.frame(frame), [*divided.axes, *rows[num_state:]]
         found: dict[str, Any] = {}
 
         def on_leaves(*leaves: Any) -> list[Any]:
@@ -100,11 +107,46 @@ def step_by_rows(
         in_parts = program.Kept(
             [first + i for i in kept], _places(new_places, accumulators)
         )
-        outputs = _evaluated(strategy, traced, rows, leaves, told, watch, in_parts)
+        on_state = None
+        if divided is not None:
+            on_state = _OnState(divided, first, jax.tree.leaves(new_places))
+        outputs = _evaluated(
+            strategy, traced, rows, leaves, told, watch, in_parts, on_state
+        )
         logs, new = jax.tree.unflatten(found["structure"], outputs[:count])
         return (logs if watch is None else Watched(logs, outputs[count:])), new
 
     return on_rows
+
+
+class _OnState(NamedTuple):
+    """A program on divided state.
+
+    Args:
+        state: That it takes.
+        first: Where the state begins among its inputs.
+        outputs: Where its new values are among the results.
+    """
+
+    state: DividedState
+    first: int
+    outputs: list[int]
+
+    def evaluated(self, traced: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+        return self.state.evaluated(traced, arrays, self.first)
+
+    @property
+    def in_parts(self) -> program.InParts:
+        axes = self.state.axes
+        return program.InParts(
+            [self.first + i for i, axis in enumerate(axes) if axis is not None],
+            {
+                i: axis
+                for i, axis in zip(self.outputs, axes, strict=False)
+                if axis is not None
+            },
+            self.state.scattered,
+        )
 
 
 def _evaluated(
@@ -115,6 +157,7 @@ def _evaluated(
     told: Told,
     watch: program.Watch | None,
     kept: program.Kept,
+    on_state: _OnState | None,
 ) -> list[Any]:
     """The results of a step's program."""
     ops, dtype = (
@@ -126,6 +169,7 @@ def _evaluated(
         return reductions.sum_gradients(ops, [own], dtype)[0]
 
     mesh = strategy.replica_mesh
+    evaluated = None if on_state is None else on_state.evaluated
     try:
         with mesh.tracing():
             own = program.of_one_replica(
@@ -135,6 +179,7 @@ def _evaluated(
                 {GRADIENT: sum_of_gradient},
                 watch,
                 kept,
+                None if on_state is None else on_state.in_parts,
             )
     except program.MixedRows as mixed:
         told(mixed)
@@ -142,6 +187,8 @@ def _evaluated(
             jnp.sum(leaf, 0) if i in kept.inputs else leaf
             for i, leaf in enumerate(leaves)
         ]
+        if evaluated is not None:
+            return evaluated(traced, whole)
         results = core.jaxpr_as_fun(traced)(*whole)
         return [
             accumulating.of_first(result, mesh.num_replicas)
@@ -151,7 +198,7 @@ def _evaluated(
         ]
     told(None)
     split = [0 if i in kept.inputs else dim for i, dim in enumerate(rows)]
-    return sums.results_of(mesh, own, split, leaves)
+    return sums.results_of(mesh, own, split, leaves, evaluated)
 
 
 def _places(groups: Any, accumulators: Sequence[int]) -> list[int]:

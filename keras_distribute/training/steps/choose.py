@@ -36,8 +36,7 @@ from keras_distribute.training.steps.plan import (
     plan_in_series,
     plan_of,
 )
-from keras_distribute.training.steps.sharded import sharded_step
-from keras_distribute.training.steps.sharded_local import sharded_local_step
+from keras_distribute.training.steps.sharded import DividedState, sharded_step
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
 from keras_distribute.variables import DistributedVariable, check_same_values
@@ -91,9 +90,11 @@ def compiled_step(
         return _in_series(strategy, trainer, kind, groups, plain)
     plan = plan_of(trainer, strategy) if kind == "train" else None
     if strategy.placement.shard_variables and mesh.num_replicas > 1:
-        step = sharded_step(strategy, plain, groups)
-        if plan is not None and plan.is_local:
-            step = sharded_local_step(trainer, strategy, groups, step)
+        divided = DividedState(strategy, groups)
+        step = sharded_step(plain, divided)
+        if plan is not None:
+            told = functools.partial(note_mixed, trainer)
+            step = step_by_rows(strategy, plain, told, divided=divided)
     elif plan is not None:
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan, plain)
@@ -118,8 +119,12 @@ def compiled_step(
     shardings = state_shardings.of_state(groups, mesh) if elsewhere else None
     if shardings is not None and packing:
         shardings = packing.shardings(shardings)
-    is_local = plan is not None and plan.is_local
-    packed = CarriedStep(carried, packing or None, shardings, is_local=is_local)
+    packed = CarriedStep(
+        carried,
+        packing or None,
+        shardings,
+        is_local=lambda: plan is not None and not plan_of(trainer, strategy).mixed,
+    )
     return CompiledStep(strategy, packed, groups, plain)
 
 

@@ -24,7 +24,6 @@ from keras_distribute.devices import replication_proof
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batch_normalization
-from keras_distribute.training.steps.gather import Gather
 
 Forward = Callable[[list[Any], list[Any], Any], tuple[Any, list[Any], list[Any]]]
 Restore = Callable[[list[Any]], list[Any]]
@@ -43,45 +42,6 @@ def over_all(trainer: Any, restore: Restore) -> Forward:
         return compat.forward(trainer, restore(weights), others, x, training=True)
 
     return forward
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What a replica has of variables that are divided over the replicas.
-
-    Args:
-        weights: Of each trainable variable the axis that is divided, or `None`.
-        others: Of each other one, likewise.
-        whole: From a variable and the part to the value.
-    """
-
-    weights: Sequence[int | None]
-    others: Sequence[int | None]
-    whole: Callable[[Any, Any], Any]
-
-    def standing_in(
-        self, weights: list[Any], others: list[Any], replicas: int
-    ) -> tuple[list[Any], list[Any], Gather]:
-        """Values of the shapes of the variables, which Keras asks for, and what a read
-        makes of them. No operation ever takes them.
-        """
-        gather = Gather(self.whole)
-
-        def stands(part: Any, axis: int | None) -> Any:
-            if axis is None:
-                return part
-            shape = list(part.shape)
-            shape[axis] *= replicas
-            is_float = jnp.issubdtype(part.dtype, jnp.floating)
-            value = jnp.full(shape, jnp.nan if is_float else 0, part.dtype)
-            gather.stands_for(value, part)
-            return value
-
-        return (
-            list(map(stands, weights, self.weights)),
-            list(map(stands, others, self.others)),
-            gather,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +90,6 @@ def one_replica(
     x: Any,
     *,
     training: bool = True,
-    parts: Parts | None = None,
 ) -> OneReplica | None:
     """The forward pass of one replica; `None` where those of all do not make up
     the whole.
@@ -142,8 +101,6 @@ def one_replica(
         others: Likewise.
         x: The inputs of all replicas.
         training: Whether for a training step.
-        parts: What a replica has of divided variables: it takes them so, and returns
-            them as it got them.
     """
     replicas = strategy.num_replicas_in_sync
     leaves = jax.tree.leaves(x)
@@ -151,22 +108,15 @@ def one_replica(
     if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
         return None
     kinds: dict[str, Any] = {}
-    function = _of_one_replica(trainer, strategy, restore, kinds, training, parts)
-    arguments = _shapes_of_one(replicas, weights, others, x, parts)
+    function = _of_one_replica(trainer, strategy, restore, kinds, training)
+    arguments = _shapes_of_one(replicas, weights, others, x)
     with strategy.replica_mesh.tracing():
         program, (outputs, masks, new, losses) = jax.make_jaxpr(
             function, axis_env=[(REPLICA_AXIS, replicas)], return_shape=True
         )(*arguments)
-    divided = [False] * (len(weights) + len(others))
-    if parts is not None:
-        divided = [axis is not None for axis in [*parts.weights, *parts.others]]
-    same = [not part for part in divided] + [False] * len(leaves)
+    same = [True] * (len(weights) + len(others)) + [False] * len(leaves)
     num_split = len(outputs) + len(masks)
     equal = replication_proof.equal_on_all_replicas(program, same)[num_split:]
-    taken, returned = program.jaxpr.invars, program.jaxpr.outvars[num_split:]
-    for i, is_part in enumerate(divided[len(weights) :]):
-        if is_part:
-            equal[i] = returned[i] is taken[len(weights) + i]
     each = rows // replicas
     of_rows = all(o.ndim > 0 and o.shape[0] == each for o in [*outputs, *masks])
     if not all(equal) or not of_rows:
@@ -181,7 +131,6 @@ def _of_one_replica(
     restore: Restore,
     kinds: dict[str, Any],
     training: bool,
-    parts: Parts | None,
 ) -> Callable[..., Any]:
     """The forward pass of one replica's rows: from weights, other variables and inputs
     to predictions, their masks, others, losses.
@@ -192,11 +141,8 @@ def _of_one_replica(
     kept = trainer.non_trainable_variables
 
     def one_replica(weights: list[Any], others: list[Any], x: Any) -> Any:
-        replica, gather = strategy.make_replica_context(), None
-        if parts is not None:
-            count = strategy.num_replicas_in_sync
-            weights, others, gather = parts.standing_in(weights, others, count)
-        frame = Frame(strategy, Mode.REPLICA, replica, per_replica=True, gather=gather)
+        replica = strategy.make_replica_context()
+        frame = Frame(strategy, Mode.REPLICA, replica, per_replica=True)
         with context.entered(frame):
             predictions, others, losses = compat.forward(
                 trainer, restore(weights), others, x, training=training
@@ -206,8 +152,6 @@ def _of_one_replica(
         kinds["masked"] = [mask is not None for mask in masks]
         if training:
             others = batch_normalization.mean_of_moving_statistics(kept, others)
-        if gather is not None:
-            others = list(map(gather.part_of, others))
         own_masks = [mask for mask in masks if mask is not None]
         return outputs, own_masks, list(others), list(losses)
 
@@ -215,26 +159,18 @@ def _of_one_replica(
 
 
 def _shapes_of_one(
-    replicas: int,
-    weights: list[Any],
-    others: list[Any],
-    x: Any,
-    parts: Parts | None,
+    replicas: int, weights: list[Any], others: list[Any], x: Any
 ) -> tuple[Any, ...]:
     """What the forward pass of one replica takes, as shapes."""
 
-    def shape(value: Any, axis: int | None = None) -> jax.ShapeDtypeStruct:
-        own = list(value.shape)
-        if axis is not None:
-            own[axis] //= replicas
-        return jax.ShapeDtypeStruct(own, value.dtype)
+    def shape(value: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
-    def shapes(values: list[Any], axes: Sequence[int | None] | None) -> list[Any]:
-        return list(map(shape, values, axes or [None] * len(values)))
+    def rows(leaf: Any) -> jax.ShapeDtypeStruct:
+        each = leaf.shape[0] // replicas
+        return jax.ShapeDtypeStruct((each, *leaf.shape[1:]), leaf.dtype)
 
-    rows = jax.tree.map(lambda leaf: shape(leaf, 0), x)
-    own = parts and parts.weights, parts and parts.others
-    return shapes(weights, own[0]), shapes(others, own[1]), rows
+    return list(map(shape, weights)), list(map(shape, others)), jax.tree.map(rows, x)
 
 
 def loss_and_gradients(

@@ -1,10 +1,10 @@
 """How the training step of a model is made, and why: every condition on it is here.
 
 The fast step computes the gradients of each replica's rows by themselves, and sums them
-once. Most steps become that when they are traced (`by_rows.py`): whether an operation
-mixes rows is then seen in the program. Divided weights, and the same bits on any number
-of devices have steps of their own (`sharded_local.py`, `in_series.py`), which must know
-before the trace that the model's layers treat each row alone.
+once. Steps become that when they are traced (`by_rows.py`): whether an operation mixes
+rows is then seen in the program. The same bits on any number of devices have a step of
+their own (`in_series.py`), which must know before the trace that the model's layers
+treat each row alone.
 
 Conditions on a batch (rows that do not divide over the replicas) are checked while the
 step is traced.
@@ -82,12 +82,13 @@ class StepPlan:
             "The training step gathers divided weights where a layer needs them, and "
             "each replica keeps its part of the gradients' sum"
         )
-        if self.is_local:
-            return f"{text}."
-        return (
-            f"{text}, as XLA divides the program over the global batch, because "
-            f"{self.reason}. Known to sum each gradient in parts: {self.remedy}."
-        )
+        if self.mixed:
+            return (
+                f"{text}, as XLA divides the program over the global batch, because "
+                f"{self.mixed} mixes rows. Known to sum each gradient in parts: "
+                "operations on each row alone."
+            )
+        return f"{text}{'' if self.mixed == '' else _UNLESS}."
 
     def _text_in_series(self) -> str:
         if self.is_local:
@@ -126,13 +127,9 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     if strategy.replica_mesh.series is not None:
         return plan_in_series(trainer)
     is_keras_step = compat.own_step_method(trainer) is None
+    mixed = getattr(trainer, _MIXED, None)
     if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
-        reason, remedy = _obstacle(trainer)
-        if not reason:
-            reason, remedy = _random_obstacle(trainer)
-        return StepPlan(
-            not reason, is_keras_step, reason=reason, remedy=remedy, shards=True
-        )
+        return StepPlan(True, is_keras_step, mixed=mixed, shards=True)
     accumulators: tuple[int, ...] = ()
     accumulates = False
     if trainer.optimizer is not None:
@@ -140,7 +137,6 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
         accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
     if strategy.num_replicas_in_sync == 1:
         return StepPlan(False, is_keras_step, False, accumulators)
-    mixed = getattr(trainer, _MIXED, None)
     return StepPlan(True, is_keras_step, accumulates, accumulators, mixed=mixed)
 
 
@@ -152,23 +148,6 @@ def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
         if mixed.layer:
             text += f" in `{mixed.layer}`"
     setattr(trainer, _MIXED, text)
-
-
-def _obstacle(trainer: Any) -> tuple[str, str]:
-    """What keeps a step from being known as local before it is traced, and what to do
-    about it; else empty.
-    """
-    optimizer, method = trainer.optimizer, compat.own_step_method(trainer)
-    if optimizer is None:
-        return "the model is compiled without an optimizer", "compile it with one"
-    if compat_optimizer.is_loss_scaling(optimizer):
-        return (
-            "the optimizer scales the loss, as float16 needs",
-            'keras.mixed_precision.set_dtype_policy("mixed_bfloat16")',
-        )
-    if method is not None:
-        return _own_method(method)
-    return _mixing_obstacle(trainer)
 
 
 def _own_method(method: str) -> tuple[str, str]:
@@ -189,17 +168,6 @@ def _mixing_obstacle(trainer: Any) -> tuple[str, str]:
             "keras.Sequential or a functional model",
         )
     return f"the layer {name} may mix rows", "Keras's built-in layers alone"
-
-
-def _random_obstacle(trainer: Any) -> tuple[str, str]:
-    layer = compat.random_layer(trainer)
-    if layer is None:
-        return "", ""
-    name = f"`{layer.name}` ({type(layer).__name__})"
-    return (
-        f"the layer {name} draws the random numbers of one device for all rows",
-        "a model without it",
-    )
 
 
 def _will_accumulate(optimizer: Any) -> bool:

@@ -6,8 +6,10 @@ to it that a weight is gathered before the operation that takes it, in the forwa
 again in the backward pass, and is not kept in between. The optimizer updates each
 replica's part.
 
-Any step, Keras's or the user's own, becomes one over the global batch like that.
-`sharded_local.py` has the faster one.
+Any step, Keras's or the user's own, is traced over the global batch like that. Where
+rows divide `by_rows.py` makes a program of one replica of it, whose collectives are
+written down; else XLA decides what is communicated, and may sum whole gradients before
+it divides them.
 """
 
 from __future__ import annotations
@@ -17,38 +19,87 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from keras_distribute import context
+from keras_distribute.context import Frame
 from keras_distribute.devices import where_used
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.summed_parts import summed_part
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import state_shardings
-from keras_distribute.training.steps.gather import Gather, whole_in_batch
+from keras_distribute.training.steps.gather import Gather, divided_axis
 from keras_distribute.training.steps.step_programs import Step
 
-_OF_MODEL = (0, 1)  # The groups of a state that a forward pass takes.
+_WEIGHTS, _OTHERS = 0, 1  # The groups of a state that a forward pass takes.
 
 
-def sharded_step(
-    strategy: Strategy, step: Step, groups: Sequence[Sequence[Any]]
-) -> Step:
-    """A step over the global batch that has no more than a few weights whole at a time.
+class DividedState:
+    """The state of a step, of which each replica has a part.
+
+    Args:
+        groups: The variables behind it.
+
+    Attributes:
+        axes: Of each array the dimension that is divided over the replicas, or `None`.
+    """
+
+    def __init__(self, strategy: Strategy, groups: Sequence[Sequence[Any]]) -> None:
+        self._mesh, self._placement = strategy.replica_mesh, strategy.placement
+        places = set(state_shardings.divided_places(groups))
+        each = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+        self.axes = [
+            divided_axis(groups[g][i].value_sharding) if (g, i) in places else None
+            for g, i in each
+        ]
+        self._of_model = [*groups[_WEIGHTS], *groups[_OTHERS]]
+        self._is_late = [p in places and p[0] in (_WEIGHTS, _OTHERS) for p in each]
+        self._is_weight = [g == _WEIGHTS for g, _ in each]
+
+    def frame(self, current: Frame) -> Frame:
+        """A frame in which a step is traced."""
+        return dataclasses.replace(current, gather=Gather(self._of_model))
+
+    def scattered(self, gradient: Any, axis: int) -> Any:
+        """This replica's part of a gradient's sum, in the program of one."""
+        dtype = self._placement.communication_dtype
+        narrow = gradient if dtype is None else gradient.astype(dtype)
+        return summed_part(narrow, axis, self._mesh).astype(gradient.dtype)
+
+    def evaluated(
+        self, program: core.ClosedJaxpr, arrays: Sequence[Any], first: int = 0
+    ) -> list[Any]:
+        """The results of a traced step, in which few weights are whole at a time.
+
+        Args:
+            program: Over the global batch, or of one replica.
+            arrays: The inputs.
+            first: Where the state begins among them.
+        """
+        kinds = zip(arrays[first:], self._is_late, self._is_weight, strict=False)
+        inputs = [
+            where_used.Input(array)
+            if is_late
+            else where_used.fixed(array)
+            if is_weight
+            else array
+            for array, is_late, is_weight in kinds
+        ]
+        given = [*arrays[:first], *inputs, *arrays[first + len(inputs) :]]
+        return where_used.outputs(program, given, _tie_of(self._mesh))
+
+
+def sharded_step(step: Step, state: DividedState) -> Step:
+    """A step over the global batch, as XLA divides it.
 
     Args:
         step: Keras's step, or the user's own.
-        groups: The variables behind its state.
+        state: What it takes.
     """
-    places = set(state_shardings.divided_places(groups))
-    late = [
-        (g, i) in places and g in _OF_MODEL
-        for g, group in enumerate(groups)
-        for i in range(len(group))
-    ]
-    tie = tie_of(strategy.replica_mesh)
 
-    def on_shards(state: Any, data: Any) -> Any:
-        leaves, structure = jax.tree.flatten((state, data))
-        frame = dataclasses.replace(context.frame(), gather=Gather(whole_in_batch))
+    def on_shards(values: Any, data: Any) -> Any:
+        leaves, structure = jax.tree.flatten((values, data))
+        frame = state.frame(context.frame())
         found: dict[str, Any] = {}
 
         def on_leaves(*leaves: Any) -> list[Any]:
@@ -57,19 +108,13 @@ def sharded_step(
             outputs, found["structure"] = jax.tree.flatten(results)
             return outputs
 
-        program = jax.make_jaxpr(on_leaves)(*leaves)
-        is_late = [*late, *[False] * (len(leaves) - len(late))]
-        inputs = [
-            where_used.Input(leaf) if waits else leaf
-            for leaf, waits in zip(leaves, is_late, strict=True)
-        ]
-        outputs = map(where_used.now, where_used.outputs(program, inputs, tie))
+        outputs = state.evaluated(jax.make_jaxpr(on_leaves)(*leaves), leaves)
         return jax.tree.unflatten(found["structure"], outputs)
 
     return on_shards
 
 
-def tie_of(mesh: ReplicaMesh) -> where_used.Tie:
+def _tie_of(mesh: ReplicaMesh) -> where_used.Tie:
     """How a gather is kept from being done before the layers that come before."""
     on_cpu = mesh.devices[0].platform == "cpu"
     return where_used.tied_by_select if on_cpu else where_used.tied_by_barrier

@@ -5,7 +5,7 @@ several batches in one dispatch. Knows no values of variables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -38,14 +38,14 @@ class CarriedStep:
         components: Where in the groups the variables are whose components on the
             replicas `step` takes.
         is_local: Whether it says how gradients of divided weights are summed, where the
-            rows divide; else XLA does.
+            rows divide; else XLA does. The trace of a step may show that.
     """
 
     step: Step
     packing: Packing | None = None
     shardings: Any = None
     components: Collection[Place] = ()
-    is_local: bool = False
+    is_local: Callable[[], bool] = lambda: False
 
 
 class StepPrograms:
@@ -88,9 +88,12 @@ class StepPrograms:
 
     def _made(self, placed: batches.Placed, size: int) -> Executable:
         self.latest = placed._replace(data=_forms_of(placed))
+        options = self.compiler_options(placed)
         program, found = self._jitted(placed, size)
         data = placed.data if size == 1 else [placed.data] * size
         made = Executable(program, self._form_of_state(), data)
+        if self.compiler_options(placed) != options:  # The trace has shown that.
+            return self._made(placed, size)
         made.logs = found["logs"]
         return made
 
@@ -100,7 +103,7 @@ class StepPrograms:
         """
         _, shards = placed.spread
         placement = self._strategy.placement
-        if self._is_local and shards == self._mesh.num_replicas:
+        if self._is_local() and shards == self._mesh.num_replicas:
             return placement.compiler_options
         return placement.apart_options
 
