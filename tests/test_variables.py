@@ -432,3 +432,20 @@ def test_an_optimizer_has_its_slots_in_the_scope_of_its_weights():
         optimizer = keras.optimizers.Adam()
         optimizer.build([weight])
     assert len(optimizer.variables) == 4
+
+
+def test_variables_without_names_have_keras_names():
+    """Layouts and optimizers go by names."""
+
+    def paths() -> list[str]:
+        keras.backend.clear_session()
+        layer = keras.layers.Layer(name="own")
+        layer.add_weight(shape=(2,))
+        layer.add_weight(shape=(2,), initializer="zeros", name="known")
+        own = keras.Variable(1.0), keras.Variable(2.0), keras.Variable(0.0, name="n")
+        return [v.path for v in (*layer.weights, *own)]
+
+    expected = paths()
+    with mirrored(2).scope():
+        assert paths() == expected
+    assert expected[0] == "own/variable"

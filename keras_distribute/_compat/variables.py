@@ -8,6 +8,8 @@
   them, not only the innermost.
 - `name_scope_stack`: tells whether a layer creates the variable; Keras passes no
   creator.
+- `auto_name`: a variable without a name is called after its class; ours as Keras's,
+  since layouts and optimizers go by names. Goes when the name can be set afterwards.
 - `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their
   name.
 - A variable of a given value is refused in a stateless scope; where a model is made
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 from keras import Layer, StatelessScope, Variable, ops
@@ -29,6 +32,7 @@ from keras.src.backend.common.stateless_scope import (
     in_stateless_scope,
 )
 from keras.src.backend.common.variables import shape_equal
+from keras.src.utils.naming import auto_name
 
 from keras_distribute._compat.optimizer import takes_gradient_as_value
 from keras_distribute._compat.seams import Replacements, check
@@ -43,7 +47,21 @@ __all__ = [
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
+# Of the arguments after the initializer.
+_PLACE_OF_NAME = list(signature(Variable.__init__).parameters).index("name") - 2
 _INITIALIZED_LATER = "keras_distribute_initialized_later"
+
+
+def with_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The named arguments of a variable with the name that Keras's own would have.
+
+    Args:
+        args: The others, but for the initializer.
+        kwargs: The named ones.
+    """
+    if len(args) > _PLACE_OF_NAME or kwargs.get("name"):
+        return kwargs
+    return {**kwargs, "name": auto_name(Variable.__name__)}
 
 
 def install(

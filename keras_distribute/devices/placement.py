@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from keras_distribute.devices.mesh import ReplicaMesh
 
 MIN_SHARD_BYTES = 16 * 1024
+_LEAST_BYTES = 8  # A seed, of which JAX takes no parts.
 _PASSES = "xla_disable_hlo_passes"
 
 
@@ -84,7 +85,8 @@ class Placement:
     def is_large(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether the parts of a variable of this form would not be too small."""
         size = math.prod(shape) * jnp.dtype(dtype).itemsize
-        return size >= self.min_shard_bytes * self.mesh.num_replicas
+        least = max(self.min_shard_bytes, _LEAST_BYTES)
+        return size >= least * self.mesh.num_replicas
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ class DistributedVariable(compat.Variable):
 
     def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
+        kwargs = compat.with_name(args, kwargs)
         super().__init__(owned(initializer), *args, **kwargs)
 
     def _initialize(self, value: Any) -> None:

@@ -428,3 +428,18 @@ def test_sums_that_are_kept_in_parts(penalty: bool) -> None:
     np.testing.assert_allclose(found[1], expected[1])
     mine = total[1] + x[4:8].T @ np.sin(x[4:8] @ w)
     np.testing.assert_allclose(found[0][1], mine, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_rows_beside_all_other_rows(replicas):
+    """As in a contrastive loss: one operand has parts along one dimension, the other
+    along another.
+    """
+
+    def function(x: Any, labels: Any) -> Any:
+        distances = jnp.sum((x[:, None] - x[None]) ** 2, -1)
+        alike = labels[:, None] == labels[None, :]
+        return distances * alike, jnp.max(jnp.where(alike, distances, 0.0), 1)
+
+    labels = RNG.integers(0, 3, N).astype("float32")
+    check(function, [normal(N, 3), labels], [0, 0], replicas)

@@ -4,6 +4,7 @@ memory, and what the programs communicate.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import shutil
@@ -807,3 +808,22 @@ def test_devices_that_cannot_be_grouped(options, text):
 def test_what_is_no_layout_map_is_refused(layouts):
     with pytest.raises(kd.errors.StructureTypeError, match="Layouts come as a"):
         mirrored(1, layout_map=layouts)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_seeds_are_never_divided(eager):
+    """However small the parts may be."""
+
+    def fitted(scope: Any) -> list[Any]:
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = keras.Sequential([layers.Dense(4), layers.Dropout(0.5)])
+            model.compile("sgd", "mse", run_eagerly=eager)
+        model.fit(np.ones((8, 6)), np.ones((8, 4)), batch_size=4, verbose=0)
+        return model.get_weights()
+
+    strategy = mirrored(2, shard_variables=True, min_shard_bytes=1)
+    for ours, theirs in zip(
+        fitted(strategy.scope()), fitted(contextlib.nullcontext()), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -270,7 +270,10 @@ class Replica:
             eqn, operands = value.origin
             slicer = self._slicers.get(eqn.primitive.name)
             if slicer is not None:
-                return slicer(self, eqn, operands, dim, depth + 1)
+                try:
+                    return slicer(self, eqn, operands, dim, depth + 1)
+                except RowsMixError:  # It has parts along another dimension.
+                    pass
         return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
 
     def _gathered(self, array: Any, rows: int) -> Any:
