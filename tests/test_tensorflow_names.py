@@ -105,6 +105,8 @@ def exists(name, root=kd):
         if part in fields:
             return True
         try:
+            if inspect.ismodule(root):  # Some names are imported when they are used.
+                getattr(root, part)
             root = inspect.getattr_static(root, part)
         except AttributeError:
             return False

@@ -127,6 +127,35 @@ def test_weights_after_every_step() -> None:
     assert [step["rows"] for step in outcome.result] == [16, 32, 42] * 2
 
 
+class Sorted(layers.Layer):
+    """The features of each row by size, next to each feature's middle row."""
+
+    def call(self, x: Any) -> Any:
+        middle = ops.median(x, axis=0, keepdims=True)
+        return ops.concatenate([ops.sort(x, axis=-1), x - middle], axis=-1)
+
+
+def test_sorting_a_tail() -> None:
+    """The gradient of a sort scatters by unsigned numbers, which XLA's partitioner,
+    where the rows divide unevenly, ends the process for; one step at a time, and two.
+    """
+    x, y = data(22)
+
+    def sorting() -> keras.Model:
+        hidden = layers.Dense(5, activation="tanh")
+        model = keras.Sequential([keras.Input((4,)), hidden, Sorted(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), first_column_error)
+        return model
+
+    def run(model: keras.Model) -> Any:
+        found = fit_evaluate_predict(x, y, batch_size=16)(model)
+        model.compile(model.optimizer, model.loss, steps_per_execution=2)
+        again = model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+        return {**found, "again": again.history}
+
+    equals_one_device(sorting, run, fit_in_scope=True)
+
+
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_generator_whose_batch_sizes_change_every_step(replicas: int) -> None:
     """Sizes 1 to 9 in no order."""

@@ -89,9 +89,10 @@ class StepPrograms:
     def _made(self, placed: batches.Placed, size: int) -> Executable:
         self.latest = placed._replace(data=_forms_of(placed))
         options = self.compiler_options(placed)
-        program, found = self._jitted(placed, size)
-        data = placed.data if size == 1 else [placed.data] * size
-        made = Executable(program, self._form_of_state(), data)
+        state, data = self._form_of_state(), placed.data
+        data = data if size == 1 else [data] * size
+        program, found = self._program(placed, size, state, data)
+        made = Executable(program, state, data)
         if self.compiler_options(placed) != options:  # The trace has shown that.
             return self._made(placed, size)
         made.logs = found["logs"]
@@ -111,9 +112,10 @@ class StepPrograms:
         """The program for a batch of this form, for other devices, too: its results are
         the arrays of the logs, then those of the state.
         """
-        program, _ = self._jitted(placed, 1)
+        state, data = self._form_of_state(), _forms_of(placed)
+        program, _ = self._program(placed, 1, state, data)
         with launches.tracing:
-            return jax.export.export(program)(self._form_of_state(), _forms_of(placed))
+            return jax.export.export(program)(state, data)
 
     def unchanged(self, step: Step) -> list[Any]:
         """The variables that no step changes, as `step` says; none before the first
@@ -161,10 +163,27 @@ class StepPrograms:
         carried = jax.tree.leaves(self._carried(state))
         group = [placed] * size
         if size > 1 and self.can_scan(group, carried):
-            program, _ = self._jitted(placed, size)
-            return program.trace(carried, [each.data for each in group]), size
-        program, _ = self._jitted(placed, 1, carried)
+            data = [each.data for each in group]
+            program, _ = self._program(placed, size, carried, data)
+            return program.trace(carried, data), size
+        program, _ = self._program(placed, 1, carried, placed.data)
         return program.trace(carried, placed.data), 1
+
+    def _program(
+        self, placed: batches.Placed, size: int, state: list[Any], data: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `_jitted`, with all rows on each replica if the trace shows that XLA could
+        not divide them.
+        """
+        made = self._jitted(placed, size, state)
+        key = form_of_batch(placed)
+        if key not in self._scatters and not _is_even(placed):
+            with launches.tracing:
+                traced = made[0].trace(state, data)
+            self._scatters[key] = _has(traced.jaxpr, _scatters_by_unsigned)
+            if self._scatters[key]:
+                return self._jitted(placed, size, state)
+        return made
 
     def _jitted(
         self, placed: batches.Placed, size: int, carried: list[Any] | None = None
@@ -246,8 +265,8 @@ class StepPrograms:
         """
         # An uneven split cannot leave a program; of what is split over processes, no
         # one of them could read all.
-        even = all(count == batches.WHOLE for count in placed.rows)
-        return None if even and self._mesh.num_processes == 1 else self._mesh.replicated
+        is_free = _is_even(placed) and self._mesh.num_processes == 1
+        return None if is_free else self._mesh.replicated
 
     def _is_whole(self, placed: batches.Placed, carried: list[Any] | None) -> bool:
         """Whether the step must have all rows on each replica.
@@ -256,16 +275,18 @@ class StepPrograms:
         logical devices, too, XLA adds up rows that do not exist wherever the step
         scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
         75 kinds of operation in such a program, those that scatter were wrong alone.
+
+        Without logical devices, XLA ends the process where it divides the indices of a
+        scatter unevenly and these have no sign, as in the gradient of a sort (a failed
+        check in `spmd_partitioner_util.h`). `_program` finds that.
         """
-        if not self._mesh.logical_axes or all(
-            count == batches.WHOLE for count in placed.rows
-        ):
+        if _is_even(placed):
             return False
         key = form_of_batch(placed)
-        if key not in self._scatters:
+        if key not in self._scatters and self._mesh.logical_axes:
             self._scatters[key] = False  # While it is traced to find out.
             self._scatters[key] = self._has(placed, carried, "scatter")
-        return self._scatters[key]
+        return self._scatters.get(key, False)
 
     def can_scan(
         self, group: list[batches.Placed], carried: list[Any] | None = None
@@ -286,7 +307,7 @@ class StepPrograms:
         program, _ = self._jitted(placed, 1, carried)
         with launches.tracing:
             traced = program.trace(carried or self._form_of_state(), placed.data)
-        return _has(traced.jaxpr, primitive)
+        return _has(traced.jaxpr, lambda eqn: eqn.primitive.name.startswith(primitive))
 
     def _form_of_state(self) -> list[Any]:
         """The arrays of the state, as shapes with their shardings."""
@@ -371,10 +392,22 @@ def _stacked(leaves: Sequence[Any], mesh: Any) -> Any:
     return stacked
 
 
-def _has(jaxpr: Any, primitive: str) -> bool:
-    """Whether a traced program has a primitive whose name starts so."""
+def _is_even(placed: batches.Placed) -> bool:
+    """Whether the replicas have the same number of rows of all that is divided."""
+    return all(count == batches.WHOLE for count in placed.rows)
+
+
+def _scatters_by_unsigned(eqn: Any) -> bool:
+    """Whether an operation scatters to places that unsigned numbers say."""
+    if not eqn.primitive.name.startswith("scatter"):
+        return False
+    return jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.unsignedinteger)
+
+
+def _has(jaxpr: Any, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether an operation of a traced program, or of one inside it, is wanted."""
     return any(
-        eqn.primitive.name.startswith(primitive)
-        or any(_has(inner, primitive) for inner in core.jaxprs_in_params(eqn.params))
+        is_wanted(eqn)
+        or any(_has(inner, is_wanted) for inner in core.jaxprs_in_params(eqn.params))
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
