@@ -445,6 +445,41 @@ def test_value_and_grad_outside_run_keeps_updates():
     assert [g.shape for g in grads] == [v.shape for v in model.trainable_variables]
 
 
+def test_value_and_grad_in_a_stateless_scope_has_the_values_of_that_scope():
+    """Also of variables that are no targets, and what was assigned before; with
+    Keras's own variables and with mirrored ones.
+    """
+    for strategy in (kd.get_strategy(), mirrored(2)):
+        with strategy.scope():
+            weight, factor = keras.Variable(2.0), keras.Variable(1.0)
+            total = keras.metrics.Sum()
+        assert _two_losses_in_a_stateless_scope(weight, factor, total) == (
+            [250, 750, 100],
+            [30, 7 + 250 + 750],
+        )
+
+
+def _two_losses_in_a_stateless_scope(weight, factor, total):
+    """Two losses and a gradient, and the factor and the total after them."""
+    variables = [weight, factor, *total.variables]
+
+    def loss():
+        value = weight * weight * factor
+        total.update_state(value)
+        return value
+
+    @jax.jit
+    def step(values):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))) as scope:
+            value, (grad,) = kd.value_and_grad(loss, [weight])()
+            factor.assign(factor * 3)
+            again, _ = kd.value_and_grad(loss, [weight])()
+        return [value, again, grad], [scope.get_current_value(v) for v in variables[1:]]
+
+    found, after = step([jnp.float32(v) for v in (5, 10, 7)])
+    return list(map(float, found)), list(map(float, after))
+
+
 def test_value_and_grad_refusals():
     variable = keras.Variable([1.0, 2.0])
     with pytest.raises(

@@ -16,11 +16,20 @@ from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 
 class _Recording(compat.StatelessScope):
-    """A stateless scope that remembers which variables were assigned."""
+    """A stateless scope that remembers which variables were assigned; all others have
+    the values that they have in the scope around it.
+    """
 
     def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
+        self._outer = compat.get_stateless_scope()
         super().__init__(state_mapping, collect_losses=True)
         self.assigned: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self._outer is not None:
+            return self._outer.get_current_value(variable)
+        return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         super().add_update(update)
