@@ -110,10 +110,10 @@ def part_of(
 
 
 def with_constants_given(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The same function, of its constants and then its inputs."""
+    """The same function, of its inputs and then its constants."""
     return core.Jaxpr(
         (),
-        [*jaxpr.constvars, *jaxpr.invars],
+        [*jaxpr.invars, *jaxpr.constvars],
         jaxpr.outvars,
         jaxpr.eqns,
         jaxpr.effects,

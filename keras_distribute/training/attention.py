@@ -10,6 +10,7 @@ neither is it seen in an operation of the other that it treats each row alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,13 @@ def dot_product_attention(
     `(batch, length, heads, size)`.
     """
 
-    def by_keras(flash_attention: bool | None) -> Any:
+    def by_keras(
+        flash_attention: bool | None,
+        query: Any = query,
+        key: Any = key,
+        value: Any = value,
+        mask: Any = mask,
+    ) -> Any:
         return original(
             query,
             key,
@@ -60,21 +67,12 @@ def dot_product_attention(
         return by_keras(flash_attention)
     mesh: ReplicaMesh = context.get_strategy().replica_mesh
     if _is_of_gpus(mesh) and flash_attention is not False:
-        return _on_gpus(
-            mesh,
-            original,
-            query,
-            key,
-            value,
-            mask,
-            {
-                "bias": bias,
-                "scale": scale,
-                "is_causal": is_causal,
-                "flash_attention": flash_attention,
-                "attn_logits_soft_cap": attn_logits_soft_cap,
-            },
-        )
+        # A bias has a gradient of all rows.
+        if bias is not None or not _is_in_program(mesh) or jnp.ndim(query) != 4:
+            return by_keras(flash_attention)
+        given = [query, key, value] if mask is None else [query, key, value, mask]
+        own = functools.partial(by_keras, flash_attention)
+        return _of_rows(mesh, own, list(map(jnp.asarray, given)))
     if not _is_of_tpus(mesh):
         return by_keras(flash_attention)
     is_plain = bias is None and mask is None and flash_attention is not False
@@ -125,33 +123,6 @@ def _capped(
     logits = jnp.where(seen, logits, -0.7 * jnp.finfo(logits.dtype).max)
     weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
-
-
-def _on_gpus(
-    mesh: ReplicaMesh,
-    original: Callable[..., Any],
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    options: dict[str, Any],
-) -> Any:
-    """Keras's attention, of each replica's rows by itself; as it is with a bias, whose
-    gradient is of all rows.
-    """
-    arrays = [jnp.asarray(array) for array in (query, key, value)]
-    is_mapped = options["bias"] is None and _is_in_program(mesh)
-    if not is_mapped or any(a.ndim != 4 for a in arrays):
-        return original(query, key, value, mask=mask, **options)
-    if mask is not None:
-        arrays.append(jnp.asarray(mask))
-
-    def attention(*own: Any) -> Any:
-        query, key, value, *masks = own
-        mask = masks[0] if masks else None
-        return original(query, key, value, mask=mask, **options)
-
-    return _of_rows(mesh, attention, arrays)
 
 
 def _is_of_tpus(mesh: ReplicaMesh) -> bool:

@@ -202,8 +202,8 @@ class Control:
         function = self._function(replica, program, given, kinds)
         own = jax.make_jaxpr(function)(*arrays)
         found = eqn.primitive.bind(
-            *own.consts,
             *arrays,
+            *own.consts,
             **{**eqn.params, "jaxpr": jaxprs.with_constants_given(own.jaxpr)},
         )
         return [k.of_array(a) for k, a in zip(kinds, found, strict=True)]

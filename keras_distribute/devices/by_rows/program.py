@@ -155,9 +155,9 @@ class InParts(NamedTuple):
             the sum along it.
     """
 
-    inputs: Collection[int]
-    outputs: Mapping[int, int]
-    scatter: Scatter
+    inputs: Collection[int] = ()
+    outputs: Mapping[int, int] = {}
+    scatter: Scatter | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,21 +198,19 @@ def of_one_replica(
     Raises:
         MixedRows: Where a rule is missing.
     """
-    kept, state = kept or Kept(), () if in_parts is None else in_parts.inputs
-    scatter = None if in_parts is None else in_parts.scatter
-    wanted = {} if in_parts is None else in_parts.outputs
+    kept, state = kept or Kept(), in_parts or InParts()
     found: list[int | None] = []
     count = next(
         aval.shape[dim]
         for i, (aval, dim) in enumerate(zip(program.in_avals, rows, strict=True))
-        if dim is not None and i not in state
+        if dim is not None and i not in state.inputs
     )
     evaluation = _Evaluation(sums or {}, watch)
 
     def one_replica(*arrays: Any) -> list[Any]:
-        replica = Replica(replicas, count, _SLICERS, scatter)
+        replica = Replica(replicas, count, _SLICERS, state.scatter)
         values = list(map(Value, arrays, rows))
-        for i in state:
+        for i in state.inputs:
             values[i].of_state = True
         for i in kept.inputs:
             values[i] = Value(arrays[i][0], partial=True)
@@ -221,8 +219,8 @@ def of_one_replica(
         for i, value in enumerate(results):
             if i in kept.outputs:
                 value = Value(replica.summand(value)[None], 0)
-            elif i in wanted:
-                value = replica.part_of_state(value, wanted[i])
+            elif i in state.outputs:
+                value = replica.part_of_state(value, state.outputs[i])
             elif value.partial:
                 value = Value(replica.whole(value))
             found.append(value.rows)
@@ -306,20 +304,18 @@ class _Evaluation:
             else:
                 results = _by_default(replica, eqn, operands)
         except RowsMixError:
-            if any(v.of_state and v.rows is not None for v in operands):
-                return self._results(
-                    eqn, list(map(replica.state_whole, operands)), replica
-                )
+            if any(value.is_part_of_state for value in operands):
+                whole = list(map(replica.state_whole, operands))
+                return self._results(eqn, whole, replica)
             results = _gathered(replica, eqn, operands)
-        of_state = [v.of_state for v in operands if v.rows is not None]
+        parts = [value for value in operands if value.rows is not None]
+        of_state = bool(parts) and all(value.of_state for value in parts)
         for result, var in zip(results, eqn.outvars, strict=True):
             shape = _own_shape(var.aval.shape, result.rows, replica.count)
             if jnp.shape(result.array) != shape:
                 raise AssertionError(f"{eqn} made {jnp.shape(result.array)}.")
             result.zero = is_zero(eqn, operands)
-            result.of_state |= (
-                result.rows is not None and bool(of_state) and all(of_state)
-            )
+            result.of_state |= of_state and result.rows is not None
         return results
 
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:

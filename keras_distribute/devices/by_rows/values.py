@@ -82,6 +82,10 @@ class Value:
         return self.rows is None and not self.partial
 
     @property
+    def is_part_of_state(self) -> bool:
+        return self.of_state and self.rows is not None
+
+    @property
     def settled(self) -> Value:
         """The sum, where it is known already."""
         return self.total if self.partial and self.total is not None else self
@@ -206,8 +210,7 @@ class Replica:
 
     def state_whole(self, value: Value) -> Value:
         """A value, whole if it is state in parts."""
-        is_part = value.of_state and value.rows is not None
-        return Value(self.whole(value)) if is_part else value
+        return Value(self.whole(value)) if value.is_part_of_state else value
 
     def part_of_state(self, value: Value, dim: int) -> Value:
         """The part of a value that replaces state in parts, or its gradient: what is to
@@ -231,12 +234,10 @@ class Replica:
         return value.addend
 
     def _addend(self, value: Value, depth: int) -> Any:
-        if _is_sum(value) and depth < _DEPTH:
-            assert value.origin is not None
-            eqn, operands = value.origin
-            if any(v.partial or v.origin is not None for v in operands):
-                arrays = [self.addend(operand, depth + 1) for operand in operands]
-                return self.apply(eqn, arrays)[0].array
+        terms = _terms(value) if depth < _DEPTH else []
+        if value.origin and any(v.partial or v.origin is not None for v in terms):
+            arrays = [self.addend(term, depth + 1) for term in terms]
+            return self.apply(value.origin[0], arrays)[0].array
         return self.summand(value)
 
     def divided(self, size: int) -> int:
@@ -282,8 +283,11 @@ class Replica:
         return lax.all_gather(array, REPLICA_AXIS, axis=rows, tiled=True)
 
 
-def _is_sum(value: Value) -> bool:
-    return value.origin is not None and value.origin[0].primitive.name in _ADDITIONS
+def _terms(value: Value) -> list[Value]:
+    """What a whole value was added up from; nothing, if it was not."""
+    if value.origin is None or value.origin[0].primitive.name not in _ADDITIONS:
+        return []
+    return value.origin[1]
 
 
 def _adds_parts(value: Value) -> bool:
@@ -291,12 +295,11 @@ def _adds_parts(value: Value) -> bool:
     left = [value]
     for _ in range(_DEPTH):
         if not left:
-            return False
-        last = left.pop()
-        if _is_sum(last) and last.origin is not None:
-            if any(operand.partial for operand in last.origin[1]):
-                return True
-            left += last.origin[1]
+            break
+        terms = _terms(left.pop())
+        if any(term.partial for term in terms):
+            return True
+        left += terms
     return False
 
 

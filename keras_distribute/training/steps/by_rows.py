@@ -25,7 +25,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
 from keras_distribute.training.steps import accumulating
 from keras_distribute.training.steps.accumulating import SLOTS
-from keras_distribute.training.steps.sharded import DividedState, sharded_step
+from keras_distribute.training.steps.sharded import DividedState, sharded_step, traced
 from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.values import reductions
 
@@ -86,80 +86,46 @@ def step_by_rows(
         frame = dataclasses.replace(context.frame(), accumulates=bool(kept))
         if divided is not None:
             frame, rows = divided.frame(frame), [*divided.axes, *rows[num_state:]]
-        found: dict[str, Any] = {}
-
-        def on_leaves(*leaves: Any) -> list[Any]:
-            with context.entered(frame):
-                results = step(*jax.tree.unflatten(structure, leaves))
-            outputs, found["structure"] = jax.tree.flatten(results)
-            return outputs
-
         shapes = [
             jax.ShapeDtypeStruct(jnp.shape(a)[1 if i in kept else 0 :], a.dtype)
             for i, a in enumerate(leaves)
         ]
-        traced = jax.make_jaxpr(on_leaves)(*shapes)
+        found, returned = traced(step, frame, structure, shapes)
         # Constants, too, may be on devices of which a replica knows but one.
-        first, count = len(traced.consts), len(traced.out_avals)
-        leaves, rows = [*traced.consts, *leaves], [*[None] * first, *rows]
-        traced = core.ClosedJaxpr(jaxprs.with_constants_given(traced.jaxpr), ())
-        _, new_places = jax.tree.unflatten(found["structure"], range(count))
-        in_parts = program.Kept(
-            [first + i for i in kept], _places(new_places, accumulators)
-        )
-        on_state = None
+        consts, count = found.consts, len(found.out_avals)
+        leaves, rows = [*leaves, *consts], [*rows, *[None] * len(consts)]
+        over_all = core.ClosedJaxpr(jaxprs.with_constants_given(found.jaxpr), ())
+        _, new_places = jax.tree.unflatten(returned, range(count))
+        sums_kept = program.Kept(kept, _places(new_places, accumulators))
+        in_parts = None
         if divided is not None:
-            on_state = _OnState(divided, first, jax.tree.leaves(new_places))
-        outputs = _evaluated(
-            strategy, traced, rows, leaves, told, watch, in_parts, on_state
+            in_parts = divided.in_parts(jax.tree.leaves(new_places))
+        own = _of_one_replica(
+            strategy, over_all, rows, told, watch, sums_kept, in_parts
         )
-        logs, new = jax.tree.unflatten(found["structure"], outputs[:count])
+        evaluated = None if divided is None else divided.evaluated
+        if own is None:
+            outputs = _over_all_rows(over_all, leaves, sums_kept, replicas, evaluated)
+        else:
+            split = [0 if i in kept else dim for i, dim in enumerate(rows)]
+            mesh = strategy.replica_mesh
+            outputs = sums.results_of(mesh, own, split, leaves, evaluated)
+        logs, new = jax.tree.unflatten(returned, outputs[:count])
         return (logs if watch is None else Watched(logs, outputs[count:])), new
 
     return on_rows
 
 
-class _OnState(NamedTuple):
-    """A program on divided state.
-
-    Args:
-        state: That it takes.
-        first: Where the state begins among its inputs.
-        outputs: Where its new values are among the results.
-    """
-
-    state: DividedState
-    first: int
-    outputs: list[int]
-
-    def evaluated(self, traced: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
-        return self.state.evaluated(traced, arrays, self.first)
-
-    @property
-    def in_parts(self) -> program.InParts:
-        axes = self.state.axes
-        return program.InParts(
-            [self.first + i for i, axis in enumerate(axes) if axis is not None],
-            {
-                i: axis
-                for i, axis in zip(self.outputs, axes, strict=False)
-                if axis is not None
-            },
-            self.state.scattered,
-        )
-
-
-def _evaluated(
+def _of_one_replica(
     strategy: Strategy,
-    traced: core.ClosedJaxpr,
+    over_all: core.ClosedJaxpr,
     rows: Sequence[int | None],
-    leaves: Sequence[Any],
     told: Told,
     watch: program.Watch | None,
     kept: program.Kept,
-    on_state: _OnState | None,
-) -> list[Any]:
-    """The results of a step's program."""
+    in_parts: program.InParts | None,
+) -> program.OneReplica | None:
+    """One replica's program of a step; `None` where rows mix."""
     ops, dtype = (
         strategy.extended.cross_device_ops,
         strategy.placement.communication_dtype,
@@ -168,37 +134,38 @@ def _evaluated(
     def sum_of_gradient(own: Any) -> Any:
         return reductions.sum_gradients(ops, [own], dtype)[0]
 
-    mesh = strategy.replica_mesh
-    evaluated = None if on_state is None else on_state.evaluated
+    mesh, named = strategy.replica_mesh, {GRADIENT: sum_of_gradient}
     try:
         with mesh.tracing():
             own = program.of_one_replica(
-                traced,
-                rows,
-                mesh.num_replicas,
-                {GRADIENT: sum_of_gradient},
-                watch,
-                kept,
-                None if on_state is None else on_state.in_parts,
+                over_all, rows, mesh.num_replicas, named, watch, kept, in_parts
             )
     except program.MixedRows as mixed:
         told(mixed)
-        whole = [
-            jnp.sum(leaf, 0) if i in kept.inputs else leaf
-            for i, leaf in enumerate(leaves)
-        ]
-        if evaluated is not None:
-            return evaluated(traced, whole)
-        results = core.jaxpr_as_fun(traced)(*whole)
-        return [
-            accumulating.of_first(result, mesh.num_replicas)
-            if i in kept.outputs
-            else result
-            for i, result in enumerate(results)
-        ]
+        return None
     told(None)
-    split = [0 if i in kept.inputs else dim for i, dim in enumerate(rows)]
-    return sums.results_of(mesh, own, split, leaves, evaluated)
+    return own
+
+
+def _over_all_rows(
+    over_all: core.ClosedJaxpr,
+    leaves: Sequence[Any],
+    kept: program.Kept,
+    replicas: int,
+    evaluated: sums.Evaluated | None,
+) -> list[Any]:
+    """The results of a step whose rows mix."""
+    whole = [
+        jnp.sum(leaf, 0) if i in kept.inputs else leaf for i, leaf in enumerate(leaves)
+    ]
+    if evaluated is None:
+        results = core.jaxpr_as_fun(over_all)(*whole)
+    else:
+        results = evaluated(over_all, whole)
+    return [
+        accumulating.of_first(result, replicas) if i in kept.outputs else result
+        for i, result in enumerate(results)
+    ]
 
 
 def _places(groups: Any, accumulators: Sequence[int]) -> list[int]:

@@ -91,8 +91,9 @@ def compiled_step(
     plan = plan_of(trainer, strategy) if kind == "train" else None
     if strategy.placement.shard_variables and mesh.num_replicas > 1:
         divided = DividedState(strategy, groups)
-        step = sharded_step(plain, divided)
-        if plan is not None:
+        if plan is None:
+            step = sharded_step(plain, divided)
+        else:
             told = functools.partial(note_mixed, trainer)
             step = step_by_rows(strategy, plain, told, divided=divided)
     elif plan is not None:

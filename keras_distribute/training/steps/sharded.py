@@ -24,6 +24,7 @@ from jax.extend import core
 from keras_distribute import context
 from keras_distribute.context import Frame
 from keras_distribute.devices import where_used
+from keras_distribute.devices.by_rows.program import InParts
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.summed_parts import summed_part
 from keras_distribute.strategies.base import Strategy
@@ -60,23 +61,14 @@ class DividedState:
         """A frame in which a step is traced."""
         return dataclasses.replace(current, gather=Gather(self._of_model))
 
-    def scattered(self, gradient: Any, axis: int) -> Any:
-        """This replica's part of a gradient's sum, in the program of one."""
-        dtype = self._placement.communication_dtype
-        narrow = gradient if dtype is None else gradient.astype(dtype)
-        return summed_part(narrow, axis, self._mesh).astype(gradient.dtype)
-
-    def evaluated(
-        self, program: core.ClosedJaxpr, arrays: Sequence[Any], first: int = 0
-    ) -> list[Any]:
+    def evaluated(self, program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         """The results of a traced step, in which few weights are whole at a time.
 
         Args:
             program: Over the global batch, or of one replica.
-            arrays: The inputs.
-            first: Where the state begins among them.
+            arrays: The inputs, of which the state is the first.
         """
-        kinds = zip(arrays[first:], self._is_late, self._is_weight, strict=False)
+        kinds = zip(arrays, self._is_late, self._is_weight, strict=False)
         inputs = [
             where_used.Input(array)
             if is_late
@@ -85,8 +77,49 @@ class DividedState:
             else array
             for array, is_late, is_weight in kinds
         ]
-        given = [*arrays[:first], *inputs, *arrays[first + len(inputs) :]]
+        given = [*inputs, *arrays[len(inputs) :]]
         return where_used.outputs(program, given, _tie_of(self._mesh))
+
+    def in_parts(self, outputs: Sequence[int]) -> InParts:
+        """What a program by rows has to know of it.
+
+        Args:
+            outputs: Where the new state is among the results.
+        """
+        divided = [(i, axis) for i, axis in enumerate(self.axes) if axis is not None]
+        return InParts(
+            [i for i, _ in divided],
+            {outputs[i]: axis for i, axis in divided if i < len(outputs)},
+            self._scattered,
+        )
+
+    def _scattered(self, gradient: Any, axis: int) -> Any:
+        """This replica's part of a gradient's sum, in the program of one."""
+        dtype = self._placement.communication_dtype
+        narrow = gradient if dtype is None else gradient.astype(dtype)
+        return summed_part(narrow, axis, self._mesh).astype(gradient.dtype)
+
+
+def traced(
+    step: Step, frame: Frame, structure: Any, leaves: Sequence[Any]
+) -> tuple[core.ClosedJaxpr, Any]:
+    """A step as a program, and the structure of what it returns.
+
+    Args:
+        frame: In which it is traced.
+        structure: Of the state and the data.
+        leaves: Their arrays, or shapes.
+    """
+    found: dict[str, Any] = {}
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        with context.entered(frame):
+            results = step(*jax.tree.unflatten(structure, leaves))
+        outputs, found["structure"] = jax.tree.flatten(results)
+        return outputs
+
+    program = jax.make_jaxpr(on_leaves)(*leaves)
+    return program, found["structure"]
 
 
 def sharded_step(step: Step, state: DividedState) -> Step:
@@ -100,16 +133,8 @@ def sharded_step(step: Step, state: DividedState) -> Step:
     def on_shards(values: Any, data: Any) -> Any:
         leaves, structure = jax.tree.flatten((values, data))
         frame = state.frame(context.frame())
-        found: dict[str, Any] = {}
-
-        def on_leaves(*leaves: Any) -> list[Any]:
-            with context.entered(frame):
-                results = step(*jax.tree.unflatten(structure, leaves))
-            outputs, found["structure"] = jax.tree.flatten(results)
-            return outputs
-
-        outputs = state.evaluated(jax.make_jaxpr(on_leaves)(*leaves), leaves)
-        return jax.tree.unflatten(found["structure"], outputs)
+        program, returned = traced(step, frame, structure, leaves)
+        return jax.tree.unflatten(returned, state.evaluated(program, leaves))
 
     return on_shards
 
