@@ -29,6 +29,12 @@ def test_the_end_comes_in_another_thread():
     assert ended == ["keras_distribute dropped"]
 
 
+def test_nobody_waits_for_the_thread_where_nothing_was_dropped(monkeypatch):
+    dropped.settle()
+    monkeypatch.setattr(dropped._closer, "queue", None)
+    dropped.settle()
+
+
 def test_it_can_be_called_off():
     ended = []
     owner = Owner()

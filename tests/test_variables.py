@@ -339,6 +339,24 @@ def test_members_of_the_enums_are_the_strings_of_keras():
     assert float(mean.numpy()) == 1.5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("number", [0, 3, 0.5, True])
+def test_an_assigned_number(dtype, number):
+    own = keras.Variable(1, dtype=dtype)
+    with mirrored(4).scope():
+        variable = keras.Variable(
+            1, dtype=dtype, aggregation="sum", synchronization="on_read"
+        )
+    wanted, given = own.assign(number), variable.assign(number)
+    assert isinstance(given, jax.Array)
+    assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
+    assert given == wanted and variable.value == own.value
+    assert not variable.value.weak_type
+    with keras.StatelessScope() as scope:
+        variable.assign(number)
+    assert scope.get_current_value(variable) == own.value
+
+
 def test_components_without_aggregation():
     strategy = mirrored(2)
     with strategy.scope():

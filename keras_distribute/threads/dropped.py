@@ -7,6 +7,7 @@ it only puts the closing into a queue, for a thread of its own.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -21,6 +22,7 @@ class _Closer:
     def __init__(self) -> None:
         # Of all queues the one whose `put` may be called within `put`.
         self.queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.unfinished: list[Callable[[], Any]] = []
         self._starting = threading.Lock()
         self.thread: threading.Thread | None = None
 
@@ -32,6 +34,10 @@ class _Closer:
                 self.thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self.thread.start()
 
+    def put(self, close: Callable[[], Any]) -> None:
+        self.unfinished.append(close)
+        self.queue.put(close)
+
     def _run(self) -> None:
         while True:
             close = self.queue.get()
@@ -39,6 +45,8 @@ class _Closer:
                 close()
             except BaseException as error:
                 sys.excepthook(type(error), error, error.__traceback__)
+            with contextlib.suppress(ValueError):  # What only waits is not in it.
+                self.unfinished.remove(close)
             del close
 
 
@@ -57,7 +65,7 @@ def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..
         The finalizer, whose `detach` cancels the call.
     """
     _closer.start()
-    finalizer = weakref.finalize(owner, _closer.queue.put, close)
+    finalizer = weakref.finalize(owner, _closer.put, close)
     finalizer.atexit = False
     return finalizer
 
@@ -67,6 +75,8 @@ def settle() -> None:
     thread = _closer.thread
     if thread is None or not thread.is_alive() or thread is threading.current_thread():
         return
+    if not _closer.unfinished:
+        return  # To wait for the thread takes 0.2 ms.
     done = threading.Lock()
     done.acquire()
     _closer.queue.put(done.release)

@@ -166,6 +166,8 @@ def feed(
         followed: Whether somebody may ask for positions.
     """
     open_reader, whole, ahead = _reading(adapter, mesh.devices[0].platform)
+    if (per_epoch or adapter.num_batches) == 1:
+        ahead = 0  # To start a thread for one batch takes longer than to wait for it.
     several = mesh.num_processes > 1
 
     def placed(batch: Batch) -> batches.Placed:

@@ -284,6 +284,30 @@ def test_reading_ahead_ends_with_what_it_was_for() -> None:
     assert ours() == []
 
 
+@pytest.mark.parametrize("kind", ["arrays", "one step an epoch"])
+def test_a_lone_batch_is_read_without_a_thread(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mirrored(2).scope():
+        model = make()
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    if kind == "arrays":
+        model.fit(X, Y, batch_size=len(X), epochs=2, verbose=0)
+    else:
+        model.fit(endless(), steps_per_epoch=1, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    assert "keras_distribute input" not in started
+    model.fit(X, Y, batch_size=len(X) // 2, verbose=0)
+    assert "keras_distribute input" in started
+
+
 def test_batches_are_ready_before_they_are_asked_for() -> None:
     reached = threading.Event()
 
