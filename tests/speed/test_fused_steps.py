@@ -124,6 +124,28 @@ def test_a_group_is_one_dispatch(monkeypatch: Any) -> None:
     assert count == {"fused": 2, "one": 1}  # Eight batches of 8 rows, and one of 6.
 
 
+def test_a_group_on_cpus_keeps_no_second_copy_of_its_batches(monkeypatch: Any) -> None:
+    memory: list[Any] = []
+
+    def fused(
+        self: Any, *arguments: Any, fused: Any = compiled_step.CompiledStep._fused
+    ) -> Any:
+        logs = fused(self, *arguments)
+        program = self.executable(arguments[1][0], len(arguments[1]))
+        memory.append(program.compile().memory_analysis())
+        return logs
+
+    monkeypatch.setattr(compiled_step.CompiledStep, "_fused", fused)
+    with mirrored_or_default(2).scope():
+        model = keras.Sequential([keras.Input((4096,)), layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=8)
+    x = np.ones((8 * 32, 4096), "float32")
+    model.fit(x, x[:, :1], batch_size=32, verbose=0)
+    (analysis,) = memory
+    one_of_a_replica = x.nbytes / 8 / 2
+    assert analysis.temp_size_in_bytes < 4 * one_of_a_replica
+
+
 def test_convolutions_are_not_put_into_a_loop_on_a_cpu(monkeypatch: Any) -> None:
     count = counting(monkeypatch)
     expected, actual = (
