@@ -153,7 +153,7 @@ class ScheduledStep:
         result, new = self._run(state, data)
         for variables, old, values in zip(groups, state, new, strict=True):
             for variable, before, value in zip(variables, old, values, strict=True):
-                if value is not before:
+                if value is not before and not isinstance(value, traces.Updated):
                     scope.add_update((variable, value))
         if self._kind == "predict":
             return result
