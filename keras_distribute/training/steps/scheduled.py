@@ -136,11 +136,12 @@ class ScheduledStep:
             return
         names = ", ".join(variable.path for variable in variables[:10])
         raise StructureTypeError(
-            "A metric that is no sum over batches needs to see them in order, which "
-            f"several workers cannot: {names}.",
+            "What is no sum over batches, as a metric or a layer keeps it, needs to see "
+            f"them in order, which several workers cannot: {names}.",
             received=f"fit on {len(self._strategy.cluster.workers)} workers.",
-            fix="compile without it, and take it in model.evaluate, where each batch "
-            "waits for the one before.",
+            fix="compile without such a metric, and take it in model.evaluate, where "
+            'each batch waits for the one before. Of a layer: dtype="float32", of which '
+            "the last worker's value counts.",
         )
 
     def _traced(self, data: Any) -> Any:
