@@ -136,11 +136,11 @@ class ScheduledStep:
             return
         names = ", ".join(variable.path for variable in variables[:10])
         raise StructureTypeError(
-            "What is no sum over batches, as a metric or a layer keeps it, needs to see "
+            "What a metric or a layer keeps that is no sum over batches needs to see "
             f"them in order, which several workers cannot: {names}.",
             received=f"fit on {len(self._strategy.cluster.workers)} workers.",
             fix="compile without such a metric, and take it in model.evaluate, where "
-            'each batch waits for the one before. Of a layer: dtype="float32", of which '
+            "each batch waits for the one before. A layer's dtype=\"float32\" will do: "
             "the last worker's value counts.",
         )
 
