@@ -32,6 +32,7 @@ check(
     "_trainable_variables",
     "_use_weight_decay",
 )
+check(Variable, "_name", "_path")
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
 
