@@ -104,10 +104,13 @@ def test_variables_rest_between_steps(strategy):
     assert seen == [3 * 6 + 2] * 10
     assert_like_plain(model, history)
     assert_at_rest(strategy, [v.stored for v in mirrored_of(model)])
-    for variable in mirrored_of(model):  # What is read is on the replicas.
+    found = [*mirrored_of(model), *model.non_trainable_variables]
+    for variable in found:  # What is read is on the replicas.
         value = variable.value
         assert value.sharding == strategy.replica_mesh.replicated
         assert len(variable.values) == 2
+    expected = model.predict(X[:3], verbose=0)
+    np.testing.assert_allclose(model(X[:3]), expected, rtol=1e-5)  # By operations.
     model.layers[0].kernel.assign(np.zeros((6, 6)))
     model.layers[0].kernel.assign_add(np.ones((6, 6)))
     assert float(model.layers[0].kernel.numpy().sum()) == 36

@@ -215,6 +215,17 @@ def test_a_new_function_in_each_call_is_warned_about():
             strategy.run(lambda: 1)
 
 
+def test_methods_of_many_objects_are_not_warned_about(recwarn):
+    class Doubler:
+        def twice(self, x):
+            return 2 * x
+
+    strategy = mirrored(1)
+    for each in [Doubler() for _ in range(9)]:
+        strategy.run(each.twice, args=(jnp.ones(()),))
+    assert not [w for w in recwarn if "has compiled" in str(w.message)]
+
+
 def test_random_layers_differ_per_replica_and_follow_the_seed():
     def masks(seed, n=4):
         keras.utils.set_random_seed(seed)

@@ -25,12 +25,14 @@ check(
     "_accumulated_gradients",
     "_clip_gradients",
     "_exclude_from_weight_decay",
+    "_filter_empty_gradients",
     "_get_variable_index",
     "_iterations",
     "_learning_rate",
     "_trainable_variables",
     "_use_weight_decay",
 )
+check(Variable, "_name", "_path")
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
 
@@ -208,7 +210,9 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
     return _order_of(
         [
             tuple(v.shape)
-            for v in _clone(optimizer, [((2,), "float32"), ((3,), "float32")]).variables
+            for v in _clone(
+                optimizer, _like([((2,), "float32"), ((3,), "float32")])
+            ).variables
         ]
     )
 
@@ -220,10 +224,7 @@ def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     Args:
         weights: The shape and dtype of each.
     """
-    clone = _clone(optimizer, weights)
-    for variable in [*clone.variables, *clone._trainable_variables]:
-        variable._value = None
-    return clone
+    return _without_values(_clone(optimizer, _like(weights)))
 
 
 def slot_weights(optimizer: Any) -> list[int | None]:
@@ -295,16 +296,41 @@ def leaves_zero_gradients(optimizer: Any, weight: Any) -> bool:
     return all(same) and bool((value[0] == new_value[0]).all())
 
 
-def prepared(optimizer: Any, grads: list[Any]) -> list[Any]:
+def given_gradients(
+    optimizer: Any, grads: list[Any], weights: list[Any]
+) -> list[tuple[Any, Any]]:
+    """The gradients that are there, each with its weight; raises, or warns, where Keras
+    does.
+    """
+    found = optimizer._filter_empty_gradients(grads, weights)
+    return list(zip(*found, strict=True))
+
+
+def prepared(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[Any]:
     """Gradients as the optimizer's update takes them: unscaled, and clipped unless they
     are accumulated before.
+
+    Args:
+        pairs: Each gradient with its weight.
     """
-    scale = optimizer.loss_scale_factor
+    ready = [grad for grad, _ in pairs]
+    real = [i for i, (_, v) in enumerate(pairs) if not takes_gradient_as_value(v)]
+    grads, scale = [ready[i] for i in real], optimizer.loss_scale_factor
     if scale is not None:
         grads = [grad / scale for grad in grads]
-    if optimizer.gradient_accumulation_steps:
-        return grads
-    return optimizer._clip_gradients(grads)
+    if not optimizer.gradient_accumulation_steps:
+        grads = optimizer._clip_gradients(grads)
+    for i, grad in zip(real, grads, strict=True):
+        ready[i] = grad
+    return ready
+
+
+def changed_by_updates(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer that an update may change: all but a learning rate
+    that is set from outside.
+    """
+    rate = optimizer._learning_rate
+    return [variable for variable in optimizer.variables if variable is not rate]
 
 
 def clips_all_together(optimizer: Any) -> bool:
@@ -320,8 +346,12 @@ def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
         optimizer: The user's.
         weights: The shape of each, and the user's weight, of which it may be a part.
     """
-    own = [(shape, weight.dtype) for shape, weight in weights]
-    clone = same_for(optimizer, own)
+    own = _like([(shape, weight.dtype) for shape, weight in weights])
+    for variable, (_, weight) in zip(own, weights, strict=True):
+        # By its name an optimizer may know how to treat a weight: Muon's do.
+        variable._name, variable._path = weight.name, weight.path
+        variable.overwrite_with_gradient = takes_gradient_as_value(weight)
+    clone = _without_values(_clone(optimizer, own))
     clone.loss_scale_factor = None
     if not optimizer.gradient_accumulation_steps:
         clone.clipnorm = clone.global_clipnorm = clone.clipvalue = None
@@ -334,18 +364,28 @@ def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
     return clone
 
 
-def _clone(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:
+def _like(weights: list[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    """Variables of these shapes and dtypes."""
+    return [
+        Variable(np.zeros(shape), dtype=dtype, name=f"weight_{i}")
+        for i, (shape, dtype) in enumerate(weights)
+    ]
+
+
+def _clone(optimizer: Any, weights: list[Any]) -> Any:
+    """An optimizer like `optimizer`, built with other weights."""
     rate = optimizer._learning_rate
     config = optimizer.get_config() | {
         "learning_rate": 0.0 if isinstance(rate, Variable) else rate
     }
     clone = type(optimizer)(**config)
-    clone.build(
-        [
-            Variable(np.zeros(s), dtype=dtype, name=f"weight_{i}")
-            for i, (s, dtype) in enumerate(weights)
-        ]
-    )
+    clone.build(weights)
+    return clone
+
+
+def _without_values(clone: Any) -> Any:
+    for variable in [*clone.variables, *clone._trainable_variables]:
+        variable._value = None
     return clone
 
 

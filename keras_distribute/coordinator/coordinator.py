@@ -125,8 +125,9 @@ class ClusterCoordinator:
                 )
             if isinstance(leaf, PerWorkerValues):
                 leaf.check_number(workers)
-                own[id(leaf.values[0])] = leaf
-                return leaf.values[0]
+                first = leaf.values[0].copy()  # Others may hold the same array.
+                own[id(first)] = leaf
+                return first
             if isinstance(leaf, PerWorkerIterator):
                 iterators.append(leaf)
                 return leaf.dataset.argument(len(iterators) - 1)
@@ -134,6 +135,7 @@ class ClusterCoordinator:
 
         args, kwargs = structures.mapped(prepared, (args, kwargs), _is_ours)
         call = Call(args, kwargs, self._strategy.replica_mesh)
+        traces.refuse_keys(call.arrays)
         call.arrays = [own.get(id(array), array) for array in call.arrays]
         return call, iterators
 

@@ -76,7 +76,8 @@ class ProgramCache:
 
     def _warn_if_made_anew(self, function: Callable[..., Any]) -> None:
         code = getattr(function, "__code__", None)
-        if code is None:
+        # Of methods each object has its own, as each model has of its steps.
+        if code is None or hasattr(function, "__self__"):
             return
         self._functions_of_code[code] += 1
         if self._functions_of_code[code] == _MANY_FUNCTIONS:

@@ -1,5 +1,5 @@
-"""What a traced function does to the values it assigns: adds to them, sets them, or
-something else.
+"""What a traced function does to the values it assigns: adds to them, moves them, sets
+them, or something else.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ class Change(enum.Enum):
     SET = "set"  # Without it.
     SAME = "same"  # It is the old one.
     ADDED = "added"  # The old one, and something that does not depend on it.
+    MOVED = "moved"  # The same of a multiple of the old one, as of a moving average.
     OTHER = "other"
 
 
 _SAME_VALUE = ("copy", "copy_p", "optimization_barrier", "stop_gradient")
+_LINEAR = ("add", "add_any", "sub", "neg", "reshape", "broadcast_in_dim", "squeeze")
 
 
 def changes_of(
@@ -82,10 +84,31 @@ def _after(eqn: Any, given: Sequence[Change]) -> Change:
     added = (Change.SAME, Change.ADDED)
     if name in ("add", "add_any") and len(given) == 2:
         old = [kind for kind in given if kind in added]
-        return Change.ADDED if len(old) == 1 and Change.SET in given else Change.OTHER
-    if name == "sub" and given[0] in added and given[1] is Change.SET:
+        if len(old) == 1 and Change.SET in given:
+            return Change.ADDED
+    old_first = given[0] in added and all(kind is Change.SET for kind in given[1:])
+    if old_first and name in ("sub", "scatter-add"):
         return Change.ADDED
-    return Change.OTHER
+    return Change.MOVED if _is_moved(name, eqn, given) else Change.OTHER
+
+
+def _is_moved(name: str, eqn: Any, given: Sequence[Change]) -> bool:
+    """Whether each element of the result is a multiple of the old one, and something;
+    also where some of them are replaced.
+    """
+    if Change.OTHER in given:
+        return False
+    if name in ("scatter", "dynamic_update_slice"):
+        return all(kind is Change.SET for kind in given[1:])
+    if name == "mul":
+        return Change.SET in given
+    if name == "div":
+        return given[1] is Change.SET
+    if name == "select_n":
+        return given[0] is Change.SET
+    if name == "convert_element_type":
+        return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    return name in _LINEAR
 
 
 def added_constant(program: core.ClosedJaxpr, old: int, new: int) -> Any:

@@ -25,6 +25,7 @@ from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 from keras_distribute.scheduling.traces import Form, Trace
 from keras_distribute.servers.programs import exported
+from keras_distribute.variables import DistributedVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +174,9 @@ def traced(
         trace = Trace(strategy, function, call, known, batches)
         program = trace.run()
         new = trace.new_variables()
+        foreign = [v for v in new if not isinstance(v, DistributedVariable)]
+        if foreign:
+            raise _foreign_error(strategy, foreign)
         if trace.scope.created and created:
             raise _creating_error(list(trace.scope.created.values()))
         created = created or bool(trace.scope.created)
@@ -319,9 +323,10 @@ class _Made:
             if kind is Change.SAME:
                 continue
             if self._on_servers(variable):
-                pushed.append((kind, i))
+                # The last one counts, of those that several workers make at once.
+                pushed.append((Change.SET if kind is Change.OTHER else kind, i))
                 continue
-            if kind is Change.OTHER:
+            if kind in (Change.MOVED, Change.OTHER):
                 ordered.append(variable)
                 kind = Change.SET
             if kind is Change.ADDED:
@@ -357,7 +362,7 @@ class _Made:
         for kind, i in changes:
             if kind is Change.ADDED:
                 new.append(from_zero[self._first + i])
-            elif kind is Change.OTHER:
+            elif kind is Change.MOVED:
                 old = values[self._index[id(trace.written[i])]]
                 new.append(outputs[self._first + i] - old)
             else:
@@ -406,6 +411,17 @@ def _looked_up(
         return None if found is None else refuses_rows(found[0], weight)
 
     return lookups.by_rows(program, tables, known, refused)
+
+
+def _foreign_error(strategy: Any, variables: list[Any]) -> VariableScopeError:
+    names = ", ".join(variable.path for variable in variables[:10])
+    return VariableScopeError(
+        "The function that was scheduled uses variables that were created outside of "
+        f"the strategy's scope: {names}.",
+        received=f"{len(variables)} variable(s) that {strategy!r} does not know.",
+        fix="create the model, the optimizer and the metrics inside `with "
+        "strategy.scope():`.",
+    )
 
 
 def _creating_error(variables: list[Any]) -> VariableScopeError:

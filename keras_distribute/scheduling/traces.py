@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
+from keras_distribute._compat.variables import get_stateless_scope
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import (
     ContextError,
@@ -70,21 +71,90 @@ def refuse_loss_scaling(optimizer: Any) -> None:
         )
 
 
+def refuse_keys(leaves: Sequence[Any]) -> None:
+    """Raises `StructureTypeError` for typed keys of random numbers."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(
+            leaf.dtype, jax.dtypes.extended
+        ):
+            raise StructureTypeError(
+                "Typed keys of random numbers do not travel to workers and back.",
+                received=f"an array of dtype {leaf.dtype}.",
+                fix="jax.random.key_data(key), and jax.random.wrap_key_data(data) on "
+                "the other side; or a keras.random.SeedGenerator.",
+            )
+
+
+class Updated:
+    """What a server will make of a variable by an optimizer's update: a step can hand
+    it on, as it does the state that it returns, and not compute with it.
+
+    Args:
+        variable: The weight, or the optimizer's variable.
+    """
+
+    __array_ufunc__ = None  # So that NumPy's numbers ask this object.
+
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _later(self.variable)
+
+
+def _check_gradients(
+    optimizer: Any, grads: Sequence[Any], weights: Sequence[Any]
+) -> None:
+    """Raises where gradients are not those of the weights, before a server does."""
+    shapes = [None if grad is None else tuple(jnp.shape(grad)) for grad in grads]
+    own = [tuple(weight.shape) for weight in weights]
+    fits = len(shapes) == len(own) and all(
+        shape in (None, each) for shape, each in zip(shapes, own, strict=True)
+    )
+    if not fits:
+        raise StructureTypeError(
+            "An optimizer is given one gradient, or None, for each weight, with its "
+            "shape.",
+            received=f"gradients of shapes {shapes} for weights of shapes {own}.",
+            fix=f"{optimizer.name}.apply(grads, model.trainable_variables), with grads "
+            "of kd.value_and_grad(loss, model.trainable_variables).",
+        )
+
+
+def _refused(value: Updated, *others: Any) -> Any:
+    raise _later(value.variable)
+
+
+_ONE = "jax_array array float int bool len iter getitem neg abs lt le gt ge eq ne"
+_TWO = "add sub mul truediv floordiv mod pow matmul"
+for _name in (*_ONE.split(), *_TWO.split(), *(f"r{name}" for name in _TWO.split())):
+    setattr(Updated, f"__{_name}__", _refused)
+
+
+def _later(variable: Any) -> ContextError:
+    return ContextError(
+        f"{variable.path!r} is read after a gradient was given to its optimizer, whose "
+        "update is made later, on a parameter server.",
+        received="optimizer.apply or stateless_apply, and then a read, in one step.",
+        fix="read it before, or schedule one step a call: "
+        "coordinator.schedule(step, args=...); in fit, read it in a callback.",
+    )
+
+
 class _Scope(Capture):
     """Notes what a scheduled function reads and assigns."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self.applied: dict[int, Any] = {}
+        self.given_gradients: set[int] = set()
+        self.applied: set[int] = set()  # Those, and the state of optimizers.
 
     def get_current_value(self, variable: Any) -> Any:
         if id(variable) in self.applied:
-            raise ContextError(
-                f"The weight {variable.path!r} is read after its gradient was given to "
-                "an optimizer, whose update is made later, on a parameter server.",
-                received="optimizer.apply, and then a read, in one scheduled function.",
-                fix="schedule one step a call: coordinator.schedule(step, args=...).",
-            )
+            raise _later(variable)
         return super().get_current_value(variable)
 
 
@@ -162,6 +232,7 @@ class Trace:
             for leaf in leaves
         ]
         leaves = [unwrapped(leaf, "that was scheduled") for leaf in leaves]
+        refuse_keys(leaves)
         self.leaves = [
             None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
         ]
@@ -193,12 +264,11 @@ class Trace:
             if variables is not None
             else compat.built_variables(optimizer)
         )
-        pairs = [
-            (grad, variable)
-            for grad, variable in zip(grads, targets, strict=True)
-            if grad is not None
-        ]
-        twice = [v for _, v in pairs if id(v) in self.scope.applied]
+        if not len(grads):
+            return
+        _check_gradients(optimizer, grads, targets)
+        pairs = compat.given_gradients(optimizer, grads, targets)
+        twice = [v for _, v in pairs if id(v) in self.scope.given_gradients]
         if twice:
             raise ContextError(
                 f"The weight {twice[0].path!r} is given two gradients in one scheduled "
@@ -206,10 +276,16 @@ class Trace:
                 received="two calls of optimizer.apply.",
                 fix="schedule one step a call, or add the gradients up.",
             )
-        ready = compat.prepared(optimizer, [grad for grad, _ in pairs])
-        self._pushed += map(jnp.asarray, ready)
-        self.gradients.append((optimizer, [variable for _, variable in pairs]))
-        self.scope.applied |= {id(variable): variable for _, variable in pairs}
+        self._pushed += map(jnp.asarray, compat.prepared(optimizer, pairs))
+        weights = [variable for _, variable in pairs]
+        self.gradients.append((optimizer, weights))
+        self.scope.given_gradients |= set(map(id, weights))
+        updated = [*weights, *compat.changed_by_updates(optimizer)]
+        self.scope.applied |= set(map(id, updated))
+        scope: Any = get_stateless_scope()
+        if scope is not self.scope:
+            for variable in updated:
+                scope.add_update((variable, Updated(variable)))
 
     def element(self, iterator: Any) -> Any:
         """The next batch of an iterator of the workers."""

@@ -79,6 +79,8 @@ class Updates:
     def gradient_dtype(self, weight: Any) -> str:
         """In which dtype the gradient of a weight travels."""
         own, narrow = str(weight._dtype), self._communication_dtype
+        if compat.takes_gradient_as_value(weight):
+            return own
         is_wider = narrow and jnp.dtype(own).itemsize > jnp.dtype(narrow).itemsize
         return narrow if narrow and is_wider else own
 

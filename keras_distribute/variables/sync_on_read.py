@@ -186,7 +186,7 @@ class SyncOnReadVariable(DistributedVariable):
             if whole is not None:
                 held = copied(whole)  # The next step is given the array.
         if held is not None:
-            return held
+            return self.replica_mesh.brought(held)  # A step's state may rest elsewhere.
         liveness.current.begin_program(self.replica_mesh.num_processes)
         return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
             self.stored

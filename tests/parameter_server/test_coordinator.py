@@ -297,6 +297,18 @@ def test_values_of_each_worker(strategy, coordinator):
     assert sorted(values) == [11.0] * steps[0] + [21.0] * steps[1]
 
 
+def test_values_of_each_worker_that_share_one(coordinator):
+    ones, twos, threes = (np.full(2, i, "float32") for i in (1, 2, 3))
+    args = PerWorkerValues([ones, twos]), PerWorkerValues([ones, threes])
+
+    def both(a, b):
+        return a, b
+
+    values = [coordinator.schedule(both, args) for _ in range(20)]
+    found = {(float(a[0]), float(b[0])) for a, b in coordinator.fetch(values)}
+    assert found <= {(1.0, 1.0), (2.0, 3.0)}
+
+
 def test_remote_values_are_no_arguments(coordinator):
     value = coordinator.schedule(lambda: keras.ops.ones(()))
     with pytest.raises(ValueError, match=r"RemoteValue(.|\n)*value.fetch\(\)"):
@@ -360,6 +372,53 @@ def test_a_weight_is_not_read_after_its_gradient(strategy, coordinator):
     x = np.ones((4, 4), "float32")
     with pytest.raises(kd.errors.ContextError, match=r"schedule one step a call"):
         coordinator.schedule(two_steps, (x, x[:, :2]))
+
+
+def test_the_count_of_steps_is_not_read_after_a_gradient(strategy, coordinator):
+    _, optimizer, _, step = training(strategy)
+
+    def counted(x, y):
+        return step(x, y), optimizer.iterations.value
+
+    x = np.ones((4, 4), "float32")
+    with pytest.raises(kd.errors.ContextError, match=r"iteration.*(.|\n)*read it befor"):
+        coordinator.schedule(counted, (x, x[:, :2]))
+
+
+@pytest.mark.parametrize("shapes", [[(4, 2)], [(4, 3), (2,)]])
+def test_gradients_that_are_not_those_of_the_weights(strategy, coordinator, shapes):
+    model, optimizer, _, _ = training(strategy)
+
+    def step():
+        grads = [keras.ops.ones(shape) for shape in shapes]
+        optimizer.apply(grads, model.trainable_variables)
+
+    with pytest.raises(kd.errors.StructureTypeError, match=r"one gradient, or None"):
+        coordinator.schedule(step)
+
+
+def test_no_gradient_at_all(strategy, coordinator):
+    model, optimizer, _, _ = training(strategy)
+    with pytest.raises(ValueError, match=r"No gradients provided"):
+        coordinator.schedule(
+            lambda: optimizer.apply([None, None], model.trainable_variables)
+        )
+
+
+def test_variables_of_another_scope(coordinator):
+    """What is scheduled afterwards runs."""
+    other = keras.Variable(1.0)
+    for function in (lambda: other + 1.0, lambda: other.assign(2.0)):
+        with pytest.raises(kd.errors.VariableScopeError, match=r"scope(.|\n)*Fix"):
+            coordinator.schedule(function)
+    assert coordinator.schedule(lambda: 1.0).fetch() == 1.0
+
+
+def test_typed_keys_do_not_travel(coordinator):
+    key = jax.random.key(0)
+    for function, args in ((lambda key: 1.0, (key,)), (lambda: key, ())):
+        with pytest.raises(kd.errors.StructureTypeError, match=r"key_data"):
+            coordinator.schedule(function, args)
 
 
 def test_a_function_that_creates_variables_each_time(coordinator):

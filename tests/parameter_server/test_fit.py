@@ -64,6 +64,46 @@ def test_optimizers_with_every_option(one_worker, name):
     equals_one_device(one_worker, build, fit_only(X, Y, batch_size=8))
 
 
+def test_muon_knows_weights_by_their_names(one_worker):
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(4, name="embedding_of_rows"),
+                layers.Dense(5, "tanh"),
+                layers.Dense(3, name="head"),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Muon(0.05, exclude_layers=["head"]), loss)
+        return model
+
+    equals_one_device(one_worker, build, fit_only(X, Y, batch_size=8))
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_scales_of_float8_are_no_gradients(make, local_steps):
+    """What a layer keeps of its scales takes its gradient as the new value, which is
+    neither clipped nor rounded, nor a difference.
+    """
+
+    def scales(strategy: Any) -> list[Any]:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((16,)), layers.Dense(16)])
+            model.quantize("float8")
+            model.compile(keras.optimizers.SGD(1e-4, clipnorm=1e-3), "mse")
+        x = np.random.default_rng(0).normal(size=(20, 16)).astype("float32")
+        model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+        return [v.numpy() for v in model.trainable_variables if "scale" in v.path]
+
+    strategy = make(1, local_steps=local_steps, communication_dtype="bfloat16")
+    found, expected = scales(strategy), scales(kd.get_strategy())
+    assert len(found) == 3
+    assert any(value != 1.0 for value in expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_clipping_looks_at_whole_gradients(one_worker, clip):

@@ -282,6 +282,24 @@ def test_each_function_sees_what_the_one_before_has_done(one_worker):
     np.testing.assert_array_equal(table.numpy(), expected)
 
 
+def test_rows_that_a_worker_has_are_not_the_table(one_worker):
+    """A function that reads all of it comes right after one that looks up some."""
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        table = keras.Variable(np.arange(20.0, dtype="float32").reshape(10, 2))
+
+    def some(ids):
+        return keras.ops.sum(keras.ops.take(table, ids, axis=0))
+
+    def whole():
+        return keras.ops.sum(table)
+
+    args = (np.int32([1, 4]),)
+    functions = [(some, args), (whole, ())] * 10
+    found = coordinator.fetch([coordinator.schedule(*each) for each in functions])
+    assert found == [22.0, 190.0] * 10
+
+
 def test_a_batch_that_is_not_there_holds_up_nothing(one_worker, tmp_path):
     """What a function made is there before the next one has its batch."""
     table, step = lookup_step(one_worker)

@@ -183,7 +183,9 @@ class LocalRounds(ScheduledStep):
         """Gives the outer optimizer the mean of the differences, as a gradient."""
         scope = traces.current_scope()
         variables = _layers_and_metrics(self._trainer)
-        for i, change in {**pushed["means"], **pushed["sums"]}.items():
+        for i, value in pushed["means"].items():
+            scope.add_update((variables[i], value))
+        for i, change in pushed["sums"].items():
             old = scope.get_current_value(variables[i])
             scope.add_update((variables[i], old + change))
         if pushed["weights"]:
@@ -191,7 +193,7 @@ class LocalRounds(ScheduledStep):
 
     def _steps(self, slots: Any, runs: Sequence[Any]) -> Any:
         """The steps of a group in a round: from its slots, and its batches, those of
-        one form stacked, to the new slots, and the differences of weights and
+        one form stacked, to the new slots, the differences of weights, and
         statistics.
         """
         scope = traces.current_scope()
@@ -213,8 +215,13 @@ class LocalRounds(ScheduledStep):
             logs = {name: log for name, log in logs.items() if name not in known}
         for i, value in steps.own_changes(new):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
-        means, sums = steps.differences(new)
-        weights = [a - b for a, b in zip(state.weights, new.weights, strict=True)]
+        means, sums = steps.of_servers(new)
+        weights = [
+            after if compat_optimizer.takes_gradient_as_value(v) else before - after
+            for v, before, after in zip(
+                groups.weights, state.weights, new.weights, strict=True
+            )
+        ]
         return {
             "slots": new.slots,
             "weights": weights,

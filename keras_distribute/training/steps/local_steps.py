@@ -139,16 +139,20 @@ class LocalSteps:
             else:
                 yield i, value
 
-    def differences(self, new: TrainState) -> tuple[dict[int, Any], dict[int, Any]]:
-        """What has become of the servers' variables: those that groups agree on by
-        their mean, such as moving statistics, and those to which each step adds.
+    def of_servers(self, new: TrainState) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What has become of the servers' variables: the new values of those that
+        groups agree on by their mean, such as moving statistics, and what was added to
+        those to which each step adds.
         """
         means: dict[int, Any] = {}
         sums: dict[int, Any] = {}
         for i, value in enumerate([*new.others, *new.metrics]):
-            if self._on_servers[i] and self._kinds[i] is not Change.SAME:
-                kept = sums if self._kinds[i] is Change.ADDED else means
-                kept[i] = value - self._old[i]
+            if not self._on_servers[i] or self._kinds[i] is Change.SAME:
+                continue
+            if self._kinds[i] is Change.ADDED:
+                sums[i] = value - self._old[i]
+            else:
+                means[i] = value
         return means, sums
 
 

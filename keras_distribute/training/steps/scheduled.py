@@ -136,11 +136,12 @@ class ScheduledStep:
             return
         names = ", ".join(variable.path for variable in variables[:10])
         raise StructureTypeError(
-            "A metric that is no sum over batches needs to see them in order, which "
-            f"several workers cannot: {names}.",
+            "What a metric or a layer keeps that is no sum over batches needs to see "
+            f"them in order, which several workers cannot: {names}.",
             received=f"fit on {len(self._strategy.cluster.workers)} workers.",
-            fix="compile without it, and take it in model.evaluate, where each batch "
-            "waits for the one before.",
+            fix="compile without such a metric, and take it in model.evaluate, where "
+            "each batch waits for the one before. A layer's dtype=\"float32\" will do: "
+            "the last worker's value counts.",
         )
 
     def _traced(self, data: Any) -> Any:
@@ -153,7 +154,7 @@ class ScheduledStep:
         result, new = self._run(state, data)
         for variables, old, values in zip(groups, state, new, strict=True):
             for variable, before, value in zip(variables, old, values, strict=True):
-                if value is not before:
+                if value is not before and not isinstance(value, traces.Updated):
                     scope.add_update((variable, value))
         if self._kind == "predict":
             return result
