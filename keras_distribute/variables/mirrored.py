@@ -107,7 +107,7 @@ class MirroredVariable(DistributedVariable):
 
     def take_checksum(self) -> int | None:
         """Of the value that this process gave: once, where no process has all of it;
-        then `None`.
+        then `None`, as where it gave none.
         """
         if self.is_divided:
             given, self._given = self._given, None

@@ -23,9 +23,8 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
     if count == 1:
         return
-    sums = [(v, v.take_checksum()) for v in mirrored if v.is_initialized]
-    mirrored = [v for v, value in sums if value is not None]
-    own = [(tuple(v.shape), value) for v, value in sums if value is not None]
+    mirrored = [v for v in mirrored if v.is_initialized]
+    own = [(tuple(v.shape), v.take_checksum()) for v in mirrored]
     said = agreement.exchange("the values of variables", own, count)
     if any(len(other) != len(own) for other in said):
         raise VariableScopeError(

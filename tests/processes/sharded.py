@@ -113,19 +113,26 @@ def num_sums(strategy, *shapes):
 
 
 def disagreeing(options):
-    """Gives a divided variable another value in each process, and reads it in a
-    program.
+    """Gives divided variables another value in each process, or in one process only,
+    and reads them in programs.
     """
     without_tensorflow()
     strategy = kd.MultiWorkerMirroredStrategy(**options)
     with strategy.scope():
         value = np.full((64, 64), jax.process_index(), "float32")
-        variable = keras.Variable(value, name="apart")
-    try:
-        strategy.run(lambda: variable.value.sum())
-    except kd.errors.VariableScopeError as error:
-        return str(error)
-    return "nothing was noticed"
+        apart = keras.Variable(value, name="apart")
+        alone = keras.Variable(np.zeros((64, 64)), name="alone")
+    strategy.run(lambda: alone.value.sum())
+    if kd.is_chief():
+        alone.assign(np.ones((64, 64)))
+    texts = []
+    for variable in (apart, alone):
+        try:
+            strategy.run(lambda variable=variable: variable.value.sum())
+            texts.append("nothing was noticed")
+        except kd.errors.VariableScopeError as error:
+            texts.append(str(error))
+    return texts
 
 
 def training(folder, options):
