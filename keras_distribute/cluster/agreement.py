@@ -17,6 +17,7 @@ import jax
 
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import liveness, messages, signing
+from keras_distribute.cluster.alone import alone, check_together
 from keras_distribute.errors import ClusterError
 
 _PATIENT_SECONDS = 0.5
@@ -42,6 +43,8 @@ class Channel:
 
     def __init__(self, topic: str, num_processes: int) -> None:
         self._topic, self._num_processes = topic, num_processes
+        if num_processes > 1:
+            check_together(f"The agreement on {topic!r}")
         numbers = liveness.current.channel_numbers
         self._name = f"keras_distribute/{next(numbers)}" if num_processes > 1 else ""
         self._turn = 0
@@ -153,13 +156,17 @@ def exchange(topic: str, said: Any, num_processes: int) -> list[Any]:
 
 
 def from_chief(topic: str, function: Callable[[], _T], num_processes: int) -> _T:
-    """Broadcasts the result of a function that process 0 calls, or its exception."""
+    """Broadcasts the result of a function that process 0 calls, or its exception.
+
+    The function begins nothing in which the others take part (`alone`).
+    """
     if num_processes == 1:
         return function()
     said: Any = None
     if jax.process_index() == 0:
         try:
-            said = (function(), None)
+            with alone(topic):
+                said = (function(), None)
             # A result that cannot be sent is an error in all processes.
             messages.to_bytes(said, signed=liveness.current.seal.signs)
         except Exception as error:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.cluster.alone import check_together
 from keras_distribute.cluster.heartbeats import ENDED, Heartbeat, Heartbeats, Verdict
 from keras_distribute.cluster.signing import Seal
 
@@ -115,6 +116,7 @@ class Processes(Alone):
 
     def begin_program(self, num_processes: int) -> None:
         if num_processes == self.num_processes:
+            check_together("A program over the devices of all")
             self._programs += 1
 
     def has_ended(self, process: int) -> bool:

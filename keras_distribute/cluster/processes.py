@@ -220,6 +220,8 @@ def run_on_chief(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
 
     Raises:
         ClusterError: Where another process does something else, or has died.
+        ContextError: In every process, where the function needs the others: it reads
+            what is divided over the processes, or runs a step.
         StructureTypeError: In every process, for anything but data, without a token.
 
     Example:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute._compat import variables as compat
-from keras_distribute.cluster import liveness
+from keras_distribute.cluster import alone, liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import (
     REPLICA_AXIS,
@@ -120,7 +120,10 @@ class MirroredVariable(DistributedVariable):
         return tuple(map(jnp.copy, copies(whole)))
 
     def _read_now(self) -> Any:
-        return self.stored
+        value = self.stored
+        if alone.is_alone() and value is not None and is_divided_over_processes(value):
+            alone.check_together(f"The reading of {self.path!r}, which is divided,")
+        return value
 
     def _is_shown(self) -> bool:
         value = self.stored

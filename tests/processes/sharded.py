@@ -135,6 +135,30 @@ def disagreeing(options):
     return texts
 
 
+def alone(folder, options):
+    """The errors of what the chief does by itself and cannot, and the loss of a `fit`
+    after them.
+    """
+    without_tensorflow()
+    model = fitted(built(kd.MultiWorkerMirroredStrategy(**options)), epochs=1)
+    kernel = model.layers[0].kernel
+    tried = {
+        "weights": model.get_weights,
+        "save": lambda: model.save(f"{folder}/alone.keras"),
+        "array": lambda: np.array(kernel),
+        "computed": lambda: float(keras.ops.sum(kernel)),
+        "trained": lambda: model.train_on_batch(X[:8], Y[:8]),
+        "nothing": lambda: kd.is_chief() and kernel.shape[0],
+    }
+    found = {}
+    for name, function in tried.items():
+        try:
+            found[name] = kd.run_on_chief(lambda function=function: function() is not None)
+        except kd.errors.ContextError as error:
+            found[name] = str(error)
+    return found, fitted(model, epochs=1).history.history["loss"]
+
+
 def training(folder, options):
     """Trains with divided and with whole slots; saves, loads, and goes on."""
     without_tensorflow()

@@ -93,3 +93,23 @@ def test_other_values_in_each_process_are_found_where_nobody_has_the_whole():
     for texts in results:
         for name, text in zip(("apart", "alone"), texts, strict=True):
             assert f"different values to 1 mirrored variable(s): {name}" in text
+
+
+@pytest.mark.parametrize("options", [{}, WEIGHTS], ids=["whole", "divided"])
+def test_what_needs_all_processes_is_an_error_in_one_alone(options, tmp_path):
+    results = kd.testing.run_in_processes(
+        sharded.alone, 2, str(tmp_path), options, cpu_devices=2, timeout=100
+    )
+    needs_all = {"save", "trained"}
+    if options:
+        needs_all |= {"weights", "array", "computed"}
+    for found, losses in results:
+        assert np.isfinite(losses).all()
+        for name, said in found.items():
+            if name not in needs_all:
+                assert said is True, (name, said)
+                continue
+            assert "involves all processes, and the others wait for this one" in said
+            assert "at run_on_chief(" in said
+    if options:
+        assert "The reading of '" in results[0][0]["weights"]
