@@ -59,8 +59,8 @@ class Alone:
     def begin_step(self, place: str, num_processes: int) -> None:
         """Notes that this process begins a step of `num_processes`, and where it is."""
 
-    def begin_program(self, num_processes: int) -> None:
-        """Notes that this process begins a program of `num_processes`."""
+    def begin_program(self, num_processes: int, place: str | None = None) -> None:
+        """Notes that this process begins a program of `num_processes`, and where."""
 
     def has_ended(self, process: int) -> bool:
         """Whether a process that this one waits for has ended its program."""
@@ -111,10 +111,11 @@ class Processes(Alone):
             thread.start()
 
     def begin_step(self, place: str, num_processes: int) -> None:
-        self._steps, self._place = self._steps + 1, place
-        self.begin_program(num_processes)
+        self._steps += 1
+        self.begin_program(num_processes, place)
 
-    def begin_program(self, num_processes: int) -> None:
+    def begin_program(self, num_processes: int, place: str | None = None) -> None:
+        self._place = place or self._place
         if num_processes == self.num_processes:
             check_together("A program over the devices of all")
             self._programs += 1
@@ -351,7 +352,10 @@ class Processes(Alone):
             last = sorted(self.heard.last.items())
             places = "; ".join(f"process {p} {beat.where}" for p, (beat, _) in last)
             text = f"no step for {SLOW_SECONDS:.0f} seconds in process {self.process}"
-            print_error(f"{text}. {places}.")
+            print_error(
+                f"{text}. {places}. A program of all, such as the reading of what is "
+                "divided, waits until every process has begun it."
+            )
 
 
 def print_error(text: str) -> None:

@@ -134,7 +134,9 @@ class MirroredVariable(DistributedVariable):
         if isinstance(value, jax.core.Tracer) or value.is_fully_addressable:
             return super().__array__(dtype)
         if is_divided_over_processes(value):
-            liveness.current.begin_program(self.replica_mesh.num_processes)
+            liveness.current.begin_program(
+                self.replica_mesh.num_processes, f"at the reading of {self.path!r}"
+            )
         return np.asarray(on_host(value), dtype)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:

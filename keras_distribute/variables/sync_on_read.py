@@ -187,7 +187,9 @@ class SyncOnReadVariable(DistributedVariable):
                 held = copied(whole)  # The next step is given the array.
         if held is not None:
             return self.replica_mesh.brought(held)  # A step's state may rest elsewhere.
-        liveness.current.begin_program(self.replica_mesh.num_processes)
+        liveness.current.begin_program(
+            self.replica_mesh.num_processes, f"at the reading of {self.path!r}"
+        )
         return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
             self.stored
         )

@@ -270,8 +270,23 @@ def test_where_nobody_gets_on_all_places_are_shown_once(clock, capsys):
     said = capsys.readouterr().err
     assert said == (
         "keras_distribute: no step for 120 seconds in process 0. process 0 in run (step 3 of its program); "
-        "process 1 in fit, evaluate or predict (step 2 of its program).\n"
+        "process 1 in fit, evaluate or predict (step 2 of its program). "
+        "A program of all, such as the reading of what is divided, waits until every process has begun it.\n"
     )
+
+
+def test_who_reads_says_so(clock, capsys):
+    watch = liveness.Processes(0, 2, 10.0)
+    watch.begin_step("in run", 2)
+    watch.begin_program(2, "at the reading of 'dense/kernel'")
+    watch.show_if_slow()
+    watch.heard.hear(heard("1|1|2|" + watch._place, "1|2|2|in run"))
+    for clock.now in (100.0, 130.0):
+        watch.show_if_slow()
+    said = capsys.readouterr().err
+    assert "process 0 at the reading of 'dense/kernel' (step 1 of its program)" in said
+    watch.begin_step("in run", 2)
+    assert watch.where == "in run (step 2 of its program)"
 
 
 def going_on_alone():

@@ -264,5 +264,6 @@ def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
             f"that the model runs on:\n    {names}",
             received=f"{strategy!r}.",
             fix="create the model, its optimizer and its metrics inside `with "
-            "strategy.scope():`.",
+            "strategy.scope():`; call there, too, what adds variables later, such as "
+            "layer.enable_lora or model.quantize.",
         )
