@@ -341,11 +341,12 @@ def test_members_of_the_enums_are_the_strings_of_keras():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
 @pytest.mark.parametrize("number", [0, 3, 0.5, True])
-def test_an_assigned_number(dtype, number):
+@pytest.mark.parametrize("synchronization", ["on_read", "on_write"])
+def test_an_assigned_number(dtype, number, synchronization):
     own = keras.Variable(1, dtype=dtype)
     with mirrored(4).scope():
         variable = keras.Variable(
-            1, dtype=dtype, aggregation="sum", synchronization="on_read"
+            1, dtype=dtype, aggregation="sum", synchronization=synchronization
         )
     wanted, given = own.assign(number), variable.assign(number)
     assert isinstance(given, jax.Array)

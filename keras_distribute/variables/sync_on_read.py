@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute._compat import variables as compat
@@ -110,15 +109,6 @@ class SyncOnReadVariable(DistributedVariable):
         initialized.
         """
         return PerReplica(stacked=self.stored) if self.is_initialized else None
-
-    def assign(self, value: Any) -> Any:
-        if type(value) not in (int, float) or self.shape or compat.in_stateless_scope():
-            return super().assign(value)
-        # Each epoch resets its metrics: from the host takes a quarter of the time.
-        self._own_frame()
-        number = np.asarray(value, self._dtype)
-        self._direct_assign(number)
-        return jnp.asarray(number)
 
     def _checked(self, value: Any) -> Any:
         if (
