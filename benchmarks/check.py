@@ -53,6 +53,7 @@ class Measurement:
     Attributes:
         seconds: How long the last time took.
         verdicts: What was found.
+        failure: Why nothing was, if a contender does not train.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,14 +61,21 @@ class Measurement:
         self._measured = of_startup() if name == "startup" else of_steps(name)
         self.seconds = 0.0
         self.verdicts: list[Verdict] = []
+        self.failure = ""
 
     @property
     def is_missed(self) -> bool:
-        return not all(each.target.is_reached for each in self.verdicts)
+        reached = all(each.target.is_reached for each in self.verdicts)
+        return bool(self.failure) or not reached
 
     def run(self) -> None:
         begun, before = time.monotonic(), os.getloadavg()[0]
-        found = self._measured()
+        found: list[report.Target] = []
+        try:
+            found, self.failure = self._measured(), ""
+        except RuntimeError as error:
+            self.failure = f"FAILED  {self._name}: {error}"
+            print(self.failure, flush=True)
         self.seconds = time.monotonic() - begun
         load = before, os.getloadavg()[0]
         self.verdicts = [Verdict(self._name, each, load) for each in found]
@@ -114,14 +122,15 @@ def check(names: list[str]) -> bool:
         if each.is_missed and after < 60 * LIMIT_MINUTES:
             each.run()
     found = [verdict for each in every for verdict in each.verdicts]
+    failures = [each.failure for each in every if each.failure]
     missed = sum(not each.target.is_reached for each in found)
     minutes = (time.monotonic() - begun) / 60
-    print("", *found, sep="\n")
+    print("", *found, *failures, sep="\n")
     print(
         f"{len(found) - missed} of {len(found)} targets reached in {minutes:.0f} "
         f"minutes. {os.cpu_count()} cores; load before: {load:.1f}."
     )
-    return not missed
+    return not missed and not failures
 
 
 def main() -> None:

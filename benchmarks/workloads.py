@@ -154,7 +154,10 @@ def varied(build: Callable[[], Any], variant: str) -> Callable[[], Any]:
                 graded = jax.value_and_grad(loss_of, has_aux=True)
                 (loss, others), grads = graded(weights)
                 weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
-                return {"loss": loss}, (weights, others, slots, metrics)
+                (metric,) = self.metrics
+                metrics = metric.stateless_update_state(metrics, loss, len(x))
+                logs = {"loss": metric.stateless_result(metrics)}
+                return logs, (weights, others, slots, metrics)
 
         if variant == "bfloat16":
             keras.config.set_dtype_policy("mixed_bfloat16")
