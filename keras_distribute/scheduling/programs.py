@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from keras_distribute import checks
 from keras_distribute.devices.jaxprs import part_of
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run.arguments import Call
@@ -414,7 +415,7 @@ def _looked_up(
 
 
 def _foreign_error(strategy: Any, variables: list[Any]) -> VariableScopeError:
-    names = ", ".join(variable.path for variable in variables[:10])
+    names = checks.listed([variable.path for variable in variables], most=10)
     return VariableScopeError(
         "The function that was scheduled uses variables that were created outside of "
         f"the strategy's scope: {names}.",
@@ -425,7 +426,7 @@ def _foreign_error(strategy: Any, variables: list[Any]) -> VariableScopeError:
 
 
 def _creating_error(variables: list[Any]) -> VariableScopeError:
-    names = ", ".join(variable.path for variable in variables[:10])
+    names = checks.listed([variable.path for variable in variables], most=10)
     return VariableScopeError(
         f"The function that was scheduled creates variables in each call: {names}.",
         received=f"{len(variables)} new variable(s) while traced again.",

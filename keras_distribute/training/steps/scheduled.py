@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute._compat import trainer as compat
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
@@ -134,7 +135,7 @@ class ScheduledStep:
         """Raises for what workers cannot change each by itself."""
         if self._kind != "train" or len(self._strategy.cluster.workers) == 1:
             return
-        names = ", ".join(variable.path for variable in variables[:10])
+        names = checks.listed([variable.path for variable in variables], most=10)
         raise StructureTypeError(
             "What a metric or a layer keeps that is no sum over batches needs to see "
             f"them in order, which several workers cannot: {names}.",
