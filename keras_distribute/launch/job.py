@@ -10,7 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.ports import free_port
 
 _KEPT_LINES = 400
 _POLL_SECONDS = 0.05
@@ -196,13 +196,6 @@ class Job:
             worker.process.wait()
         for thread in self._threads:
             thread.join(5.0)
-
-
-def free_port() -> int:
-    """A port that is free at this moment."""
-    with socket.socket() as server:
-        server.bind(("", 0))
-        return int(server.getsockname()[1])
 
 
 def _with_parent(command: Sequence[str]) -> list[str]:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.ports import free_ports
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
-from keras_distribute.launch.job import Job, free_port
+from keras_distribute.launch.job import Job
 
 Jobs = dict[str, list[str]]
 SERVER = [sys.executable, "-W", "ignore", "-m", "keras_distribute.servers"]
@@ -23,11 +24,7 @@ _SECONDS_UNTIL_RESTART = 1.0
 
 def addresses(num_workers: int, num_ps: int, with_chief: bool = False) -> Jobs:
     """Free ports of this host for all tasks."""
-    ports: list[int] = []
-    while len(ports) < num_workers + num_ps + with_chief:
-        port = free_port()
-        if port not in ports:
-            ports.append(port)
+    ports = free_ports(num_workers + num_ps + with_chief)
     found = [f"127.0.0.1:{port}" for port in ports]
     jobs = {"worker": found[:num_workers], "ps": found[num_workers:][:num_ps]}
     return jobs | ({"chief": found[-1:]} if with_chief else {})
@@ -123,11 +120,13 @@ class Roles:
         task.start()
 
     def _devices_of(self, job: str, index: int) -> Mapping[str, str]:
-        """The workers have the devices; the others compute little."""
+        """The workers have the devices; the others compute little, and would keep a TPU
+        from a worker.
+        """
         if job == "worker" and self._cpu_devices is None:
             return share_of_gpus(self._gpus, index, self._sizes[0])
-        if self._cpu_devices is None and not self._gpus:
-            return {}
+        if self._cpu_devices is None:
+            return {"JAX_PLATFORMS": "cpu"}
         count = self._cpu_devices if job == "worker" else 1
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
 

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import time
 
+from keras_distribute.cluster.ports import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
-PLACES = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
 CONFIGURATION = """
 ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
@@ -52,17 +53,14 @@ NODE = (
 )
 
 
+def path() -> str:
+    """Where programs are looked for now, a daemon's too."""
+    return os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
+
+
 def missing() -> list[str]:
     """The programs of Slurm that are not installed."""
-    return [name for name in PROGRAMS if not shutil.which(name, path=PLACES)]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    return [name for name in PROGRAMS if not shutil.which(name, path=path())]
 
 
 def wait(condition, what: str, seconds: float = 60.0):
@@ -83,7 +81,7 @@ class SlurmCluster:
     ):
         self.folder = folder
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
-        controller, *ports = _free_ports(1 + nodes)
+        controller, *ports = free_ports(1 + nodes)
         host = socket.gethostname().partition(".")[0]
         for name in ("munge", "state", *(f"spool-{node}" for node in self.nodes)):
             (folder / name).mkdir(mode=0o755)
@@ -115,7 +113,7 @@ class SlurmCluster:
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "PMI"))
-        } | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PLACES}
+        } | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path()}
         self._services: dict[str, subprocess.Popen] = {}
 
     def __enter__(self):
@@ -159,7 +157,7 @@ class SlurmCluster:
         key = key or name
         with open(self.folder / f"{key}.out", "ab") as log:
             self._services[key] = subprocess.Popen(
-                [shutil.which(name, path=PLACES), *arguments],
+                [shutil.which(name, path=self.environment["PATH"]), *arguments],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
