@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.cluster import processes
 from keras_distribute.cluster.resolvers import google_cloud
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.strategies import tpu
 from keras_distribute.tpu import system
 from tests.cluster.test_services import serving
 from tests.logical import tpu_strategy
@@ -306,10 +308,30 @@ def test_a_tpu_machine_knows_the_hosts_of_its_slice(
         monkeypatch.setenv("GCE_METADATA_IP", address)
         assert CR.TPUClusterResolver("").topology() == CR.Topology(2, 3, "a:8476")
         assert CR.TPUClusterResolver("local").topology() == CR.Topology()
+        known["instance/attributes/tpu-env"] = (
+            "ZONE: 'somewhere'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
+            "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9:8080'\n"
+        )
+        several = CR.Topology(5, 6, "10.0.0.9:8476")
+        assert CR.TPUClusterResolver("").topology() == several
         known.clear()
         assert CR.TPUClusterResolver("").topology() == CR.Topology()
         monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
         assert CR.TPUClusterResolver("").topology() == CR.Topology()
+
+
+def test_hosts_come_before_the_name_of_a_tpu(
+    no_tpu_named: None, monkeypatch: Any
+) -> None:
+    """Pods of Ray on Kubernetes have both; their name is of no TPU of Google's cloud."""
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    monkeypatch.setenv("TPU_NAME", "slice-A")
+    assert CR.TPUClusterResolver("").topology() == CR.Topology(1, 2, "a:8476")
+    monkeypatch.setenv("TPU_NAME", "local")
+    assert CR.TPUClusterResolver("").topology() == CR.Topology()
+    monkeypatch.setenv("TPU_NAME", "grpc://c,d")
+    assert CR.TPUClusterResolver("").topology() == CR.Topology(1, 2, "c:8476")
 
 
 def test_several_slices(monkeypatch: Any) -> None:
@@ -336,3 +358,29 @@ def test_device_order_modes_and_bytes_are_checked() -> None:
         TPU.DeviceAssignment.build(
             topology, computation_shape=[1, 2, 1, 1], num_replicas=5
         )
+
+
+def test_each_host_has_as_many_replicas_as_the_others() -> None:
+    topology = TPU.Topology(
+        mesh_shape=[4, 2, 1, 1],
+        device_coordinates=[
+            [[x + 2 * task, y, 0, 0] for y in (0, 1) for x in (0, 1)] for task in (0, 1)
+        ],
+    )
+    devices = [[chip(4 * task + i, task, i) for i in range(4)] for task in (0, 1)]
+    for count in (2, 3, 6):
+        # Row by row of all chips: the first two are those of task 0.
+        assignment = TPU.DeviceAssignment.build(topology, num_replicas=count)
+        with pytest.raises(
+            kd.errors.DeviceError, match=r"(?s)as many replicas as the others.*, \d rep"
+        ):
+            tpu._assigned(assignment, devices)
+    everything = TPU.DeviceAssignment.build(topology, num_replicas=8)
+    assert len(tpu._assigned(everything, devices)) == 8
+
+
+def test_devices_of_processes_that_nothing_has_connected() -> None:
+    chips = [chip(i, i // 4, i) for i in range(8)]
+    with pytest.raises(kd.errors.ClusterError, match=r'of 2 processes.*\n.*\n.*tpu=""'):
+        processes.check_connected(chips)
+    processes.check_connected(chips[:4])

@@ -24,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_distribute._compat import jax_internals
@@ -94,6 +94,8 @@ class Processes(Alone):
         self._ending = threading.Lock()
         self._keys = {f"{_FOLDER}/{other}": other for other in range(num_processes)}
         self.heard = Heartbeats(process, num_processes)
+        # Of each process, by its number in JAX's meshes, the one that is heard of it.
+        self.started_as: Sequence[int] = range(num_processes)
         self._awaited: int | None = None
         self._verdict: Verdict | None = None
         self._warned = self._shown = False
@@ -121,9 +123,10 @@ class Processes(Alone):
             self._programs += 1
 
     def has_ended(self, process: int) -> bool:
-        if not self.heard.has_ended(process):
+        other = self.started_as[process]
+        if not self.heard.has_ended(other):
             return False
-        self._awaited = process
+        self._awaited = other
         return True
 
     def sign(self, seal: Seal) -> None:
@@ -329,8 +332,10 @@ class Processes(Alone):
         sys.stdout.flush()  # A verdict ends the process at once.
         self._say_that_it_ends()
         others = set(self.heard.last) - {self.process}
+        # The first one to know that all are over says no more than the verdict.
         while (
-            not all(map(self.heard.has_ended, others))
+            self._verdict is None
+            and not all(map(self.heard.has_ended, others))
             and jax_internals.coordination_client() is not None
         ):
             time.sleep(_ASK_SECONDS)

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ def start(topology: Topology, how: str, timeout_seconds: float | None = None) ->
     seal = signing.seal_of_job()
     silence = timeout_seconds or SILENCE_SECONDS
     if jax.distributed.is_initialized():
-        running = (jax.process_index(), jax.process_count())
+        running = jax_internals.started_as()
         if running != (topology.process_id, topology.num_processes):
             raise ClusterError(
                 f"JAX runs already as process {running[0]} of {running[1]}.",
@@ -140,7 +140,9 @@ def _join(processes: Processes, topology: Topology, how: str) -> None:
     nonces = agreement.exchange("the token of the job", signing.new_nonce(), count)
     processes.sign(seal.of(list(map(str, nonces))))
     _agree_on_seeds()
-    counts = agreement.exchange("the start", jax.local_device_count(), count)
+    about = [jax.local_device_count(), topology.process_id]
+    told = agreement.exchange("the start", about, count)
+    counts, processes.started_as = zip(*told, strict=True)
     if len(set(counts)) > 1:
         raise ClusterError(
             "The processes have different numbers of devices.",
@@ -156,6 +158,21 @@ def _join(processes: Processes, topology: Topology, how: str) -> None:
             f"{'' if seal.signs else ', without a token of the job'}\n"
         )
     processes.has_joined = True
+
+
+def check_connected(devices: Sequence[jax.Device]) -> None:
+    """Refuses devices of processes that cannot speak to each other: on a slice of TPUs
+    JAX has those of all hosts, also where nothing has connected the processes.
+    """
+    count = len({device.process_index for device in devices})
+    if count == 1 or jax.distributed.is_initialized():
+        return
+    raise ClusterError(
+        f"The devices are of {count} processes, which nothing has connected.",
+        received=f"{len(devices)} {devices[0].platform} devices.",
+        fix='kd.TPUStrategy(tpu=""), or MultiWorkerMirroredStrategy('
+        'kd.cluster_resolver.TPUClusterResolver("")), on every host.',
+    )
 
 
 def is_chief() -> bool:

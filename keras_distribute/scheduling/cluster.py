@@ -4,6 +4,7 @@ programs that they run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_distribute._compat import building
 from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
@@ -185,7 +187,7 @@ class Cluster:
         """The program of a function for arguments of this form, made once; `axes` is
         as in `programs.traced`.
         """
-        programs = strategy.programs.programs_of(function)
+        programs = strategy.programs.programs_of(function, "coordinator.schedule")
         program = programs.get(call.signature)
         if program is None:
             program = programs[call.signature] = self._made(
@@ -202,7 +204,7 @@ class Cluster:
         axes: Sequence[int | None] | None = None,
     ) -> Traced:
         platforms = self._platforms()
-        with launches.tracing, self._lock:
+        with launches.tracing, self._lock, _seen_as(platforms):
             program = traced(
                 strategy,
                 function,
@@ -457,3 +459,10 @@ def _arrays(call: Call, worker: int) -> list[Any]:
         else np.asarray(array)
         for array in call.arrays
     ]
+
+
+def _seen_as(platforms: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Workers on CPUs cannot run the kernels of a coordinator's accelerator."""
+    if "cpu" in platforms and jax.default_backend() != "cpu":
+        return building.seen_as(jax.devices("cpu"))
+    return contextlib.nullcontext()

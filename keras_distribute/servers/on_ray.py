@@ -11,11 +11,11 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
-from keras_distribute.launch.job import free_port
 from keras_distribute.remote import credentials
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.servers.server import Server

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_distribute.devices import exports
 
 Program = Callable[..., Any]
 
@@ -30,14 +31,14 @@ def exported(
     Args:
         function: From arrays to a list of arrays.
         shapes: A `jax.ShapeDtypeStruct` for each argument.
-        platforms: Where it will run: `"cpu"`, `"cuda"`, `"tpu"`.
+        platforms: Where it will run: as in `exports.exported`.
         droppable: How many of the first arguments are left out where no result depends
             on them.
         needed: Those of them that are not.
     """
     used = list(range(droppable))
     if droppable:
-        made = jax.export.export(jax.jit(function), platforms=platforms)(*shapes)
+        made = exports.exported(jax.jit(function), platforms)(*shapes)
         if len(made.module_kept_var_idx) == len(shapes):
             return _as_bytes(made), used  # It takes all: no other one is needed.
         kept = {*made.module_kept_var_idx, *needed}
@@ -53,7 +54,7 @@ def exported(
 
     taken = [*(shapes[i] for i in used), *shapes[droppable:]]
     final = jax.jit(of_used, keep_unused=True)
-    made = jax.export.export(final, platforms=platforms)(*taken)
+    made = exports.exported(final, platforms)(*taken)
     return _as_bytes(made), used
 
 

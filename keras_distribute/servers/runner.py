@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from keras_distribute.context import running_as
+from keras_distribute.devices.exports import platform_of
 from keras_distribute.errors import ClusterError, OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
@@ -128,7 +129,7 @@ class Runner(Task):
             for i, address in enumerate(header["servers"])
         ]
         devices = jax.local_devices()
-        found = {"platform": devices[0].platform, "devices": len(devices)}
+        found = {"platform": platform_of(devices[0]), "devices": len(devices)}
         return {**found, "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:

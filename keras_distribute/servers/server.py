@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
 from keras_distribute.errors import ClusterError
@@ -133,7 +134,5 @@ class Server:
 
         Source: `tf.distribute.Server.create_local_server`.
         """
-        from keras_distribute.launch.job import free_port
-
         spec = {"worker": [f"127.0.0.1:{free_port()}"]}
         return Server(spec, "worker", 0, config=config, start=start)

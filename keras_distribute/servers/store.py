@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_distribute.devices.exports import platform_of
 from keras_distribute.errors import ReplacedWorkerError, UnavailableError
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
@@ -177,7 +178,7 @@ class Store(Task):
         """Of a coordinator that starts: its checkpoint says what the values are."""
         del header, arrays
         self._empty()
-        return {"platform": jax.default_backend()}, []
+        return {"platform": platform_of(jax.local_devices()[0])}, []
 
     def _set(self, header: Header, arrays: list[Array]) -> Answer:
         self._values.update(zip(header["keys"], arrays, strict=True))

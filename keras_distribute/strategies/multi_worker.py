@@ -106,6 +106,7 @@ class MultiWorkerMirroredStrategy(LogicalDevicesStrategy):
         devices = sorted(
             jax.devices(), key=lambda device: (device.process_index, device.id)
         )
+        processes.check_connected(devices)
         platform = devices[0].platform
         if platform == "cpu":
             config.check_pool(jax.local_device_count())

@@ -236,6 +236,16 @@ def _assigned(
             fix="kd.tpu.experimental.DeviceAssignment.build(topology, ...), which "
             "shares none.",
         )
+    owners = [replica[0][0] for replica in numbers]
+    per_task = [owners.count(task) for task in range(topology.num_tasks)]
+    if len(set(per_task)) > 1:
+        raise DeviceError(
+            "Every process has as many replicas as the others.",
+            received=f"{', '.join(map(str, per_task))} replicas on the tasks of "
+            f"{topology!r}.",
+            fix="num_replicas in DeviceAssignment.build, for all devices; or no "
+            "assignment, for a replica on each device.",
+        )
     groups = [
         [devices[task][ordinal] for task, ordinal in replica] for replica in numbers
     ]

@@ -108,6 +108,7 @@ def tpu_devices(resolver: ClusterResolver) -> list[list[jax.Device]]:
             "environment. On Colab or Kaggle choose a TPU for the notebook; on a TPU "
             "virtual machine, pip install 'jax[tpu]', and leave JAX_PLATFORMS unset.",
         )
+    processes.check_connected(devices)
     process_of = operator.attrgetter("process_index")
     ordered = sorted(devices, key=operator.attrgetter("process_index", "id"))
     return [list(group) for _, group in itertools.groupby(ordered, process_of)]

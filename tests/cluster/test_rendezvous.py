@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.signing import Seal, new_nonce
 from keras_distribute.errors import ClusterError
 from keras_distribute.launch import reception, rendezvous
-from keras_distribute.launch.job import free_port
 from keras_distribute.launch.rendezvous import Meeting
 from tests import attacks
 

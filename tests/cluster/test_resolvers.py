@@ -303,6 +303,31 @@ def test_slurm_gpus_that_are_those_of_one_task_stay(environment):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
+def test_slurm_gpus_of_the_only_task_of_a_node_stay(environment):
+    """Another node has two tasks, with as many GPUs each."""
+    environment(
+        a_step(2, "2,1", GPUS_ON_NODE="4", GPUS_PER_TASK="4"),
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+    )
+    resolver = CR.SlurmClusterResolver()
+    resolver.cluster_spec()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert resolver.num_accelerators() == {"GPU": 4}
+
+
+def test_one_host_of_each_of_several_slices_is_a_cluster(environment):
+    environment({"TPU_WORKER_HOSTNAMES": "job-1.svc"})
+    assert type(CR.automatic_resolver()) is CR.SimpleClusterResolver
+    environment(
+        {"TPU_WORKER_HOSTNAMES": "job-1.svc"},
+        {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"},
+        {"MEGASCALE_COORDINATOR_ADDRESS": "job-0.svc:8080"},
+    )
+    found = CR.automatic_resolver()
+    assert type(found) is CR.TPUClusterResolver
+    assert found.topology() == CR.Topology(1, 2, "job-0.svc:8476")
+
+
 def test_slurm_knows_the_addresses_of_nodes_whose_names_have_none(
     environment, monkeypatch
 ):

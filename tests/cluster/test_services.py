@@ -65,6 +65,18 @@ def test_the_pods_of_kubernetes_in_the_order_of_their_names():
     assert asked[0] == ("GET", "/api/v1/pods", "job-name=a")
 
 
+def test_the_addresses_of_pods_may_be_of_version_6():
+    def answer(method, path, query, body):
+        item = pod("a-0", 1)
+        item["status"]["podIP"] = "fd00::5"
+        kind = {"kind": "PodList", "apiVersion": "v1", "metadata": {}}
+        return {**kind, "items": [item]}
+
+    with serving(answer) as address:
+        resolver = CR.KubernetesClusterResolver(override_client=kubernetes_at(address))
+        assert resolver.cluster_spec().as_dict() == {"worker": ["[fd00::5]:8470"]}
+
+
 def test_a_pod_that_does_not_run_yet_is_named():
     def answer(method, path, query, body):
         return {

@@ -381,7 +381,9 @@ def test_the_count_of_steps_is_not_read_after_a_gradient(strategy, coordinator):
         return step(x, y), optimizer.iterations.value
 
     x = np.ones((4, 4), "float32")
-    with pytest.raises(kd.errors.ContextError, match=r"iteration.*(.|\n)*read it befor"):
+    with pytest.raises(
+        kd.errors.ContextError, match=r"iteration.*(.|\n)*read it befor"
+    ):
         coordinator.schedule(counted, (x, x[:, :2]))
 
 
@@ -566,3 +568,26 @@ def test_a_function_that_cannot_take_a_batch(one_worker):
             coordinator.schedule(step, (iterator,))
         coordinator.join()
     assert coordinator.schedule(step, (iterator,)).fetch() == 4.0
+
+
+def test_a_new_function_in_each_call_is_warned_about(coordinator):
+    with pytest.warns(UserWarning, match=r"^coordinator\.schedule has compiled .* 8"):
+        for _ in range(8):
+            coordinator.schedule(lambda: 1)
+    coordinator.join()
+
+
+def test_a_coordinator_with_a_gpu_takes_no_kernels_of_it_for_workers_on_cpus(
+    coordinator, monkeypatch
+):
+    """Keras asks JAX for its devices when a function is traced."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    seen = []
+
+    def function():
+        seen.append((jax.default_backend(), jax.devices()[0].platform))
+        return 1
+
+    assert coordinator.schedule(function).fetch() == 1
+    assert set(seen) == {("cpu", "cpu")}
+    assert jax.default_backend() == "gpu"

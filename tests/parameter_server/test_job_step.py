@@ -2,13 +2,15 @@
 which each finds by itself what it is. Slurm's variables are set by hand here.
 """
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 
 from keras_distribute.cluster import signing
-from keras_distribute.launch.job import free_port
+from keras_distribute.cluster.ports import free_port
 
 SCRIPT = """
     import keras, numpy as np
@@ -30,9 +32,19 @@ SCRIPT = """
 """
 
 
+def first_of_free_ports(count):
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as all_of_them:
+            for port in range(first, first + count):
+                server = socket.create_server(("127.0.0.1", port))
+                all_of_them.enter_context(server)
+            return first
+
+
 def test_four_tasks_of_a_job_step(tmp_path):
     script = tmp_path / "train.py"
-    text = textwrap.dedent(SCRIPT).replace("PORT", str(free_port() % 60_000 + 1024))
+    text = textwrap.dedent(SCRIPT).replace("PORT", str(first_of_free_ports(4)))
     script.write_text(text)
     common = {
         **os.environ,

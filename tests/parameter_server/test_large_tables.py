@@ -232,7 +232,7 @@ def test_nobody_has_more_than_a_block(make, cluster, monkeypatch, tmp_path):
     """Each of two servers has a half of the table, and never more; the coordinator and
     the worker have none of it.
     """
-    rows, spare = (5 * 10**6, 350 * MB) if EVERY_CASE else (4 * 10**5, 45 * MB)
+    rows, spare = (5 * 10**6, 350 * MB) if EVERY_CASE else (15 * 10**5, 45 * MB)
     if not EVERY_CASE:
         monkeypatch.setattr(drawing, "LARGE", 2**26)
         monkeypatch.setattr(blocks, "_BYTES", 2**21)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.launch.job import free_port
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.remote import credentials, frames
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials

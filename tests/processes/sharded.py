@@ -153,7 +153,9 @@ def alone(folder, options):
     found = {}
     for name, function in tried.items():
         try:
-            found[name] = kd.run_on_chief(lambda function=function: function() is not None)
+            found[name] = kd.run_on_chief(
+                lambda function=function: function() is not None
+            )
         except kd.errors.ContextError as error:
             found[name] = str(error)
     return found, fitted(model, epochs=1).history.history["loss"]

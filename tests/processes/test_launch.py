@@ -1,5 +1,6 @@
 """`python -m keras_distribute.launch`: output, failures, restarts, signals."""
 
+import importlib.util
 import json
 import os
 import re
@@ -15,10 +16,11 @@ import pytest
 
 from keras_distribute.callbacks.run import Run
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.launch import LaunchOptions, launch
 from keras_distribute.launch import command as launching
 from keras_distribute.launch.command import main
-from keras_distribute.launch.job import Job, free_port
+from keras_distribute.launch.job import Job
 
 pytestmark = pytest.mark.timeout(150)
 TRAINING = Path(__file__).with_name("training.py")
@@ -417,3 +419,22 @@ def test_gpus_are_shared_evenly(tmp_path, capsys, monkeypatch):
     path = script(tmp_path, "print(os.environ.get('CUDA_VISIBLE_DEVICES'))\n")
     _, out = run(["--nproc", "2", path], capsys)
     assert sorted(out.splitlines()) == ["[0] 4,5", "[1] 6,7"]
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugin", "is_said"),
+    [("", "jax_cuda13_plugin", True), ("", "", False), ("cpu", "jax_cuda12", False)],
+)
+def test_of_processes_without_a_gpu_of_their_own_is_told(
+    tmp_path, capsys, monkeypatch, platforms, plugin, is_said
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == plugin)
+    path = script(tmp_path, "print('trained')\n")
+    code, out = run(["--nproc", "2", path], capsys)
+    said = (
+        "[launch] 2 processes share 1 GPU(s), which NCCL refuses: --nproc as many as "
+        "there are GPUs, or --cpu-devices 1.\n"
+    )
+    assert code == 0 and (said in out) == is_said

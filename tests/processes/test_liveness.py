@@ -2,6 +2,7 @@
 time, and say which one it was, and where.
 """
 
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import keras
 import pytest
 
 import keras_distribute as kd
+from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import liveness, processes
 from keras_distribute.cluster.heartbeats import Heartbeat, Heartbeats
 
@@ -318,9 +320,62 @@ def test_where_all_are_over_nobody_ends_because_of_another_one():
     assert not ended
 
 
+class Service:
+    """JAX's key-value service, where a stranger replaces each heartbeat at once."""
+
+    verdict = b"-1|"
+
+    def key_value_dir_get_bytes(self, folder):
+        return [(f"{folder}/{process}", b"of a stranger") for process in (0, 1)]
+
+    def key_value_set_bytes(self, key, value, *, allow_overwrite):
+        if not allow_overwrite:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+
+    def key_value_try_get_bytes(self, key):
+        return self.verdict
+
+    def blocking_key_value_get_bytes(self, key, wait):
+        return self.verdict
+
+
+def test_who_waits_for_the_end_hears_it_by_the_verdict(monkeypatch):
+    """Process 0 has heard that all are over; its own last heartbeat is lost."""
+    monkeypatch.setattr(jax_internals, "coordination_client", Service)
+    ended = []
+    watch = liveness.Processes(1, 2, 10.0, end=ended.append)
+    watch.start()
+    watch.wait_for_the_end()
+    assert not watch.heard.has_ended(0) and not ended
+    assert not any(thread.is_alive() for thread in watch._threads)
+
+
 def test_one_process_listens_to_nobody():
     assert type(liveness.current) is liveness.Alone
     assert sys.excepthook is sys.__excepthook__  # An error waits for no other process.
     liveness.current.begin_step("in run", 1)
     liveness.current.begin_program(1)
     assert not liveness.current.has_ended(0)
+
+
+def leaving_with_other_numbers():
+    """As on a slice of TPUs, where JAX numbers the hosts by their places."""
+    started = int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
+    jax.process_index = lambda *backend: (started + 1) % 3
+    kd.MultiWorkerMirroredStrategy()
+    kd.MultiWorkerMirroredStrategy()  # It runs already.
+    if started == 2:
+        return "left"
+    with pytest.raises(kd.errors.ClusterError) as caught:
+        kd.barrier("the end")
+    return str(caught.value)
+
+
+def test_who_has_ended_is_known_where_jax_numbers_otherwise():
+    with kd.testing.MultiProcessRunner(
+        leaving_with_other_numbers, 3, timeout=60
+    ) as runner:
+        told = [result.value for result in runner.join()]
+    assert told[2] == "left"
+    for text in told[:2]:
+        assert "has ended" in text, told

@@ -21,7 +21,8 @@ import pytest
 import keras_distribute as kd
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import agreement, processes, signing
-from keras_distribute.launch.job import Job, free_port
+from keras_distribute.cluster.ports import free_port
+from keras_distribute.launch.job import Job
 from tests import attacks
 from tests.support import mirrored, without_tensorflow
 

@@ -69,7 +69,8 @@ def automatic_resolver() -> ClusterResolver:
         return SlurmClusterResolver()
     if variables.get("SM_HOSTS"):
         return SageMakerClusterResolver()
-    if "," in hosts_of_environment():
+    hosts, slices = hosts_of_environment(), variables.get("MEGASCALE_NUM_SLICES", "1")
+    if "," in hosts or (hosts and slices not in ("", "1")):
         return TPUClusterResolver()
     if jax.distributed.is_initialized():
         return JaxClusterResolver()

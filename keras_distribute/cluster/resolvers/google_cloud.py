@@ -6,6 +6,7 @@ import glob
 import http.client
 import os
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -128,7 +129,7 @@ class TPUClusterResolver(ClusterResolver):
             Cloud TPU API (`pip install google-api-python-client`); or `"cpu"`, to run a
             program for TPUs on CPU devices. By default what
             `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`, `TPU_NAME`, `TPU_CONFIG` or
-            `TPU_WORKER_HOSTNAMES` names.
+            `TPU_WORKER_HOSTNAMES` names; these hosts, where the others have but a name.
         zone: The zone of the TPU; by default that of this machine.
         project: The project of the TPU; by default that of this machine.
         job_name: The job of the hosts.
@@ -276,10 +277,12 @@ class TPUClusterResolver(ClusterResolver):
     def topology(self) -> Topology:
         """The place of this host, by `TPU_WORKER_ID` or the metadata server."""
         hosts = self._endpoints() if self._has_hosts else []
+        known: Mapping[str, str] = os.environ
         if self._asks_machine and any(glob.glob(pattern) for pattern in _CHIPS):
             hosts = _hosts_of_slice()
-        sliced = bool(hosts) and "MEGASCALE_NUM_SLICES" in os.environ
-        slices = number("MEGASCALE_NUM_SLICES") if sliced else 1
+            known = {**_settings_of_machine(), **os.environ} if hosts else os.environ
+        told = known.get("MEGASCALE_NUM_SLICES", "1") if hosts else "1"
+        slices = number("MEGASCALE_NUM_SLICES", told)
         if len(hosts) * slices < 2:
             return Topology()
         own = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
@@ -289,15 +292,15 @@ class TPUClusterResolver(ClusterResolver):
         if slices > 1:
             # Google's runtime numbers the slices, and names the first one to each.
             needed = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_SLICE_ID")
-            missing = [name for name in needed if name not in os.environ]
+            missing = [name for name in needed if name not in known]
             if missing:
                 raise ClusterError(
                     f"{missing[0]} is not in the environment.",
                     received=f"MEGASCALE_NUM_SLICES={slices}.",
                     fix="set it on every host; Google's runtime does.",
                 )
-            first = os.environ[needed[0]].split(":")[0]
-            before = number(needed[1]) * len(hosts)
+            first = known[needed[0]].split(":")[0]
+            before = number(needed[1], known[needed[1]]) * len(hosts)
         index = before + number("TPU_WORKER_ID", own)
         return Topology(index, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
 
@@ -348,10 +351,12 @@ def _tpu_config() -> dict[str, str | None]:
 
 def _tpu_of_environment(config: dict[str, str | None]) -> str:
     """What the environment names: endpoints, a TPU, or hosts; `""` for nothing."""
-    hosts = hosts_of_environment()
+    hosts, name = hosts_of_environment(), os.environ.get("TPU_NAME", "")
+    if hosts and name not in (_LOCAL, _CPU) and "://" not in name:
+        name = ""  # A pod of Ray has a name, too, which Google's cloud does not know.
     return (
         os.environ.get("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
-        or os.environ.get("TPU_NAME")
+        or name
         or config["tpu_node_name"]
         or (f"grpc://{hosts}" if hosts else "")
     )
@@ -376,6 +381,18 @@ def _hosts_of_slice() -> list[str]:
     except ClusterError:
         return []
     return [f"{entry.rsplit(':', 1)[-1]}:{_TPU_PORT}" for entry in entries]
+
+
+def _settings_of_machine() -> dict[str, str]:
+    """The variables of Google's runtime for this machine, by the metadata server: lines
+    such as `MEGASCALE_NUM_SLICES: '2'`.
+    """
+    try:
+        lines = _metadata("instance/attributes/tpu-env").splitlines()
+    except ClusterError:
+        return {}
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {name.strip(): value.strip().strip("'") for name, _, value in pairs}
 
 
 def _metadata(path: str) -> str:

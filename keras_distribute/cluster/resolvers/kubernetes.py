@@ -94,7 +94,9 @@ class KubernetesClusterResolver(ClusterResolver):
                         received=f"the pods with {selector!r}.",
                         fix="wait until all pods of the job run.",
                     )
-                addresses.append(f"{pod.status.pod_ip}:{self._port}")
+                host = pod.status.pod_ip
+                host = f"[{host}]" if ":" in host else host
+                addresses.append(f"{host}:{self._port}")
         return addresses
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 from typing import Any
 
 from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import signing
+from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.resolvers.launched import NumberedResolver
 from keras_distribute.errors import ClusterError
 
@@ -89,8 +89,5 @@ def _own_address() -> str:
     if (started := jax_internals.coordinator_address()) is not None:
         return started
     host = importlib.import_module("ray").util.get_node_ip_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as server:
-        server.bind((host, 0))
-        port = server.getsockname()[1]
+    port = free_port(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

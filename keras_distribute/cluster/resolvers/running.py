@@ -34,4 +34,5 @@ class JaxClusterResolver(NumberedResolver):
                 fix="jax.distributed.initialize() first; or no resolver, where the "
                 "environment describes the cluster.",
             )
-        super().__init__(jax.process_index(), [address], jax.process_count())
+        own, count = jax_internals.started_as()
+        super().__init__(own, [address], count)

@@ -246,6 +246,10 @@ def _are_of_this_task(visible: list[str]) -> bool:
     on_node = os.environ.get("SLURM_GPUS_ON_NODE")
     if not visible or on_node is None:
         return False
+    # The only task of a node sees all that the step has there.
+    per_task = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
+    if per_task == str(len(visible)):
+        return True
     return len(visible) < environment.number("SLURM_GPUS_ON_NODE", on_node)
 
 
