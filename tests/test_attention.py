@@ -21,7 +21,7 @@ from keras_distribute._compat.building import seen_as
 from keras_distribute._compat.names import jax_nn
 from keras_distribute.devices.by_rows import values
 from keras_distribute.training import attention
-from tests.support import mirrored
+from tests.support import mirrored, numbers_of
 
 pytestmark = pytest.mark.timeout(200)
 RNG = np.random.default_rng(0)
@@ -48,21 +48,9 @@ def model_of(*, causal: bool = False, mixes: bool = False) -> keras.Model:
     return model
 
 
-def numbers(model: keras.Model) -> list[Any]:
-    """Of a training with a tail of 5 rows, an evaluation and a prediction."""
-    data = {"batch_size": 16, "verbose": 0}
-    history = model.fit(X, Y, epochs=2, shuffle=False, **data).history
-    return [
-        history["loss"],
-        model.evaluate(X, Y, **data),
-        model.predict(X, **data),
-        *model.get_weights(),
-    ]
-
-
 @functools.cache
 def of_one_device(**options: bool) -> list[Any]:
-    return numbers(model_of(**options))
+    return numbers_of(model_of(**options), X, Y)
 
 
 class Kernels:
@@ -111,7 +99,7 @@ def test_steps_have_the_numbers_of_one_device(
     expected = of_one_device(causal=causal)
     with make().scope():
         model = model_of(causal=causal)
-    assert_equal(numbers(model), expected)
+    assert_equal(numbers_of(model, X, Y), expected)
     assert kernels.given  # By the kernel.
 
 
@@ -125,7 +113,7 @@ def test_a_step_over_the_global_batch_maps_the_kernel(
     strategy = mirrored(replicas)
     with strategy.scope():
         model = model_of(mixes=True)
-    assert_equal(numbers(model), expected)
+    assert_equal(numbers_of(model, X, Y), expected)
     assert "mixes rows" in str(strategy.summary(model))
     assert (16 // replicas, 2, 128, 16) in kernels.given
     assert (-(-5 // replicas), 2, 128, 16) in kernels.given
@@ -150,10 +138,10 @@ def test_accumulated_gradients(kernels: Kernels) -> None:
 
     with mirrored(4).scope():
         model = accumulating()
-    actual = numbers(model)
+    actual = numbers_of(model, X, Y)
     assert kernels.given
     kernels.given.clear()
-    assert_equal(actual, numbers(accumulating()))
+    assert_equal(actual, numbers_of(accumulating(), X, Y))
     assert not kernels.given  # Plain Keras was left alone.
 
 
@@ -247,7 +235,7 @@ def test_several_logical_devices_take_xla_operations(kernels: Kernels) -> None:
     strategy = mirrored(4, num_logical_devices=2)
     with strategy.scope():
         model = model_of()
-    assert_equal(numbers(model), expected)
+    assert_equal(numbers_of(model, X, Y), expected)
     assert not kernels.given
 
 
@@ -257,17 +245,17 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     that it treats each row alone; the shapes of queries that are given to it.
     """
     given: list[tuple[int, ...]] = []
-    of_rows = attention._of_rows
+    of_rows = attention.of_rows
 
-    def noted(mesh: Any, original: Any, arrays: Any) -> Any:
+    def noted(mesh: Any, original: Any, arrays: Any, has_rows: Any) -> Any:
         def kernel(query: Any, *others: Any) -> Any:
             given.append(query.shape)
             return original(query, *others) + 0 * jnp.sort(query, 0)
 
-        return of_rows(mesh, kernel, arrays)
+        return of_rows(mesh, kernel, arrays, has_rows)
 
-    monkeypatch.setattr(attention, "_is_of_gpus", lambda mesh: True)
-    monkeypatch.setattr(attention, "_of_rows", noted)
+    monkeypatch.setattr(attention, "is_of_gpus", lambda mesh: True)
+    monkeypatch.setattr(attention, "of_rows", noted)
     monkeypatch.setattr(values, "SMALL", 0)  # Nothing is gathered.
     return given
 
@@ -281,7 +269,7 @@ def test_steps_on_gpus_have_the_numbers_of_one_device(
     expected = of_one_device(causal=causal)
     with make().scope():
         model = model_of(causal=causal)
-    assert_equal(numbers(model), expected)
+    assert_equal(numbers_of(model, X, Y), expected)
     assert cudnn
 
 

@@ -114,3 +114,20 @@ def test_lines_of_a_slice_whose_hosts_are_blocks(sizes, monkeypatch):
     value = np.arange(len(places))
     ordered = summed_parts._reordered(value, 0, found.bits)
     assert [places[replica] for replica in ordered] == sorted(places)
+
+
+class Device:
+    """What a device says of itself."""
+
+    def __init__(self, platform, **attributes):
+        self.platform = platform
+        self.__dict__.update(attributes)
+
+
+def test_gpus_are_on_no_lines():
+    """They have coordinates, but no cores (jaxlib 0.10)."""
+    square = [(i % 2, i // 2, 0) for i in range(4)]
+    gpus = tuple(Device("gpu", coords=place) for place in square)
+    assert summed_parts._lines_of(gpus) is None
+    chips = tuple(Device("tpu", coords=place, core_on_chip=0) for place in square)
+    assert summed_parts._lines_of(chips) is not None

@@ -75,6 +75,14 @@ def coordinator_address() -> str | None:
     return distributed.global_state.coordinator_address
 
 
+def started_as() -> tuple[int, int]:
+    """The number of this process, and of all, that JAX's runtime was started with. On a
+    TPU slice `jax.process_index()` is another one: it goes by the places of the hosts.
+    """
+    state = distributed.global_state
+    return state.process_id, state.num_processes or 1
+
+
 def array_of_pieces(
     shape: Sequence[int],
     sharding: jax.sharding.Sharding,

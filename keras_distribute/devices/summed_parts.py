@@ -90,7 +90,7 @@ def _lines_of(devices: Sequence[jax.Device]) -> _Lines | None:
 
 def _place_of(device: Any) -> tuple[int, ...]:
     """Where a device is in its slice; all others are at one place."""
-    if not hasattr(device, "coords"):
+    if device.platform != "tpu":  # GPUs have coordinates, too, but no lines.
         return (0,)
     return (*device.coords, device.core_on_chip)
 

@@ -6,7 +6,8 @@ pass: the whole model on every device. Here what depends on such inputs alone (t
 gather, a cast, a transposition, what LoRA adds) is not computed where the program
 says, but before each operation that takes other values, too, and not before those
 others are known. So one layer's weights are whole at a time, in the forward and, once
-more, in the backward pass.
+more, in the backward pass; and those of the next one, where the devices can gather
+while they compute.
 
 Known as stage 3 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054)
 and as fully sharded data parallel (Zhao et al., 2023,
@@ -59,7 +60,9 @@ class _Result:
     index: int
 
 
-def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[Any]:
+def outputs(
+    program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie, *, one_ahead: bool
+) -> list[Any]:
     """The outputs of a program, each an array.
 
     Args:
@@ -68,7 +71,11 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
         tie: From a late input and values to an array like the input that there is not
             before any of the values, and of which the compiler does not know that it is
             equal.
+        one_ahead: Whether an operation's late inputs may be there as soon as what the
+            operation before it takes that has late inputs, too: they can be gathered
+            while that one is computed, and are whole at the same time.
     """
+    before: list[Any] = []
 
     def rule(eqn: Any, given: list[Any]) -> list[Any]:
         operands = [
@@ -86,7 +93,10 @@ def outputs(program: core.ClosedJaxpr, inputs: Sequence[Any], tie: Tie) -> list[
         if all(isinstance(value, _Fixed) for value in known):
             waiting = _Operation(eqn, operands)
             return [_Result(waiting, i) for i in range(len(eqn.outvars))]
-        arrays = _together(operands, tie)
+        after = _all_known(operands)
+        if one_ahead and any(map(_waits, operands)):
+            after, before[:] = list(before) or after, after
+        arrays = _together(operands, tie, after)
         if eqn.primitive.name == "optimization_barrier":
             # The first one is not to be there before the others.
             return [tie(arrays[0], arrays[1:]), *arrays[1:]]
@@ -152,15 +162,15 @@ def _apart(operands: Sequence[Any], tie: Tie) -> list[Any]:
 
 
 def _all_known(operands: Sequence[Any]) -> list[Any]:
+    """All of them: what computes a forward pass again takes early ones, too."""
     return [value for value in operands if _is_known(value) and _can_tie(value)]
 
 
-def _together(operands: Sequence[Any], tie: Tie) -> list[Any]:
-    """The operands of an operation, with those that waited computed for it."""
+def _together(operands: Sequence[Any], tie: Tie, after: Sequence[Any]) -> list[Any]:
+    """The operands of an operation, with those that waited computed for it, when the
+    values of `after` are there.
+    """
     made: dict[Any, Any] = {}
-    # All of them: an operation that computes a forward pass again takes early ones,
-    # too.
-    after = _all_known(operands)
 
     def leaf(array: Any) -> Any:
         return tie(array, after) if after else array

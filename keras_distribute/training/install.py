@@ -17,6 +17,7 @@ from keras_distribute._compat import (
     variables,
 )
 from keras_distribute._compat import attention as attention_compat
+from keras_distribute._compat import recurrent as recurrent_compat
 from keras_distribute._compat.seams import changes
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import (
@@ -24,6 +25,7 @@ from keras_distribute.training import (
     attention,
     batch_normalization,
     callback_list,
+    recurrent,
     replica_rules,
     trainer,
 )
@@ -61,6 +63,7 @@ def install() -> None:
     )
     added_losses.install(replaced)
     attention_compat.install(replaced, attention.dot_product_attention)
+    recurrent_compat.install(replaced, recurrent.lstm)
     layers.install(
         replaced,
         batch_normalization.call,

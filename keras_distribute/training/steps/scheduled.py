@@ -141,7 +141,7 @@ class ScheduledStep:
             f"them in order, which several workers cannot: {names}.",
             received=f"fit on {len(self._strategy.cluster.workers)} workers.",
             fix="compile without such a metric, and take it in model.evaluate, where "
-            "each batch waits for the one before. A layer's dtype=\"float32\" will do: "
+            'each batch waits for the one before. A layer\'s dtype="float32" will do: '
             "the last worker's value counts.",
         )
 

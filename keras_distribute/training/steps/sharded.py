@@ -25,7 +25,6 @@ from keras_distribute import context
 from keras_distribute.context import Frame
 from keras_distribute.devices import where_used
 from keras_distribute.devices.by_rows.program import InParts
-from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.summed_parts import summed_part
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import state_shardings
@@ -78,7 +77,12 @@ class DividedState:
             for array, is_late, is_weight in kinds
         ]
         given = [*inputs, *arrays[len(inputs) :]]
-        return where_used.outputs(program, given, _tie_of(self._mesh))
+        # XLA for CPUs gathers or computes, never both.
+        if self._mesh.devices[0].platform == "cpu":
+            tie, one_ahead = where_used.tied_by_select, False
+        else:
+            tie, one_ahead = where_used.tied_by_barrier, True
+        return where_used.outputs(program, given, tie, one_ahead=one_ahead)
 
     def in_parts(self, outputs: Sequence[int]) -> InParts:
         """What a program by rows has to know of it.
@@ -137,9 +141,3 @@ def sharded_step(step: Step, state: DividedState) -> Step:
         return jax.tree.unflatten(returned, state.evaluated(program, leaves))
 
     return on_shards
-
-
-def _tie_of(mesh: ReplicaMesh) -> where_used.Tie:
-    """How a gather is kept from being done before the layers that come before."""
-    on_cpu = mesh.devices[0].platform == "cpu"
-    return where_used.tied_by_select if on_cpu else where_used.tied_by_barrier

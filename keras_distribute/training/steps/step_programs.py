@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
+from keras_distribute.devices import exports
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
 from keras_distribute.errors import ValueStructureError
@@ -109,13 +110,14 @@ class StepPrograms:
         return placement.apart_options
 
     def exported(self, placed: batches.Placed) -> jax.export.Exported:
-        """The program for a batch of this form, for other devices, too: its results are
-        the arrays of the logs, then those of the state.
+        """The program for a batch of this form, for other devices of the same kind,
+        too: its results are the arrays of the logs, then those of the state.
         """
         state, data = self._form_of_state(), _forms_of(placed)
         program, _ = self._program(placed, 1, state, data)
+        platforms = [exports.platform_of(self._mesh.devices[0])]
         with launches.tracing:
-            return jax.export.export(program)(state, data)
+            return exports.exported(program, platforms)(state, data)
 
     def unchanged(self, step: Step) -> list[Any]:
         """The variables that no step changes, as `step` says; none before the first
