@@ -26,6 +26,7 @@ NAMES = (
     "checkpoints",
     "dry_run",
     "communication",
+    "overlap",
     "published_steps",
     "consistency",
     "deterministic",

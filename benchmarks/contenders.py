@@ -16,6 +16,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ TITLES = {
     "by_hand_scan": f"`shard_map` loop by hand, {FUSED} steps in a scan",
     "ours": "keras_distribute",
     "ours_fused": f"keras_distribute, steps_per_execution={FUSED}",
+    "ours_central": "keras_distribute, `CentralStorageStrategy`",
     **peers.TITLES,
 }
 LOSS_TOLERANCE = 1e-3
@@ -51,6 +53,7 @@ class Task(NamedTuple):
     devices: int
     kind: str = "fit"
     threads: int = THREADS_PER_DEVICE
+    platform: str = "cpu"
 
     @property
     def steps(self) -> int:
@@ -73,14 +76,16 @@ def prepared(task: Task) -> tuple[Callable[[], Any], int]:
     if name.startswith("ours"):
         import keras_distribute as kd
 
-        kd.config._THREADS_PER_DEVICE = task.threads
-        kd.config.set_cpu_devices(task.devices)
+        if task.platform == "cpu":
+            kd.config._THREADS_PER_DEVICE = task.threads
+            kd.config.set_cpu_devices(task.devices)
     import jax
     import keras
 
     alone = name.startswith("plain") or name == "torch_ddp"
-    if not alone and not name.startswith("ours"):
+    if task.platform == "cpu" and not alone and not name.startswith("ours"):
         jax.config.update("jax_num_cpu_devices", task.devices)
+    alone = alone and task.platform == "cpu"
     assert len(jax.devices()) == (1 if alone else task.devices)
     if name == "data_parallel":
         keras.distribution.set_distribution(
@@ -93,7 +98,8 @@ def prepared(task: Task) -> tuple[Callable[[], Any], int]:
     if name.startswith("ours"):
         import keras_distribute as kd
 
-        strategy = kd.MirroredStrategy()
+        central = kd.experimental.CentralStorageStrategy
+        strategy = (central if name == "ours_central" else kd.MirroredStrategy)()
         with strategy.scope():
             model = _compiled(workload, fused)
         if task.kind == "run":
@@ -308,16 +314,25 @@ def _by_hand(
     return round_
 
 
+def _peak_mib(platform: str) -> float:
+    if platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    import jax
+
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
+
+
 def work(task: Task) -> None:
     """Runs one round for each line that arrives; answers with milliseconds a step, the
-    peak memory so far, and the loss, which is not a number where nobody says it.
+    peak memory so far, of a GPU its own, and the loss, which is not a number where
+    nobody says it.
     """
     round_, steps = prepared(task)
     for _ in sys.stdin:
         start = time.perf_counter()
         loss = round_()
         elapsed = 1000 * (time.perf_counter() - start)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = _peak_mib(task.platform)
         is_loss = task.kind == "fit" and isinstance(loss, float)
         print("ms", elapsed / steps, peak, loss if is_loss else math.nan, flush=True)
     if isinstance(round_, peers.TorchDDP):
@@ -342,7 +357,7 @@ class Contender:
     """A process that runs rounds on demand.
 
     Attributes:
-        peak_mib: The peak memory of the process.
+        peak_mib: The peak memory of the process; where it has GPUs, of the first.
         losses: Of each round.
     """
 
@@ -352,23 +367,26 @@ class Contender:
             "KERAS_BACKEND": "tensorflow"
             if task.contender.startswith("tf_")
             else "jax",
-            "JAX_PLATFORMS": "cpu",
+            "JAX_PLATFORMS": task.platform,
+            # Of a GPU, each contender takes the memory that it needs.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": os.pathsep.join(
                 [root, os.environ.get("PYTHONPATH", "")]
             ).rstrip(os.pathsep),
         }
-        if task.contender in POOLED:
+        if task.platform == "cpu" and task.contender in POOLED:
             # keras_distribute does this by itself.
             environment["NPROC"] = str(task.threads * task.devices)
         self.peak_mib = 0.0
         self.losses: list[float] = []
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, __file__, *map(str, task)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
         )
 
@@ -381,14 +399,18 @@ class Contender:
                 took, self.peak_mib, loss = map(float, line.split()[1:])
                 self.losses.append(loss)
                 return took
+        status = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace")[-2000:]
         raise RuntimeError(
-            f"{self._process.args} ended with status {self._process.wait()}."
+            f"{self._process.args} ended with status {status}, and said:\n{said}"
         )
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        self._errors.close()
 
 
 class Measured(NamedTuple):
@@ -397,7 +419,7 @@ class Measured(NamedTuple):
     Args:
         all_ms: Milliseconds a step of each round, but the first two.
         first_ms: Of the first round, all steps together, which compiles.
-        peak_mib: The peak memory of the process.
+        peak_mib: The peak memory of the process; where it has GPUs, of the first.
     """
 
     all_ms: list[float]
@@ -451,4 +473,5 @@ if __name__ == "__main__":
     parser.add_argument("devices", type=int)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("threads", type=int)
+    parser.add_argument("platform")
     work(Task(**vars(parser.parse_args())))

@@ -289,16 +289,9 @@ class Theirs:
     """TensorFlow's contenders, in processes of their own."""
 
     def __init__(self, work: str) -> None:
-        from keras_distribute.launch.job import free_port
+        from keras_distribute.launch.roles import addresses
 
-        def address() -> str:
-            return f"127.0.0.1:{free_port()}"
-
-        cluster = {
-            "chief": [address()],
-            "worker": [address(), address()],
-            "ps": [address() for _ in range(WORKS[work].num_ps)],
-        }
+        cluster = addresses(2, WORKS[work].num_ps, with_chief=True)
         self._processes: list[subprocess.Popen[str]] = []
         for job, index, what in (
             ("worker", 0, "--task"),

@@ -297,9 +297,9 @@ class Job:
     def __init__(
         self, names: Sequence[str], model: str, count: int, steps: int, log: Path
     ) -> None:
-        from keras_distribute.launch.job import free_port
+        from keras_distribute.cluster.ports import free_ports
 
-        addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
         root = str(Path(__file__).resolve().parents[1])
         environment = os.environ | {
             "KERAS_BACKEND": "tensorflow" if "tensorflow" in names else "jax",

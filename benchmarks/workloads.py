@@ -192,3 +192,36 @@ WORKLOADS = PLAIN | {
     for name in ("mlp", "cnn", "transformer")
     for variant, title in VARIANTS.items()
 }
+
+
+def published(name: str, *arguments: Any) -> Callable[[], Any]:
+    """What makes a model of `published_models.py`."""
+
+    def made() -> Any:
+        import published_models
+
+        return getattr(published_models, name)(*arguments)
+
+    return made
+
+
+# Large enough for a GPU.
+WORKLOADS |= {
+    "resnet50": Workload(
+        "ResNet-50 in mixed_bfloat16",
+        published("resnet50", "mixed_bfloat16"),
+        (224, 224, 3),
+        128,
+        10,
+    ),
+    "vit": Workload(
+        "ViT-B/16 in mixed_bfloat16",
+        published("vit", "mixed_bfloat16", 768, 12),
+        (224, 224, 3),
+        128,
+        10,
+    ),
+    "bert": Workload(
+        "BERT base in float32", published("bert_base"), (512,), 32, 10, tokens=30522
+    ),
+}

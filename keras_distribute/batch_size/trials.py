@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from keras_distribute.batch_size import example
@@ -180,6 +180,6 @@ def _set_aside(size: int, devices: Sequence[Any]) -> list[jax.Array]:
     """So many bytes of each device."""
     if not size:
         return []
-    zeros = np.zeros(size, np.uint8)  # The host has no pages of it before it is read.
-    kept = [jax.device_put(zeros, device, may_alias=False) for device in devices]
+    # Made there: on its way from the host to a GPU it would need pinned memory.
+    kept = [jnp.zeros(size, jnp.uint8, device=device) for device in devices]
     return jax.block_until_ready(kept)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import keras
+from packaging.version import Version
 
 from keras_distribute import checks, context
 from keras_distribute.checkpoint import matching, tracking, under_way, values
@@ -20,6 +22,8 @@ from keras_distribute.cluster import agreement, encoding, messages
 from keras_distribute.cluster.encoding import Arrays
 from keras_distribute.errors import BackendError, CheckpointError
 from keras_distribute.variables import DistributedVariable
+
+_ORBAX = "0.12"  # The oldest that works.
 
 Path = str | os.PathLike[str]
 
@@ -301,14 +305,20 @@ def load_storage() -> ModuleType:
     """The module that reads and writes files, which needs Orbax.
 
     Raises:
-        BackendError: If Orbax is not installed.
+        BackendError: If Orbax is not installed, or too old.
     """
+    fix = f"pip install 'orbax-checkpoint>={_ORBAX}'"
     try:
         from keras_distribute.checkpoint import storage
     except ImportError as error:
         raise BackendError(
-            "Checkpoints need Orbax.",
-            received=f"{error}.",
-            fix="pip install orbax-checkpoint",
+            "Checkpoints need Orbax.", received=f"{error}.", fix=fix
         ) from error
+    version = metadata.version("orbax-checkpoint")
+    if Version(version) < Version(_ORBAX):
+        raise BackendError(
+            f"Checkpoints need Orbax {_ORBAX} or newer.",
+            received=f"orbax-checkpoint {version}.",
+            fix=fix,
+        )
     return storage

@@ -133,6 +133,7 @@ def dry_run(
     with found.creation():
         planning.build(model, strategy, example)
     mesh = _mesh_like(strategy.replica_mesh, devices, topology)
+    _check_host_memory(strategy, devices, topology)
 
     compiler = StepCompiler(target, is_shown=bool(verbose))
 
@@ -191,10 +192,36 @@ def _largest_batch(
     return LargestBatch(fits, too_large, compilations=len(needed))
 
 
+def _check_host_memory(strategy: Strategy, devices: list[Any], topology: str) -> None:
+    """Refuses variables in a memory that the compiler knows nothing of: the report
+    would have them on the devices.
+    """
+    kind = strategy.placement.memory_kind
+    if kind is None or any(m.kind == kind for m in devices[0].addressable_memories()):
+        return
+    raise DeviceError(
+        f"A dry run for {topology} cannot have variables in host memory: GPUs that are "
+        "not there have no such memory for JAX.",
+        received=f"a model of {strategy}.",
+        fix="a model without a strategy, whose report.memory says how large what would "
+        'be in host memory is; or a TPU, such as topology="v5e:2x4".',
+    )
+
+
 def _mesh_like(own: ReplicaMesh, devices: list[Any], topology: str) -> ReplicaMesh:
     """A mesh over other devices whose replicas have as many logical devices as those of
-    `own`.
+    `own`, or are as many where a device has several.
     """
+    if own.series is not None:
+        if own.num_replicas % len(devices):
+            raise DeviceError(
+                f"The number of devices of {topology} does not divide that of the "
+                "replicas of a deterministic strategy.",
+                received=f"{len(devices)} devices, num_replicas={own.num_replicas}.",
+                fix="another topology, or MirroredStrategy(deterministic=True, "
+                f"num_replicas={len(devices)}).",
+            )
+        return ReplicaMesh.in_series(devices, own.num_replicas)
     size = own.num_logical
     if len(devices) % size:
         raise DeviceError(
@@ -220,10 +247,15 @@ def _compile(
     counts = flops.of_program(plan.traced.jaxpr)
     rows, num_steps = examples.rows_of(batch), plan.num_steps
     outcome = compiler(plan.traced.lower(), f"the step of {rows} rows")
-    # The part of the replica with the most rows, which its logical devices are taken to
-    # share evenly.
-    most_rows = -(-rows // mesh.num_replicas)
-    share = most_rows / rows / mesh.num_logical / num_steps
+    if mesh.series is not None:
+        # Replicas have equally many rows. Those of a device are in a loop that is
+        # counted once.
+        share = mesh.series.each**2 / mesh.num_replicas / num_steps
+    else:
+        # The part of the replica with the most rows, which its logical devices are
+        # taken to share evenly.
+        most_rows = -(-rows // mesh.num_replicas)
+        share = most_rows / rows / mesh.num_logical / num_steps
     report = DryRunReport(
         target=target,
         num_logical=mesh.num_logical,

@@ -51,15 +51,11 @@ class Outcome:
 class StepCompiler:
     """Compiles the steps of one dry run. An option that the first of them needs is
     there for the next, so that none of these fails once before it.
-
-    Attributes:
-        num_compiled: How often a compiler was asked.
     """
 
     def __init__(self, target: Target, *, is_shown: bool = False) -> None:
         self._target, self._is_shown = target, is_shown
         self._options: Mapping[str, bool] = {}
-        self.num_compiled = 0
 
     def __call__(self, lowered: Any, what: str) -> Outcome:
         """Compiles a `jax.stages.Lowered`.
@@ -94,7 +90,6 @@ class StepCompiler:
         answer = answers.kept(self._target, key)
         if answer is not None:
             return answer, True
-        self.num_compiled += 1
         answer = _compiled_or_refused(self._target, lowered, self._options)
         answers.keep(self._target, key, answer)
         return answer, False

@@ -31,7 +31,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -313,6 +315,11 @@ class _Launcher:
         options, local = self._options, self._local
         cpus = options.cpu_devices
         visible = [] if cpus is not None or options.nproc == 1 else gpus()
+        if 0 < len(visible) < options.nproc and _has_gpus():
+            _say(
+                f"{options.nproc} processes share {len(visible)} GPU(s), which NCCL "
+                "refuses: --nproc as many as there are GPUs, or --cpu-devices 1."
+            )
 
         def environment(index: int) -> Mapping[str, str]:
             variables = {"KERAS_DISTRIBUTE_RESTARTS": str(attempt)}
@@ -385,6 +392,14 @@ def _report(failed: Worker, job: Job) -> None:
     )
     for line in shown:
         _print(f"    {line.rstrip()}")
+
+
+def _has_gpus() -> bool:
+    """Whether JAX would take the GPUs that there are."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
+    chosen = not platforms or "cuda" in platforms or "gpu" in platforms
+    return chosen and any(map(importlib.util.find_spec, plugins))
 
 
 def _say(text: str) -> None:

@@ -56,8 +56,12 @@ class ProgramCache:
         self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
         self._functions_of_code: collections.Counter[Any] = collections.Counter()
 
-    def programs_of(self, function: Callable[..., Any]) -> dict[Any, _Program]:
-        """The programs compiled from `function`, to look up and to add to."""
+    def programs_of(
+        self, function: Callable[..., Any], by: str = "strategy.run"
+    ) -> dict[Any, _Program]:
+        """The programs compiled from `function`, to look up and to add to; `by` is what
+        the user has called.
+        """
         # A bound method is a new object at each access: its object and its function
         # last. Equal is not the same here.
         anchor = getattr(function, "__self__", function)
@@ -71,10 +75,10 @@ class ProgramCache:
             except TypeError:  # Nothing to hang the programs on.
                 return {}
             self._by_anchor[key] = (reference, {})
-            self._warn_if_made_anew(function)
+            self._warn_if_made_anew(function, by)
         return self._by_anchor[key][1].setdefault(code, {})
 
-    def _warn_if_made_anew(self, function: Callable[..., Any]) -> None:
+    def _warn_if_made_anew(self, function: Callable[..., Any], by: str) -> None:
         code = getattr(function, "__code__", None)
         # Of methods each object has its own, as each model has of its steps.
         if code is None or hasattr(function, "__self__"):
@@ -82,9 +86,9 @@ class ProgramCache:
         self._functions_of_code[code] += 1
         if self._functions_of_code[code] == _MANY_FUNCTIONS:
             warnings.warn(
-                f"strategy.run has compiled {function.__qualname__!r} "
-                f"{_MANY_FUNCTIONS} times, since each call passed "
-                "a new function object. Define the function once, outside the loop.",
+                f"{by} has compiled {function.__qualname__!r} {_MANY_FUNCTIONS} times, "
+                "since each call passed a new function object. Define the function "
+                "once, outside the loop.",
                 stacklevel=5,
             )
 

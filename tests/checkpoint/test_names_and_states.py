@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
 from keras_distribute.cluster.encoding import decode, encode
 from keras_distribute.errors import (
+    BackendError,
     CheckpointError,
     ContextError,
     StructureTypeError,
@@ -297,6 +299,17 @@ def test_a_model_that_is_not_built(saved: str) -> None:
             call()
 
 
+def test_an_old_orbax_is_refused(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.11.39")
+    checkpoint = Checkpoint(v=keras.Variable(1.0))
+    with pytest.raises(
+        BackendError,
+        match=r"(?s)Orbax 0.12 or newer.*orbax-checkpoint 0.11.39.*"
+        "pip install 'orbax-checkpoint>=0.12'",
+    ):
+        checkpoint.save(tmp_path / "a")
+
+
 def test_orbax_is_needed_only_to_save_and_restore() -> None:
     script = """
 import sys
@@ -309,7 +322,7 @@ for call in (lambda: checkpoint.save("x"), lambda: checkpoint.restore("x"), lamb
     try:
         call()
     except BackendError as error:
-        assert "pip install orbax-checkpoint" in str(error), error
+        assert "pip install 'orbax-checkpoint>=" in str(error), error
     else:
         raise AssertionError
 """

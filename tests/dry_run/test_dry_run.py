@@ -19,6 +19,7 @@ from keras_distribute.errors import (
     StructureTypeError,
     ValueStructureError,
 )
+from keras_distribute.training import adoption
 from tests import logical
 from tests.dry_run import models
 
@@ -618,3 +619,34 @@ def test_a_strategys_model_keeps_its_values():
     x = np.ones((16, *model.input_shape[1:]), "float32")
     model.fit(x, np.zeros(16, "int32"), verbose=0)
     assert all(np.isfinite(v.numpy()).all() for v in model.optimizer.variables)
+
+
+def test_a_deterministic_strategy_has_its_own_step():
+    """Of several replicas on a device, one after the other."""
+    kind = {"deterministic": True, "num_replicas": 8}
+    reports = []
+    for options in ({}, kind):
+        with kd.MirroredStrategy(["cpu:0"], **options).scope():
+            model = models.mlp()
+        reports += [kd.dry_run(model, rows, topology="cpu:4") for rows in (64, 61)]
+    ordinary, _, deterministic, tail = reports
+    assert (ordinary.count("all-reduce"), deterministic.count("all-reduce")) == (1, 0)
+    assert deterministic.count("all-gather"), deterministic.collectives
+    assert deterministic.flops == ordinary.flops == tail.flops
+    with kd.MirroredStrategy(["cpu:0"], **kind).scope():
+        model = models.mlp()
+    with pytest.raises(DeviceError, match=r"(?s)3 devices, num_replicas=8.*=3\)"):
+        kd.dry_run(model, 64, topology="cpu:3")
+
+
+def test_host_memory_that_the_compiler_does_not_know_is_an_error():
+    with kd.experimental.CentralStorageStrategy(["cpu:0"]).scope():
+        model = models.mlp()
+    assert kd.dry_run(model, 64, topology="cpu:2").memory.host
+
+    class Device:
+        def addressable_memories(self):
+            return []
+
+    with pytest.raises(DeviceError, match=r"(?s)h100:2 cannot have variables in host"):
+        api._check_host_memory(adoption.strategy_of(model), [Device()], "h100:2")

@@ -75,3 +75,12 @@ def test_a_step_that_xla_finds_no_tiles_for_is_compiled_with_other_kernels():
     again = kd.dry_run(attention_over_patches, 64, topology="h100:8")
     assert again.was_compiled_before
     assert again.compiler_options == report.compiler_options
+
+
+def test_divided_weights_are_gathered_and_their_gradients_summed_in_parts():
+    with kd.MirroredStrategy(["cpu:0"], shard_variables=True).scope():
+        model = keras.Sequential([keras.Input((2048,)), keras.layers.Dense(2048)])
+        model.compile("adam", "mse")
+    report = kd.dry_run(model, 64, topology="h100:8")
+    assert report.count("all-gather") == 1
+    assert report.count("reduce-scatter") == 1
