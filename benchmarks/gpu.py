@@ -4,7 +4,7 @@ and loops by hand.
     # Writes results/gpu.md and .json:
     python benchmarks/gpu.py
     # Some of it, which takes its place among the others' results:
-    python benchmarks/gpu.py --only mlp bert
+    python benchmarks/gpu.py --only mlp_long bert
     # Quicker and rougher, writing nothing:
     python benchmarks/gpu.py --rounds 3 --dry
 
@@ -34,13 +34,12 @@ SMALL = (
 )
 LARGE = ("plain", "by_hand", "ours", "ours_central")
 CASES = {
-    "mlp": SMALL,
-    "cnn": SMALL,
-    "transformer": SMALL,
-    "lstm": SMALL,
-    "bert": LARGE,
+    "mlp_long": SMALL,
+    "cnn_long": SMALL,
+    "transformer_long": SMALL,
+    "lstm_long": SMALL,
     "resnet50": LARGE,
-    "vit": LARGE,
+    "bert": LARGE,
 }
 _LIST = """
 import json, jax
