@@ -1,5 +1,5 @@
 """Published times of training steps, and what a dry run predicts for them. Nothing is
-run here; the measurements are others'.
+run here; the measurements are others', but for two of `benchmarks/gpu.py`.
 
     # All of it, about an hour on two idle cores; compiled programs are kept in the
     # folder that JAX_COMPILATION_CACHE_DIR names.
@@ -15,7 +15,9 @@ Writes results/published_steps.md and .json. Needs `pip install
 Which cases the shares are fitted to was fixed before any was compiled: sorted by
 hardware and name, every second one of a platform, from the first on. The others are
 held out; so are the two of Flax on GPUs, which were added later, when the results of
-the others were known. One more was chosen and has no result: a decoder of 32B on
+the others were known, and the two of `benchmarks/gpu.py`, whose programs are the very
+ones that are compiled here: measured and predicted without a look at the other, after
+all else was settled. One more was chosen and has no result: a decoder of 32B on
 v5p:4x4x4, whose program libtpu 0.0.52 writes in a form that jaxlib 0.10.2 cannot read
 ("async-update instruction should have 1 operands").
 
@@ -39,6 +41,8 @@ from pathlib import Path
 from typing import Any
 
 import report
+from contenders import Measured
+from workloads import WORKLOADS
 
 LONGEST = 1500  # Seconds that one case may take.
 _FLAX = "https://github.com/google/flax/blob/main/examples/imagenet/README.md"
@@ -66,9 +70,10 @@ class Case:
         rows: Of the global batch.
         seconds: What a step took.
         said: What the source says, in its own words and numbers.
-        source: Its address.
+        source: Its address; none of what `benchmarks/gpu.py` measured.
         options: Of `kd.dry_run`.
         is_late: Whether it was added after the shares had been fitted.
+        peak_mib: The most memory that was in use, where that is known.
     """
 
     title: str
@@ -80,6 +85,7 @@ class Case:
     source: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_late: bool = False
+    peak_mib: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -103,6 +109,24 @@ def _decoder_seconds(
     weights = blocks * (4 * width * inner + 3 * width * wide) + 32_000 * width
     attention = 12 * blocks * tokens * inner
     return rows * tokens * (6 * weights + attention) / (teraflops * 1e12)
+
+
+def _measured_here(workload: str, title: str, model: tuple[Any, ...]) -> Case:
+    """One of the results of `gpu.py`."""
+    facts = json.loads((report.RESULTS / "gpu.json").read_text(encoding="utf-8"))
+    assert facts["gpus"] == ["NVIDIA H200"]
+    found = Measured(**facts["cases"][workload]["ours"])
+    return Case(
+        f"{title}, `fit` of keras_distribute",
+        model,
+        "h200:1",
+        WORKLOADS[workload].batch,
+        found.median / 1e3,
+        f"benchmarks/gpu.py on an H200: {found.median:.2f} ms a step",
+        source="",
+        is_late=True,
+        peak_mib=found.peak_mib,
+    )
 
 
 CASES = {
@@ -241,6 +265,12 @@ CASES = {
         _FLAX,
         is_late=True,
     ),
+    "resnet50@h200:1": _measured_here(
+        "resnet50", "ResNet-50, bfloat16", ("resnet50", "mixed_bfloat16")
+    ),
+    "bert-base@h200:1": _measured_here(
+        "bert", "BERT base, float32", ("bert_base",)
+    ),
 }
 SHARES = [round(0.3 + 0.02 * i, 2) for i in range(90)]
 
@@ -282,6 +312,7 @@ def one(name: str, path: str) -> None:
     said = found.to_json()
     kept = ("topology", "batch", "flops", "bytes_moved", "estimate", "compiler_options")
     facts = {key: said[key] for key in (*kept, "versions")}
+    facts["peak_mib"] = found.needed_bytes / 2**20
     assert len(at_shares) == len(SHARES)
     text = json.dumps({**facts, "measured": case.seconds, "at_shares": at_shares})
     Path(path).write_text(text, encoding="utf-8")
@@ -335,6 +366,13 @@ def markdown(cases: dict[str, dict[str, Any]]) -> str:
                 title, share, *errors, within, len(held_out)
             )
         )
+    summary += [
+        f"{CASES[name].title}, {CASES[name].topology}: {facts['peak_mib']:,.0f} MiB of "
+        f"memory at the peak, by the dry run; {measured:,.0f} measured, "
+        f"{facts['peak_mib'] / measured:.2f} ×."
+        for name, facts in cases.items()
+        if (measured := CASES[name].peak_mib)
+    ]
     header = ["step", "on", "", "measured, ms", "PREDICTED here, ms"]
     header += ["predicted / measured", "at least, ms", "source"]
     text = report.table(header, rows, "lllrrrrl")
@@ -351,7 +389,7 @@ def _row(name: str, facts: dict[str, Any], share: float, is_fitted: bool) -> lis
         f"{found * case.seconds * 1e3:.1f}",
         f"{found:.2f}",
         f"{facts['estimate']['at_least'] * 1e3:.1f}",
-        f"[{case.said}]({case.source})",
+        f"[{case.said}]({case.source})" if case.source else case.said,
     ]
 
 

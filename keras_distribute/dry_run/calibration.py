@@ -34,5 +34,5 @@ class Calibration:
 
 CALIBRATIONS = {
     "tpu": Calibration(1.36, 1.3, num_fitted=3, num_held_out=2),
-    "cuda": Calibration(0.54, 1.35, num_fitted=4, num_held_out=5),
+    "cuda": Calibration(0.54, 1.35, num_fitted=4, num_held_out=7),
 }

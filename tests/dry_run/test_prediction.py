@@ -216,4 +216,5 @@ def test_the_shares_are_those_that_fit_what_is_published(published, platform):
 def test_every_published_step_has_a_source(published):
     module, _ = published
     for case in module.CASES.values():
-        assert case.source.startswith("https://") and case.said and case.seconds > 0
+        known = case.source.startswith("https://") or "benchmarks/gpu.py" in case.said
+        assert known and case.said and case.seconds > 0
