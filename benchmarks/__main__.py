@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+# Not `gpu`, which needs one: `python benchmarks/gpu.py`.
 NAMES = (
     "why",
     "exactness",
