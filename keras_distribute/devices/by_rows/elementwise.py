@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 
 from keras_distribute.devices.by_rows.values import (
+    AddedRows,
     Replica,
     Value,
     common_rows,
@@ -42,7 +44,9 @@ def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         parts = [replica.part_or_one(value, dim) for value in values]
         return replica.apply(eqn, parts, dim)
     if any(value.partial for value in values) and _is_linear(eqn, values):
-        return replica.apply(eqn, _summands(replica, eqn, values), partial=True)
+        (result,) = replica.apply(eqn, _summands(replica, eqn, values), partial=True)
+        result.rows_added = _rows_added(eqn, values)
+        return [result]
     return replica.same(eqn, values)
 
 
@@ -75,6 +79,14 @@ def _is_linear(eqn: Any, values: list[Value]) -> bool:
     return (name == "mul" and sum(partial) == 1) or (
         name == "div" and partial == [True, False]
     )
+
+
+def _rows_added(eqn: Any, values: list[Value]) -> tuple[AddedRows, ...]:
+    """The rows that a sum of sums was made from, in whatever dtype."""
+    if eqn.primitive.name not in ("add", "add_any", "convert_element_type"):
+        return ()
+    each = [value.rows_added for value in values if not value.zero]
+    return tuple(itertools.chain(*each)) if all(each) else ()
 
 
 def _summands(replica: Replica, eqn: Any, values: list[Value]) -> list[Any]:

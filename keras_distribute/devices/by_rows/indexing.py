@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keras_distribute.devices.by_rows.lookups import RowsAdded, rows_of_part
 from keras_distribute.devices.by_rows.values import Replica, Value, refuse
 
 
@@ -30,6 +31,10 @@ def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     if operand.rows is None:
         assert indices.rows is not None
         refuse(indices.rows == indices.ndim - 1)
+        if operand.of_state and operand.parts:
+            found = rows_of_part(replica, eqn, operand, indices)
+            if found is not None:
+                return found
         arrays = [replica.whole(operand), indices.array]
         return replica.apply(eqn, arrays, batch[indices.rows])
     dim, gone = operand.rows, [*numbers.collapsed_slice_dims, *pairs]
@@ -83,12 +88,13 @@ def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         return _of_windows(replica, eqn, values, dim, kept)
     refuse(operand.rows is not None or of_index == indices.ndim - 1)
     refuse(eqn.primitive.name != "scatter-add")
-    arrays = [
-        replica.summand(operand),
-        replica.part(indices, of_index),
-        replica.part(updates, batch[of_index]),
-    ]
-    return replica.apply(eqn, arrays, partial=True)
+    places = replica.part(indices, of_index), of_index
+    added = replica.part(updates, batch[of_index]), batch[of_index]
+    arrays = [replica.summand(operand), places[0], added[0]]
+    (result,) = replica.apply(eqn, arrays, partial=True)
+    if operand.zero:
+        result.rows_added = (RowsAdded(eqn, places, added),)
+    return [result]
 
 
 def _of_windows(

@@ -153,11 +153,13 @@ class InParts(NamedTuple):
         outputs: The dimension that is divided, by the place among the outputs.
         scatter: From what a replica gives to a sum, and a dimension, to its part of
             the sum along it.
+        dtype: In which a gradient travels; `None` for its own.
     """
 
     inputs: Collection[int] = ()
     outputs: Mapping[int, int] = {}
     scatter: Scatter | None = None
+    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def of_one_replica(
     evaluation = _Evaluation(sums or {}, watch)
 
     def one_replica(*arrays: Any) -> list[Any]:
-        replica = Replica(replicas, count, _SLICERS, state.scatter)
+        replica = Replica(replicas, count, _SLICERS, state.scatter, state.dtype)
         values = list(map(Value, arrays, rows))
         for i in state.inputs:
             values[i].of_state = True

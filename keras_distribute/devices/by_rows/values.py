@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +47,21 @@ class MixedRows(Exception):
         return MixedRows(self.operation, "/".join(filter(None, (scope, self.scope))))
 
 
+class AddedRows(Protocol):
+    """Rows that each replica adds to zeros: its part of a sum (`lookups.py`)."""
+
+    @property
+    def size(self) -> int:
+        """The elements of the rows of all replicas."""
+        ...
+
+    def part(self, replica: Replica, dim: int, dtype: Any) -> Any | None:
+        """This replica's part, along a dimension, of the sum over all replicas; `None`
+        where the sum of whole tables is to be divided.
+        """
+        ...
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value of the program over all rows, as a replica has it: the whole value, the
@@ -58,8 +73,12 @@ class Value:
             on.
         partial: Whether the value is the sum over the replicas of what they have.
         of_state: Whether its parts are not of the batch's rows, but of state that the
-            program takes and returns in parts: gathered wherever it has to be.
+            program takes and returns in parts: gathered wherever it has to be. Or
+            whether it was gathered from them.
         origin: Of a whole value, the operation that made it, and its operands.
+        rows_added: Of a part of a sum that was made by adding rows to zeros.
+        parts: Of a whole value, the parts of it that this replica has, too, by their
+            dimension: of state, the one from which the whole was gathered.
         addend: What `Replica.addend` has found out.
     """
 
@@ -68,6 +87,7 @@ class Value:
     partial: bool = False
     of_state: bool = False
     origin: tuple[Any, list[Value]] | None = None
+    rows_added: tuple[AddedRows, ...] = ()
     total: Value | None = None
     parts: dict[int, Any] = dataclasses.field(default_factory=dict)
     zero: bool = False
@@ -105,6 +125,7 @@ class Replica:
         slicers: By the name of an operation: what makes a part of its result.
         scatter: From what a replica gives to a sum, and a dimension, to its part of
             the sum along it; `None` where no state is in parts.
+        dtype: In which what is summed so travels; `None` for its own.
         in_loop: Whether a loop's body is evaluated, or another program inside of it.
     """
 
@@ -114,16 +135,23 @@ class Replica:
         rows: int,
         slicers: dict[str, Slicer],
         scatter: Scatter | None = None,
+        dtype: Any = None,
         in_loop: bool = False,
     ) -> None:
         self.count, self.rows, self.in_loop = count, rows, in_loop
-        self._slicers, self._scatter, self._index = slicers, scatter, None
+        self._slicers, self._index = slicers, None
+        self._scatter, self._dtype = scatter, dtype
         self._contexts: dict[Any, Any] = {}
 
     def inside(self) -> Replica:
         """The same replica, for the evaluation of a loop's body."""
         return Replica(
-            self.count, self.rows, self._slicers, self._scatter, in_loop=True
+            self.count,
+            self.rows,
+            self._slicers,
+            self._scatter,
+            self._dtype,
+            in_loop=True,
         )
 
     @property
@@ -181,7 +209,7 @@ class Replica:
                 raise RowsMixError
             else:
                 assert value.rows is not None
-                total = self._gathered(value.array, value.rows)
+                total = self.gathered(value.array, value.rows)
             value.total = Value(total)
         return value.total.array
 
@@ -210,7 +238,11 @@ class Replica:
 
     def state_whole(self, value: Value) -> Value:
         """A value, whole if it is state in parts."""
-        return Value(self.whole(value)) if value.is_part_of_state else value
+        if not value.is_part_of_state:
+            return value
+        assert value.rows is not None
+        own = {value.rows: value.array}
+        return Value(self.whole(value), of_state=True, parts=own)
 
     def part_of_state(self, value: Value, dim: int) -> Value:
         """The part of a value that replaces state in parts, or its gradient: what is to
@@ -221,9 +253,27 @@ class Replica:
                 return value
             value = Value(self.whole(value))
         if value.partial or _adds_parts(value):
-            assert self._scatter is not None
-            return Value(self._scatter(self.addend(value), dim), dim, of_state=True)
+            part = self._sum_of_rows(value, dim)
+            if part is None:
+                own = self.addend(value)
+                part = self.scattered(self.narrow(own), dim).astype(own.dtype)
+            return Value(part, dim, of_state=True)
         return Value(self.part(value, dim), dim, of_state=True)
+
+    def scattered(self, own: Any, dim: int) -> Any:
+        """This replica's part, along a dimension, of the sum of what all have."""
+        assert self._scatter is not None
+        return self._scatter(own, dim)
+
+    def narrow(self, own: Any) -> Any:
+        """What is to be summed, in the dtype in which it travels."""
+        return own if self._dtype is None else own.astype(self._dtype)
+
+    def gathered(self, array: Any, dim: int) -> Any:
+        """The parts of all replicas along a dimension."""
+        if array.dtype == jnp.bool_:
+            return self.gathered(array.astype("int8"), dim).astype(bool)
+        return lax.all_gather(array, REPLICA_AXIS, axis=dim, tiled=True)
 
     def addend(self, value: Value, depth: int = 0) -> Any:
         """The same, from the parts of what was summed to make the value: the gradient
@@ -277,10 +327,20 @@ class Replica:
                     pass
         return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
 
-    def _gathered(self, array: Any, rows: int) -> Any:
-        if array.dtype == jnp.bool_:
-            return self._gathered(array.astype("int8"), rows).astype(bool)
-        return lax.all_gather(array, REPLICA_AXIS, axis=rows, tiled=True)
+    def _sum_of_rows(self, value: Value, dim: int) -> Any | None:
+        """This replica's part of a sum of rows that were added to zeros; `None` where
+        it is better to divide the sum of whole values.
+        """
+        added = value.rows_added
+        if not added or sum(rows.size for rows in added) > value.array.size:
+            return None
+        total: Any = None
+        for rows in added:
+            part = rows.part(self, dim, value.array.dtype)
+            if part is None:
+                return None
+            total = part if total is None else total + part
+        return total
 
 
 def _terms(value: Value) -> list[Value]:

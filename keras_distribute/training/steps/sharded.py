@@ -15,6 +15,7 @@ it divides them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,14 +95,9 @@ class DividedState:
         return InParts(
             [i for i, _ in divided],
             {outputs[i]: axis for i, axis in divided if i < len(outputs)},
-            self._scattered,
+            functools.partial(summed_part, mesh=self._mesh),
+            self._placement.communication_dtype,
         )
-
-    def _scattered(self, gradient: Any, axis: int) -> Any:
-        """This replica's part of a gradient's sum, in the program of one."""
-        dtype = self._placement.communication_dtype
-        narrow = gradient if dtype is None else gradient.astype(dtype)
-        return summed_part(narrow, axis, self._mesh).astype(gradient.dtype)
 
 
 def traced(

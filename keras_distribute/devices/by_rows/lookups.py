@@ -1,0 +1,150 @@
+"""Rows of a table of which each replica has a part.
+
+Where fewer rows are looked up than the table has, these travel, not the table. Of one
+that is divided along its rows each replica finds what all of them look up, if it is in
+its part, and their sum over the replicas is parted among them; of one that is divided
+along its columns, each replica sends every other one the columns of that one's rows.
+Gradients take the same way back, and no replica has a whole one.
+
+The first is what GSPMD does with such an operation (Xu et al., 2021,
+https://arxiv.org/abs/2105.04663, section 4.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.by_rows.values import Replica, Value
+
+
+def rows_of_part(
+    replica: Replica, eqn: Any, table: Value, indices: Value
+) -> list[Value] | None:
+    """The rows that each replica looks up, from the parts of a table.
+
+    Args:
+        eqn: A gather.
+        table: Whole, with the part that it was made from.
+        indices: Each replica its own.
+
+    Returns:
+        What each replica looks up; `None` where the table itself is to travel.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, (dim, part) = eqn.invars[0].aval.shape, next(iter(table.parts.items()))
+    found = eqn.outvars[0].aval
+    batch = [i for i in range(found.ndim) if i not in numbers.offset_dims]
+    assert indices.rows is not None
+    rows = batch[indices.rows]
+    gone = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
+    if _is_along_rows(
+        dim, numbers.start_index_map, gone, numbers.operand_batching_dims
+    ):
+        if found.size > math.prod(shape):
+            return None
+        every = replica.gathered(indices.array, indices.rows)
+        is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+        places, is_own = _in_part(replica, every, shape[dim], is_clipped)
+        (own,) = replica.apply(eqn, [part, places])
+        is_own = lax.broadcast_in_dim(is_own[..., 0], own.array.shape, batch)
+        addend = jnp.where(is_own, own.array, jnp.zeros_like(own.array))
+        return [Value(replica.scattered(addend, rows), rows)]
+    if dim in [*gone, *numbers.start_index_map] or sizes[dim] != shape[dim]:
+        return None
+    if found.size > math.prod(shape) * replica.count:
+        return None
+    every = replica.gathered(indices.array, indices.rows)
+    widths = replica.divided_at(sizes, dim)
+    (own,) = replica.apply(eqn, [part, every], slice_sizes=widths)
+    kept = [i for i in range(len(shape)) if i not in gone]
+    return [
+        Value(_exchanged(own.array, rows, numbers.offset_dims[kept.index(dim)]), rows)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsAdded:
+    """Rows that each replica adds to a table of zeros: its gradient.
+
+    Args:
+        eqn: A scatter that adds.
+        indices: Each replica its own, and the dimension of the batch's rows.
+        updates: Likewise.
+    """
+
+    eqn: Any
+    indices: tuple[Any, int]
+    updates: tuple[Any, int]
+
+    @property
+    def size(self) -> int:
+        """The elements of the rows of all replicas."""
+        return self.eqn.invars[2].aval.size
+
+    def part(self, replica: Replica, dim: int, dtype: Any) -> Any | None:
+        """This replica's part, along a dimension, of the sum over all replicas; `None`
+        where the sum of whole tables is to be divided.
+        """
+        numbers = self.eqn.params["dimension_numbers"]
+        shape = self.eqn.outvars[0].aval.shape
+        batching = numbers.operand_batching_dims
+        gone = [*numbers.inserted_window_dims, *batching]
+        scattered = numbers.scatter_dims_to_operand_dims
+        zeros = jnp.zeros(replica.divided_at(shape, dim), dtype)
+        if _is_along_rows(dim, scattered, gone, batching):
+            is_clipped = self.eqn.params["mode"] == lax.GatherScatterMode.CLIP
+            every = replica.gathered(*self.indices)
+            places, is_own = _in_part(replica, every, shape[dim], is_clipped)
+            places = jnp.where(is_own, places, shape[dim])  # Dropped.
+            updates, place = self.updates
+            updates = replica.gathered(replica.narrow(updates), place)
+            mode = lax.GatherScatterMode.FILL_OR_DROP
+        elif dim in [*gone, *scattered]:
+            return None
+        else:
+            kept = [i for i in range(len(shape)) if i not in gone]
+            window = numbers.update_window_dims[kept.index(dim)]
+            updates, place = self.updates
+            if updates.shape[window] != shape[dim]:
+                return None
+            places = replica.gathered(*self.indices)
+            updates = _exchanged(replica.narrow(updates), window, place)
+            mode = self.eqn.params["mode"]
+        updates = updates.astype(dtype)
+        return lax.scatter_add(zeros, places, updates, numbers, mode=mode)
+
+
+def _is_along_rows(
+    dim: int, indexed: Sequence[int], gone: Sequence[int], batching: Sequence[int]
+) -> bool:
+    """Whether an index is a place along a dimension, and nothing else."""
+    return tuple(indexed) == (dim,) and dim in gone and not batching
+
+
+def _in_part(replica: Replica, indices: Any, size: int, is_clipped: bool) -> Any:
+    """Where indices of rows are in this replica's part of them, and whether they are.
+    Those of no row are the first replica's, and stay outside.
+    """
+    if is_clipped:
+        most = min(size - 1, int(jnp.iinfo(indices.dtype).max))
+        indices = jnp.clip(indices, 0, most)
+    indices = indices.astype("int32")
+    own = replica.divided(size)
+    index = replica.index()
+    first = index.astype("int32") * own
+    is_own = (indices >= first) & (indices < first + own)
+    is_nowhere = (indices < 0) | (indices >= size)
+    places = jnp.where(is_nowhere, indices, indices - first)
+    return places, is_own | (is_nowhere & (index == 0))
+
+
+def _exchanged(array: Any, split: int, joined: int) -> Any:
+    """What is whole along one dimension and a part along another, the other way."""
+    return lax.all_to_all(array, REPLICA_AXIS, split, joined, tiled=True)
