@@ -268,9 +268,7 @@ CASES = {
     "resnet50@h200:1": _measured_here(
         "resnet50", "ResNet-50, bfloat16", ("resnet50", "mixed_bfloat16")
     ),
-    "bert-base@h200:1": _measured_here(
-        "bert", "BERT base, float32", ("bert_base",)
-    ),
+    "bert-base@h200:1": _measured_here("bert", "BERT base, float32", ("bert_base",)),
 }
 SHARES = [round(0.3 + 0.02 * i, 2) for i in range(90)]
 

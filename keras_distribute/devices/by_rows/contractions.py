@@ -11,6 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.by_rows.products import (
+    ProductOfRows,
+    of_part,
+    ordered,
+    place_of_free,
+)
 from keras_distribute.devices.by_rows.values import (
     Replica,
     RowsMixError,
@@ -31,12 +37,15 @@ def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         own, others = contracted[mine], contracted[other]
         if value.rows in own:
             dim = others[own.index(value.rows)]
-            arrays = _ordered(mine, value.array, replica.part(beside, dim))
-            return replica.apply(eqn, arrays, partial=True)
+            arrays = ordered(mine, value.array, replica.part(beside, dim))
+            (result,) = replica.apply(eqn, arrays, partial=True)
+            dims = ordered(mine, value.rows, dim)
+            result.over_rows = (ProductOfRows(eqn, tuple(arrays), tuple(dims)),)
+            return [result]
         own, others = batched[mine], batched[other]
         if value.rows in own:
             place = own.index(value.rows)
-            arrays = _ordered(mine, value.array, replica.part(beside, others[place]))
+            arrays = ordered(mine, value.array, replica.part(beside, others[place]))
             return replica.apply(eqn, arrays, place)
     for mine, other in ((0, 1), (1, 0)):
         value, beside = sides[mine], sides[other]
@@ -44,8 +53,12 @@ def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
             continue
         if beside.rows is not None:
             raise RowsMixError
-        dim = _place_of_free(eqn, mine, value.rows, left.ndim)
-        arrays = _ordered(mine, value.array, replica.whole(beside))
+        if beside.of_state and beside.parts:
+            found = of_part(replica, eqn, mine, value, beside)
+            if found is not None:
+                return found
+        dim = place_of_free(eqn, mine, value.rows)
+        arrays = ordered(mine, value.array, replica.whole(beside))
         return replica.apply(eqn, arrays, dim)
     return _bilinear(replica, eqn, sides)
 
@@ -124,20 +137,6 @@ def _bilinear(replica: Replica, eqn: Any, sides: list[Value]) -> list[Value]:
     if sum(value.partial for value in sides) == 1:
         return replica.apply(eqn, [value.array for value in sides], partial=True)
     return replica.same(eqn, sides)
-
-
-def _ordered(mine: int, own: Any, other: Any) -> list[Any]:
-    return [own, other] if mine == 0 else [other, own]
-
-
-def _place_of_free(eqn: Any, side: int, dim: int, left_ndim: int) -> int:
-    """Where a dimension is in a product that is neither summed nor common."""
-    (contracted, batched) = eqn.params["dimension_numbers"]
-    used = [*contracted[side], *batched[side]]
-    place = len(batched[side]) + sum(d not in used for d in range(dim))
-    if side == 1:
-        place += left_ndim - len(contracted[0]) - len(batched[0])
-    return place
 
 
 def _left(dim: int, axes: Sequence[int]) -> int:

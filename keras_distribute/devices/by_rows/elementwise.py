@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from keras_distribute.devices.by_rows.values import (
-    AddedRows,
     Replica,
+    SumOverRows,
     Value,
     common_rows,
     refuse,
@@ -45,7 +45,7 @@ def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         return replica.apply(eqn, parts, dim)
     if any(value.partial for value in values) and _is_linear(eqn, values):
         (result,) = replica.apply(eqn, _summands(replica, eqn, values), partial=True)
-        result.rows_added = _rows_added(eqn, values)
+        result.over_rows = _over_rows(eqn, values)
         return [result]
     return replica.same(eqn, values)
 
@@ -81,11 +81,11 @@ def _is_linear(eqn: Any, values: list[Value]) -> bool:
     )
 
 
-def _rows_added(eqn: Any, values: list[Value]) -> tuple[AddedRows, ...]:
-    """The rows that a sum of sums was made from, in whatever dtype."""
+def _over_rows(eqn: Any, values: list[Value]) -> tuple[SumOverRows, ...]:
+    """What a sum of sums over rows is made of, in whatever dtype."""
     if eqn.primitive.name not in ("add", "add_any", "convert_element_type"):
         return ()
-    each = [value.rows_added for value in values if not value.zero]
+    each = [value.over_rows for value in values if not value.zero]
     return tuple(itertools.chain(*each)) if all(each) else ()
 
 

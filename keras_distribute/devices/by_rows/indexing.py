@@ -93,7 +93,7 @@ def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     arrays = [replica.summand(operand), places[0], added[0]]
     (result,) = replica.apply(eqn, arrays, partial=True)
     if operand.zero:
-        result.rows_added = (RowsAdded(eqn, places, added),)
+        result.over_rows = (RowsAdded(eqn, places, added),)
     return [result]
 
 

@@ -1,10 +1,10 @@
 """Rows of a table of which each replica has a part.
 
-Where fewer rows are looked up than the table has, these travel, not the table. Of one
-that is divided along its rows each replica finds what all of them look up, if it is in
-its part, and their sum over the replicas is parted among them; of one that is divided
-along its columns, each replica sends every other one the columns of that one's rows.
-Gradients take the same way back, and no replica has a whole one.
+Where far fewer rows are looked up than the table has, these travel, not the table. Of
+one that is divided along its rows each replica finds what all of them look up, if it is
+in its part, and their sum over the replicas is parted among them; of one that is
+divided along its columns, each replica sends every other one the columns of that one's
+rows. Gradients take the same way back, and no replica has a whole one.
 
 The first is what GSPMD does with such an operation (Xu et al., 2021,
 https://arxiv.org/abs/2105.04663, section 4.4).
@@ -20,8 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from keras_distribute.devices.axes import REPLICA_AXIS
-from keras_distribute.devices.by_rows.values import Replica, Value
+from keras_distribute.devices.by_rows.values import Replica, Value, are_few
 
 
 def rows_of_part(
@@ -47,7 +46,7 @@ def rows_of_part(
     if _is_along_rows(
         dim, numbers.start_index_map, gone, numbers.operand_batching_dims
     ):
-        if found.size > math.prod(shape):
+        if not are_few(found.size, math.prod(shape)):
             return None
         every = replica.gathered(indices.array, indices.rows)
         is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
@@ -58,15 +57,14 @@ def rows_of_part(
         return [Value(replica.scattered(addend, rows), rows)]
     if dim in [*gone, *numbers.start_index_map] or sizes[dim] != shape[dim]:
         return None
-    if found.size > math.prod(shape) * replica.count:
+    if not are_few(found.size // replica.count, math.prod(shape)):
         return None
     every = replica.gathered(indices.array, indices.rows)
     widths = replica.divided_at(sizes, dim)
     (own,) = replica.apply(eqn, [part, every], slice_sizes=widths)
     kept = [i for i in range(len(shape)) if i not in gone]
-    return [
-        Value(_exchanged(own.array, rows, numbers.offset_dims[kept.index(dim)]), rows)
-    ]
+    columns = numbers.offset_dims[kept.index(dim)]
+    return [Value(replica.exchanged(own.array, rows, columns), rows)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +81,19 @@ class RowsAdded:
     indices: tuple[Any, int]
     updates: tuple[Any, int]
 
-    @property
-    def size(self) -> int:
-        """The elements of the rows of all replicas."""
-        return self.eqn.invars[2].aval.size
+    def moved(self, replica: Replica, dim: int) -> int | None:
+        """The elements of the rows of all replicas, or of their columns of the part."""
+        size = self.eqn.invars[2].aval.size
+        if self._is_along_rows(dim):
+            return size
+        return None if self._window(dim) is None else size // replica.count
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any | None:
-        """This replica's part, along a dimension, of the sum over all replicas; `None`
-        where the sum of whole tables is to be divided.
-        """
+    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
+        """This replica's part along a dimension of the sum over all replicas."""
         numbers = self.eqn.params["dimension_numbers"]
         shape = self.eqn.outvars[0].aval.shape
-        batching = numbers.operand_batching_dims
-        gone = [*numbers.inserted_window_dims, *batching]
-        scattered = numbers.scatter_dims_to_operand_dims
         zeros = jnp.zeros(replica.divided_at(shape, dim), dtype)
-        if _is_along_rows(dim, scattered, gone, batching):
+        if self._is_along_rows(dim):
             is_clipped = self.eqn.params["mode"] == lax.GatherScatterMode.CLIP
             every = replica.gathered(*self.indices)
             places, is_own = _in_part(replica, every, shape[dim], is_clipped)
@@ -106,19 +101,33 @@ class RowsAdded:
             updates, place = self.updates
             updates = replica.gathered(replica.narrow(updates), place)
             mode = lax.GatherScatterMode.FILL_OR_DROP
-        elif dim in [*gone, *scattered]:
-            return None
         else:
-            kept = [i for i in range(len(shape)) if i not in gone]
-            window = numbers.update_window_dims[kept.index(dim)]
-            updates, place = self.updates
-            if updates.shape[window] != shape[dim]:
-                return None
             places = replica.gathered(*self.indices)
-            updates = _exchanged(replica.narrow(updates), window, place)
+            updates, place = self.updates
+            window = self._window(dim)
+            assert window is not None
+            updates = replica.exchanged(replica.narrow(updates), window, place)
             mode = self.eqn.params["mode"]
         updates = updates.astype(dtype)
         return lax.scatter_add(zeros, places, updates, numbers, mode=mode)
+
+    def _is_along_rows(self, dim: int) -> bool:
+        numbers = self.eqn.params["dimension_numbers"]
+        batching = numbers.operand_batching_dims
+        gone = [*numbers.inserted_window_dims, *batching]
+        return _is_along_rows(dim, numbers.scatter_dims_to_operand_dims, gone, batching)
+
+    def _window(self, dim: int) -> int | None:
+        """The dimension of the updates that is a whole one of the table."""
+        numbers = self.eqn.params["dimension_numbers"]
+        gone = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+        if dim in [*gone, *numbers.scatter_dims_to_operand_dims]:
+            return None
+        shape = self.eqn.outvars[0].aval.shape
+        kept = [i for i in range(len(shape)) if i not in gone]
+        window = numbers.update_window_dims[kept.index(dim)]
+        same = self.updates[0].shape[window] == shape[dim]
+        return window if same else None
 
 
 def _is_along_rows(
@@ -143,8 +152,3 @@ def _in_part(replica: Replica, indices: Any, size: int, is_clipped: bool) -> Any
     is_nowhere = (indices < 0) | (indices >= size)
     places = jnp.where(is_nowhere, indices, indices - first)
     return places, is_own | (is_nowhere & (index == 0))
-
-
-def _exchanged(array: Any, split: int, joined: int) -> Any:
-    """What is whole along one dimension and a part along another, the other way."""
-    return lax.all_to_all(array, REPLICA_AXIS, split, joined, tiled=True)

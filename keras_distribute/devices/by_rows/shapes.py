@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from keras_distribute.devices.by_rows.values import (
     Replica,
     RowsMixError,
+    SumOverRows,
     Value,
     common_rows,
     refuse,
@@ -70,11 +74,34 @@ def reshape(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
 
 def transpose(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """Dimensions in another order."""
-    value = values[0]
+    value, order = values[0], eqn.params["permutation"]
     if value.rows is None:
-        return linear(replica, eqn, values)
-    dim = eqn.params["permutation"].index(value.rows)
-    return replica.apply(eqn, [value.array], dim)
+        (result,) = linear(replica, eqn, values)
+        result.over_rows = tuple(Transposed(each, order) for each in value.over_rows)
+        return [result]
+    return replica.apply(eqn, [value.array], order.index(value.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A sum over rows, its dimensions in another order.
+
+    Args:
+        total: The sum.
+        order: Which dimension of the sum each one is.
+    """
+
+    total: SumOverRows
+    order: Sequence[int]
+
+    def moved(self, replica: Replica, dim: int) -> int | None:
+        """The elements that a replica has to be given for its part."""
+        return self.total.moved(replica, self.order[dim])
+
+    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
+        """This replica's part along a dimension."""
+        part = self.total.part(replica, self.order[dim], dtype)
+        return jnp.transpose(part, self.order)
 
 
 def squeeze(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -47,18 +49,17 @@ class MixedRows(Exception):
         return MixedRows(self.operation, "/".join(filter(None, (scope, self.scope))))
 
 
-class AddedRows(Protocol):
-    """Rows that each replica adds to zeros: its part of a sum (`lookups.py`)."""
+class SumOverRows(Protocol):
+    """A sum over rows of which a replica can make its part from the rows of all."""
 
-    @property
-    def size(self) -> int:
-        """The elements of the rows of all replicas."""
+    def moved(self, replica: Replica, dim: int) -> int | None:
+        """The elements that a replica has to be given for its part along a dimension;
+        `None` where it cannot be made so.
+        """
         ...
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any | None:
-        """This replica's part, along a dimension, of the sum over all replicas; `None`
-        where the sum of whole tables is to be divided.
-        """
+    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
+        """This replica's part along a dimension."""
         ...
 
 
@@ -76,7 +77,7 @@ class Value:
             program takes and returns in parts: gathered wherever it has to be. Or
             whether it was gathered from them.
         origin: Of a whole value, the operation that made it, and its operands.
-        rows_added: Of a part of a sum that was made by adding rows to zeros.
+        over_rows: Of a part of a sum that was made of rows: what adds up to the sum.
         parts: Of a whole value, the parts of it that this replica has, too, by their
             dimension: of state, the one from which the whole was gathered.
         addend: What `Replica.addend` has found out.
@@ -87,7 +88,7 @@ class Value:
     partial: bool = False
     of_state: bool = False
     origin: tuple[Any, list[Value]] | None = None
-    rows_added: tuple[AddedRows, ...] = ()
+    over_rows: tuple[SumOverRows, ...] = ()
     total: Value | None = None
     parts: dict[int, Any] = dataclasses.field(default_factory=dict)
     zero: bool = False
@@ -275,6 +276,10 @@ class Replica:
             return self.gathered(array.astype("int8"), dim).astype(bool)
         return lax.all_gather(array, REPLICA_AXIS, axis=dim, tiled=True)
 
+    def exchanged(self, array: Any, split: int, joined: int) -> Any:
+        """What is whole along one dimension and a part along another, the other way."""
+        return lax.all_to_all(array, REPLICA_AXIS, split, joined, tiled=True)
+
     def addend(self, value: Value, depth: int = 0) -> Any:
         """The same, from the parts of what was summed to make the value: the gradient
         of a loss and that of a penalty, say.
@@ -328,19 +333,16 @@ class Replica:
         return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
 
     def _sum_of_rows(self, value: Value, dim: int) -> Any | None:
-        """This replica's part of a sum of rows that were added to zeros; `None` where
-        it is better to divide the sum of whole values.
+        """This replica's part of a sum over rows, where these are less to move than the
+        sum itself.
         """
-        added = value.rows_added
-        if not added or sum(rows.size for rows in added) > value.array.size:
+        moved = [each.moved(self, dim) for each in value.over_rows]
+        if not moved or any(elements is None for elements in moved):
             return None
-        total: Any = None
-        for rows in added:
-            part = rows.part(self, dim, value.array.dtype)
-            if part is None:
-                return None
-            total = part if total is None else total + part
-        return total
+        if not are_few(sum(filter(None, moved)), value.array.size):
+            return None
+        parts = [each.part(self, dim, value.array.dtype) for each in value.over_rows]
+        return functools.reduce(operator.add, parts)
 
 
 def _terms(value: Value) -> list[Value]:
@@ -361,6 +363,14 @@ def _adds_parts(value: Value) -> bool:
             return True
         left += terms
     return False
+
+
+def are_few(moved: int, whole: int) -> bool:
+    """Whether rows are to be moved to the parts of a value, not the value to the rows.
+    At least half of the elements are to be saved: a value can be gathered while
+    another layer is computed, rows cannot.
+    """
+    return 2 * moved <= whole
 
 
 def common_rows(values: Sequence[Value]) -> int | None:
