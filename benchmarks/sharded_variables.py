@@ -295,9 +295,8 @@ def main() -> None:
         "weights and slots, of live arrays. Temporary: what XLA says that the step's "
         "program takes beside; activations, gradients, and the weights that are whole. "
         f"Time: of a step, beside the loop by hand; medians of {options.rounds} "
-        f"rounds of {STEPS} steps, in turns. With {BATCH} sequences a layer's "
-        "activations are smaller than its weights, and in the program by hand XLA "
-        "moves those."
+        f"rounds of {STEPS} steps, in turns. With {BATCH} sequences activations are "
+        "smaller than the larger weights, and both programs move those instead."
     )
     report.write("sharded_variables", facts, f"{table}\n\n{note}")
 

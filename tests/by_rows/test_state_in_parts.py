@@ -1,5 +1,4 @@
-"""Tables and matrices of which each replica has a part: few rows travel, and not they.
-"""
+"""Tables and matrices of which each replica has a part: few rows travel, and not they."""
 
 from __future__ import annotations
 

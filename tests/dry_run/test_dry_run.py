@@ -554,9 +554,10 @@ def test_options_are_compared_in_one_table():
         model.compile("adam", "mse")
         return model
 
+    batch = 512  # Of 64 rows less would travel than of the weights.
     found = kd.compare_dry_runs(
         build,
-        64,
+        batch,
         "cpu:4",
         memory_limit=8 << 20,
         num_logical_devices=2,
@@ -575,9 +576,11 @@ def test_options_are_compared_in_one_table():
     assert parts.bytes_sent == pytest.approx(5 * kernel, rel=0.02)
     assert whole.bytes_sent == pytest.approx(4 * kernel, rel=0.02)
     text = str(found)
-    assert text.startswith("Dry runs: batch 64 on cpu:4; compiled, not run")
+    assert text.startswith("Dry runs: batch 512 on cpu:4; compiled, not run")
     assert [line.split("  ")[0] for line in text.splitlines()[3:]] == [*found.reports]
     assert "NO" in text and "yes" in text
+    few = kd.dry_run(build, 64, "cpu:4", shard_variables=True)
+    assert few.bytes_sent < kernel / 1.5
 
 
 def test_a_comparison_makes_its_models():

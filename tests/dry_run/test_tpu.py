@@ -201,6 +201,26 @@ class _OwnStep(keras.Sequential):
         return super().train_step(state, data)
 
 
+def divided(kind: str) -> keras.Model:
+    """Four divided kernels, in half precision."""
+    blocks = [keras.layers.Dense(2048, "relu") for _ in range(4)]
+    if kind == "dropout":
+        blocks.insert(2, keras.layers.Dropout(0.1))
+    of_kind = _OwnStep if kind == "own step" else keras.Sequential
+    options = {"shard_variables": True, "communication_dtype": "bfloat16"}
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    try:
+        with kd.MirroredStrategy(["cpu:0"], **options).scope():
+            model = of_kind([keras.Input((2048,)), *blocks])
+            adam = keras.optimizers.Adam()
+            if kind == "scaled loss":
+                adam = keras.optimizers.LossScaleOptimizer(adam)
+            model.compile(adam, "mse")
+            return model
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["plain", "dropout", "own step", "scaled loss"])
 @pytest.mark.parametrize(
@@ -222,26 +242,7 @@ def test_divided_weights_are_gathered_twice_and_gradients_scattered(
     after it is summed: along one dimension of the slice after the other.
     """
 
-    def build() -> keras.Model:
-        blocks = [keras.layers.Dense(2048, "relu") for _ in range(4)]
-        if kind == "dropout":
-            blocks.insert(2, keras.layers.Dropout(0.1))
-        of_kind = _OwnStep if kind == "own step" else keras.Sequential
-        model = of_kind([keras.Input((2048,)), *blocks])
-        adam = keras.optimizers.Adam()
-        if kind == "scaled loss":
-            adam = keras.optimizers.LossScaleOptimizer(adam)
-        model.compile(adam, "mse")
-        return model
-
-    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
-    options = {"shard_variables": True, "communication_dtype": "bfloat16"}
-    try:
-        with kd.MirroredStrategy(["cpu:0"], **options).scope():
-            model = build()
-    finally:
-        keras.mixed_precision.set_dtype_policy("float32")
-    report = kd.dry_run(model, 64, topology=topology)
+    report = kd.dry_run(divided(kind), 4096, topology=topology)
     bytes_of = defaultdict(int)
     for each in report.collectives:
         bytes_of[each.kind] += each.num_bytes
@@ -260,6 +261,16 @@ def test_divided_weights_are_gathered_twice_and_gradients_scattered(
     assert bytes_of["all-reduce"] < 4 * 2048 * 4 + 1024  # Biases, and the loss.
     sent = sum(each.bytes_sent * each.times for each in report.collectives)
     assert sent < 1.05 * (gathered + kernels) * (1 - 1 / replicas)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:4x4", "v4:2x2x4"])
+def test_few_rows_travel_in_place_of_weights(topology):
+    report = kd.dry_run(divided("dropout"), 64, topology=topology)
+    kinds = {each.kind for each in report.collectives}
+    assert {"all-gather", "reduce-scatter", "all-to-all"} <= kinds
+    sent = sum(each.bytes_sent * each.times for each in report.collectives)
+    kernels, replicas = 4 * 2048 * 2048 * 2, report.num_devices
+    assert sent < 0.2 * 3 * kernels * (1 - 1 / replicas)
 
 
 @pytest.mark.timeout(300)
