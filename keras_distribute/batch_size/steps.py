@@ -52,7 +52,7 @@ class StrategySteps:
         compiled = programs.executable(placed, self._size).compile()
         self._ahead = config.prefetch_steps()
         in_one = memory.bytes_per_device(jax.tree.leaves(placed.data))
-        platform = self._mesh.devices[0].platform
+        platform = self._mesh.platform
         self.needed = memory.needed_by(compiled, platform) + self._ahead * in_one
         weights = programs.form_of_groups(self._mesh)[0]
         self.weights = memory.bytes_per_device(weights)

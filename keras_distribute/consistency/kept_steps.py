@@ -79,7 +79,7 @@ def write(
         "step": step,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "platform": program.mesh.devices[0].platform,
+        "platform": program.mesh.platform,
         "device_kind": program.mesh.devices[0].device_kind,
         "devices": [f"{d.platform}:{d.id}" for d in program.mesh.devices],
         "mesh": {"shape": list(mesh.devices.shape), "axes": list(mesh.axis_names)},

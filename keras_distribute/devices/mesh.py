@@ -101,9 +101,13 @@ class ReplicaMesh:
         for name in self.mesh.axis_names:
             if name.startswith(_SERIES):
                 count = int(name.removeprefix(_SERIES))
-                platform = self.mesh.devices.flat[0].platform
-                return Series(count, self._num_groups, platform)
+                return Series(count, self._num_groups, self.platform)
         return None
+
+    @functools.cached_property
+    def platform(self) -> str:
+        """`"cpu"`, `"gpu"` or `"tpu"`; the mesh has devices."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

@@ -95,7 +95,7 @@ class Placement:
         XLA for CPUs would begin whatever it can as early as it can: with divided
         weights, gather those of the last layer while the first one is computed.
         """
-        if self.shard_variables and self.mesh.devices[0].platform == "cpu":
+        if self.shard_variables and self.mesh.platform == "cpu":
             return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
         return self.mesh.compiler_options
 
@@ -107,7 +107,7 @@ class Placement:
         XLA for CPUs joins sums of any size, those for other devices up to a limit.
         """
         options = self.compiler_options
-        if self.shard_variables and self.mesh.devices[0].platform == "cpu":
+        if self.shard_variables and self.mesh.platform == "cpu":
             return {**(options or {}), _PASSES: "cpu-all-reduce-combiner"}
         return options
 

@@ -124,7 +124,7 @@ class DistributedDataset:
         """How many steps are prefetched."""
         size = self._options.experimental_per_replica_buffer_size
         if size is None:
-            return self._layout.source.steps_ahead(self._mesh.devices[0].platform)
+            return self._layout.source.steps_ahead(self._mesh.platform)
         return size
 
     def __repr__(self) -> str:

@@ -190,7 +190,7 @@ class TPUStrategy(LogicalDevicesStrategy):
 
     def __repr__(self) -> str:
         mesh = self.replica_mesh
-        kind = mesh.devices[0].platform
+        kind = mesh.platform
         return (
             f"TPUStrategy({mesh.num_replicas} replica(s) x "
             f"{mesh.num_logical} logical device(s), {kind})"

@@ -90,7 +90,7 @@ def dot_product_attention(
             *arrays,
             is_causal=is_causal,
             soft_cap=attn_logits_soft_cap,
-            interpret=mesh.devices[0].platform != "tpu",
+            interpret=mesh.platform != "tpu",
         )
 
     heads_first = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
@@ -126,7 +126,7 @@ def _capped(
 
 
 def _is_of_tpus(mesh: ReplicaMesh) -> bool:
-    return mesh.devices[0].platform == "tpu"
+    return mesh.platform == "tpu"
 
 
 def _fits(query: Any, key: Any, value: Any) -> bool:

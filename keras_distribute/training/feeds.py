@@ -165,7 +165,7 @@ def feed(
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
     """
-    open_reader, whole, ahead = _reading(adapter, mesh.devices[0].platform)
+    open_reader, whole, ahead = _reading(adapter, mesh.platform)
     if (per_epoch or adapter.num_batches) == 1:
         ahead = 0  # To start a thread for one batch takes longer than to wait for it.
     several = mesh.num_processes > 1

@@ -22,7 +22,7 @@ from keras_distribute.devices.mesh import ReplicaMesh
 
 def is_of_gpus(mesh: ReplicaMesh) -> bool:
     """Whether the devices are GPUs, whose kernels come from cuDNN."""
-    return mesh.devices[0].platform == "gpu"
+    return mesh.platform == "gpu"
 
 
 def is_in_program(mesh: ReplicaMesh) -> bool:

@@ -72,7 +72,7 @@ class Packing:
         rest: Placement | None = None,
     ) -> None:
         self.form, self._multiple = form_of(state), mesh.num_replicas
-        self._on_cpu = mesh.devices[0].platform == "cpu"
+        self._on_cpu = mesh.platform == "cpu"
         self.buffers = [list(places) for places in buffers]
         taken = {place for places in self.buffers for place in places} | set(single)
         small: defaultdict[Any, list[Place]] = defaultdict(list)

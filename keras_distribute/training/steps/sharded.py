@@ -79,7 +79,7 @@ class DividedState:
         ]
         given = [*inputs, *arrays[len(inputs) :]]
         # XLA for CPUs gathers or computes, never both.
-        if self._mesh.devices[0].platform == "cpu":
+        if self._mesh.platform == "cpu":
             tie, one_ahead = where_used.tied_by_select, False
         else:
             tie, one_ahead = where_used.tied_by_barrier, True

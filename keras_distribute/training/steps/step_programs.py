@@ -299,7 +299,7 @@ class StepPrograms:
         """
         key = form_of_batch(group[0])
         if key not in self._scans:
-            on_cpu = self._mesh.devices[0].platform == "cpu"
+            on_cpu = self._mesh.platform == "cpu"
             slow = on_cpu and self._has(group[0], carried, "conv_general_dilated")
             self._scans[key] = not slow and not self._is_whole(group[0], carried)
         return self._scans[key]
@@ -393,7 +393,7 @@ def _turns(data: Sequence[Any], mesh: ReplicaMesh) -> tuple[Any, Callable[..., A
     On CPUs a batch is chosen: to stack them first takes 5 % of a small step. A GPU
     would have to tell the host which one is next.
     """
-    if mesh.devices[0].platform == "cpu":
+    if mesh.platform == "cpu":
         each = [lambda batch=batch: batch for batch in data]
         return jnp.arange(len(data)), lambda turn: lax.switch(turn, each)
     stacked = jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *data)
