@@ -112,6 +112,26 @@ def num_sums(strategy, *shapes):
     return str(jax.make_jaxpr(program)(gradients)).count("psum")
 
 
+def of_few_rows(options):
+    """The weights of models whose batch is small beside their tables, of which four
+    replicas divide the rows and the columns, and beside their kernels.
+    """
+    return [few_rows(kd.MultiWorkerMirroredStrategy(**options), n) for n in (500, 502)]
+
+
+def few_rows(strategy, tokens):
+    ids = np.random.RandomState(0).randint(0, tokens, (40, 4))
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        wide = [keras.layers.Dense(256, "tanh"), keras.layers.Dense(64)]
+        table = keras.layers.Embedding(tokens, 64)
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), table, *wide])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    y = np.random.RandomState(1).randn(40, 4, 64)
+    model.fit(ids, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return [v.numpy() for v in model.variables]
+
+
 def disagreeing(options):
     """Gives divided variables another value in each process, or in one process only,
     and reads them in programs.

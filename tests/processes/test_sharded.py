@@ -1,5 +1,5 @@
-"""Slots, and weights, divided over the devices of several processes: the same numbers, a part of the
-memory, and whole files.
+"""Slots, and weights, divided over the devices of several processes: the same numbers,
+a part of the memory, and whole files.
 """
 
 import keras
@@ -84,6 +84,17 @@ def test_one_process_writes_all(job):
 def test_a_fit_goes_on_from_its_backup(job):
     for result in job[1]:
         equal(result["resumed"], result["divided"], rtol=0, atol=0)
+
+
+def test_few_rows_travel_between_processes():
+    results = kd.testing.run_in_processes(
+        sharded.of_few_rows, 2, WEIGHTS, cpu_devices=2, timeout=100
+    )
+    for i, tokens in enumerate((500, 502)):
+        expected = sharded.few_rows(kd.get_strategy(), tokens)
+        for result in results:
+            for a, b in zip(result[i], expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_other_values_in_each_process_are_found_where_nobody_has_the_whole():

@@ -294,6 +294,53 @@ def test_scales_of_float8_are_those_of_all_rows(options, steps):
         np.testing.assert_allclose(a, b, rtol=1e-3)
 
 
+def narrow(kind: str) -> keras.Model:
+    """A model of a large table, and of kernels that are large beside a small batch."""
+    ids = keras.Input((4,), dtype="int32")
+    kinds = {"tied": layers.ReversibleEmbedding}
+    # Of as many tokens four replicas divide the rows; of 502 the columns.
+    table = kinds.get(kind, layers.Embedding)(502 if kind == "columns" else 500, 64)
+    hidden = layers.Dense(64)(layers.Dense(256, "gelu")(table(ids)))
+    tied = kind == "tied"
+    out = table(hidden, reverse=True) if tied else layers.Dense(500)(hidden)
+    model = keras.Model(ids, out)
+    for layer in model.layers:
+        if kind == "int8" and hasattr(layer, "embeddings"):
+            layer.quantize("int8")
+        if kind in ("LoRA", "int8") and hasattr(layer, "enable_lora"):
+            layer.enable_lora(2)
+    return model
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("options", [{}, {"num_logical_devices": 2}], ids=repr)
+@pytest.mark.parametrize("kind", ["rows", "columns", "tied", "LoRA", "int8"])
+def test_few_rows_travel_in_place_of_tables(kind, options, monkeypatch):
+    x, y = np.random.default_rng(0).integers(0, 500, (2, 24, 4))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = []
+    compiled = programs(monkeypatch)
+    devices = 4 * options.get("num_logical_devices", 1)
+    for strategy in (kd.get_strategy(), mirrored(devices, **SMALL, **options)):
+        keras.utils.set_random_seed(3)
+        compiled.clear()
+        with strategy.scope():
+            model = narrow(kind)
+            model.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss)
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    text = compiled[0].as_text()
+    results = [line.partition(" all-gather(") for line in text.splitlines()]
+    gathered = [shape for shape, name, _ in results if name]
+    assert gathered
+    # A table that is a matrix, too, is gathered for that: 32 rows of 500 are many. With
+    # LoRA Keras looks up in the sum of a table and of what the adapters add.
+    if not options and kind not in ("tied", "LoRA"):
+        assert not [s for s in gathered if "[500,64]" in s or "[502,64]" in s]
+
+
 def test_rematerialized_blocks():
     def build() -> keras.Model:
         with keras.RematScope(mode="full"):

@@ -144,6 +144,8 @@ def _in_part(replica: Replica, indices: Any, size: int, is_clipped: bool) -> Any
     if is_clipped:
         most = min(size - 1, int(jnp.iinfo(indices.dtype).max))
         indices = jnp.clip(indices, 0, most)
+    if indices.dtype.itemsize > 4:  # Narrow, they might be those of rows.
+        indices = jnp.minimum(jnp.maximum(indices, -1), size)
     indices = indices.astype("int32")
     own = replica.divided(size)
     index = replica.index()
