@@ -1,5 +1,5 @@
 """A decoder of 60 million parameters on 8 devices, its weights divided among them and
-not: bytes on a device, time of a step, and how far the weights are from one device's.
+not: bytes on a device, and the time of a step.
 
 python benchmarks/sharded_variables.py  # writes results/sharded_variables.md and .json
 """
@@ -109,9 +109,6 @@ class OfFit:
         optimizer = self._model.optimizer.variables
         return on_one_device([v.value for v in [*self._model.variables, *optimizer]])
 
-    def weights(self) -> list[Any]:
-        return [np.asarray(weight) for weight in self._model.get_weights()]
-
 
 class ByHand:
     """A loop in JAX on the same layers: `jax.jit` with divided parameters and slots."""
@@ -176,8 +173,8 @@ class ByHand:
     def bytes(self) -> int:
         return on_one_device(jax.tree.leaves(self._state))
 
-    def weights(self) -> list[Any]:
-        return [np.asarray(weight) for weight in self._state[0]]
+    def num_weights(self) -> int:
+        return sum(np.size(weight) for weight in self._state[0])
 
 
 def of_strategy(num_layers: int, peaks: Peaks, **options: Any) -> OfFit:
@@ -240,8 +237,7 @@ def main() -> None:
         "`keras.distribution.ModelParallel`": lambda: of_model_parallel(options.layers),
     }
     facts: dict[str, dict[str, Any]] = {}
-    weights: dict[str, list[Any]] = {}
-    contenders = {}
+    contenders: dict[str, Any] = {}
     for name, make in makers.items():
         contenders[name] = make()
         facts[name] = dict(contenders[name].facts)
@@ -250,7 +246,6 @@ def main() -> None:
     times = timed(contenders, options.rounds, BATCH)
     for name, contender in contenders.items():
         facts[name] |= {"bytes": contender.bytes(), "seconds": times[name]}
-        weights[name] = contender.weights()
     hand, ours = list(contenders)[:2]
     divided = {name: contenders[name] for name in (hand, ours)}
     for contender in divided.values():
@@ -287,7 +282,7 @@ def main() -> None:
         rows,
         "lrrrrr",
     )
-    parameters = sum(np.size(weight) for weight in weights[hand])
+    parameters = contenders[hand].num_weights()
     note = (
         f"A decoder of {parameters / 1e6:.0f} million parameters ({options.layers} "
         f"layers, {WIDTH} wide, {VOCABULARY:,} tokens), Adam, float32, {BATCH} "
