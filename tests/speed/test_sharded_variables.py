@@ -151,6 +151,17 @@ def test_every_optimizer(name):
     assert_like_one_device(strategy, decoder, OPTIMIZERS[name], tolerance)
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_with_tails(name):
+    """Of each weight, the distance beside its length."""
+    seven = {"epochs": 7, "rows": TAIL}
+    expected, _ = trained(kd.get_strategy(), decoder, OPTIMIZERS[name], **seven)
+    model, _ = trained(mirrored(8, **SMALL), decoder, OPTIMIZERS[name], **seven)
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
 def penalized() -> keras.Model:
     """Penalties and constraints of every kind, in a nested model, too."""
     inner = keras.Sequential(
