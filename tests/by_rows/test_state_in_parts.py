@@ -119,3 +119,22 @@ def test_few_rows_travel(name: str, axis: int, replicas: int) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     assert bool(gathered(text, shape)) == (name in WHOLE)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_of_whole_numbers_are_exact(axis):
+    """As of a quantized layer, beyond what float32 has digits for."""
+    matrix, rows = RNG.integers(-9999, 9999, (64, 128)), RNG.integers(0, 9999, (N, 64))
+    arrays = [matrix.astype("int32"), rows.astype("int32")]
+    mesh = ReplicaMesh.of(jax.devices()[:4])
+    whole = NamedSharding(mesh.mesh, PartitionSpec())
+
+    def function(matrix: Any, rows: Any) -> Any:
+        return rows @ lax.with_sharding_constraint(matrix, whole)
+
+    traced = jax.make_jaxpr(function)(*arrays)
+    state = program.InParts([0], {}, functools.partial(summed_part, mesh=mesh))
+    own = program.of_one_replica(traced, [axis, 0], 4, in_parts=state)
+    assert not gathered(str(own.program), (64, 128))
+    (found,) = sums.results_of(mesh, own, [axis, 0], arrays)
+    np.testing.assert_array_equal(found, arrays[1] @ arrays[0])

@@ -53,7 +53,9 @@ def of_part(
         columns = place_of_free(eqn, 1 - side, dim)
         return [Value(replica.exchanged(own.array, place, columns), place)]
     summed = contracted[side][contracted[1 - side].index(dim)]
-    wide = jnp.promote_types(product.dtype, "float32")
+    wide = product.dtype
+    if jnp.issubdtype(wide, jnp.floating):  # What replicas add up is not rounded twice.
+        wide = jnp.promote_types(wide, "float32")
     width = wide.itemsize // product.dtype.itemsize
     moved = product.size * width + given // replica.count
     if not are_few(moved, matrix.array.size):
