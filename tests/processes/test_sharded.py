@@ -35,13 +35,19 @@ def equal(ours, theirs, **tolerance):
         np.testing.assert_allclose(a, b, **({"rtol": 1e-6, "atol": 1e-6} | tolerance))
 
 
-def test_the_numbers_are_those_of_whole_slots_and_of_one_device(job):
+# Rows that travel to divided weights are summed in another order than gradients of
+# whole ones, and Adam divides a gradient near zero by one near zero.
+ATOL = {"slots": 1e-6, "weights": 1e-5}
+
+
+def test_the_numbers_are_those_of_whole_slots_and_of_one_device(job, request):
     plain = sharded.fitted(sharded.built(kd.get_strategy()))
+    atol = ATOL[request.node.callspec.id]
     for result in job[1]:
-        equal(result["divided"], result["whole"])
-        equal(result["packed"], result["whole"])
+        equal(result["divided"], result["whole"], atol=atol)
+        equal(result["packed"], result["whole"], atol=atol)
         equal(result["divided"], sharded.numbers(plain), rtol=1e-4, atol=1e-5)
-        equal(*result["loops"], rtol=1e-5)
+        equal(*result["loops"], rtol=1e-5, atol=atol)
     equal(job[1][0]["divided"], job[1][1]["divided"], rtol=0, atol=0)
 
 
