@@ -90,7 +90,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
 def test_steps_have_the_numbers_of_one_device(
@@ -103,6 +103,7 @@ def test_steps_have_the_numbers_of_one_device(
     assert kernels.given  # By the kernel.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_step_over_the_global_batch_maps_the_kernel(
     replicas: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
@@ -260,7 +261,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return given
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
 def test_steps_on_gpus_have_the_numbers_of_one_device(

@@ -196,6 +196,7 @@ def test_an_interruption_leaves_the_state_of_a_whole_step(made: Any) -> None:
         np.testing.assert_equal(state_of(model), end, err_msg=told)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attempt", range(max(2, TRIES // 3)))
 def test_an_interruption_while_a_step_is_compiled(attempt: int) -> None:
     def made() -> keras.Model:

@@ -59,7 +59,7 @@ def trained(strategy: Any, build: Any) -> keras.Model:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("kind", ["heads", "grouped"])
 def test_a_plan_divides_memory_and_keeps_the_numbers(kind, shards):

@@ -71,6 +71,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return given
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{}, {"shard_variables": True, "min_shard_bytes": 64}], ids=str
 )

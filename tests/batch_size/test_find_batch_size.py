@@ -33,7 +33,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_largest_batch_that_ran(name):
     """A step that really runs out of memory; the model goes on as if it had not been

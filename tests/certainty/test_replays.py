@@ -78,7 +78,7 @@ def test_where_many_weights_are_one() -> None:
     assert any("small weights together" in name for name in found.differing)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "options",
     [

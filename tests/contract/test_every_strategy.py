@@ -59,7 +59,7 @@ def plain():
     return history, model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0), model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_training_gives_the_numbers_of_one_device(strategy, plain, tmp_path):
     with strategy.scope():
         model = make_model()

@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn, kind: str) -> zoo.Case:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.timeout(0 if THOROUGH else 240)
 @pytest.mark.parametrize("kind", zoo.BUILDERS)
 def test_equals_one_device(kind: str) -> None:

@@ -32,7 +32,7 @@ def equals_one_device(strategy: Any, build: Any, run: Any) -> None:
     assert_same_outcome(observe(build, run, strategy), observe(build, run))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(one_worker, name):
     """On two servers: slots beside their weights, and shared state on both."""
@@ -146,7 +146,7 @@ def test_a_tail_and_validation(one_worker, steps):
     equals_one_device(one_worker, build, run)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("inputs", zoo.INPUTS)
 @pytest.mark.parametrize("kind", sorted(zoo.BUILDERS))
 def test_models_of_every_kind_on_every_input(one_worker, kind, inputs):

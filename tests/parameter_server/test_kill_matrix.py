@@ -252,7 +252,7 @@ COORDINATOR = """
 """
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("moment", ["idle", "in a step", "in a save"])
 @pytest.mark.parametrize("name", SIGNALS)
 def test_the_coordinator(own_cluster, tmp_path, name, moment):

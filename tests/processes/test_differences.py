@@ -59,6 +59,7 @@ def test_every_process_raises_the_same(errors, what, text):
         assert re.search(text, said[what], re.DOTALL), said[what]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_seeds_are_agreed(seed):
     """Without a seed, and with different ones."""

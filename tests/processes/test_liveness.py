@@ -118,6 +118,7 @@ def test_a_process_that_dies_or_freezes_is_named(num_processes, victim, number, 
         assert not any(wrong in log for wrong in others), log
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("raising", "error", "text", "named"),
     [
@@ -163,7 +164,7 @@ def leaving(leaver, what):
     time.sleep(60 if what != "nothing" else 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("leaver", "what"), [(1, "step"), (1, "read"), (0, "barrier")])
 def test_a_process_that_ends_too_early_is_named_by_all(leaver, what):
     with kd.testing.MultiProcessRunner(

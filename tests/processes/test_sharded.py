@@ -112,6 +112,7 @@ def test_other_values_in_each_process_are_found_where_nobody_has_the_whole():
             assert f"different values to 1 mirrored variable(s): {name}" in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, WEIGHTS], ids=["whole", "divided"])
 def test_what_needs_all_processes_is_an_error_in_one_alone(options, tmp_path):
     results = kd.testing.run_in_processes(

@@ -200,6 +200,7 @@ kd.MultiWorkerMirroredStrategy()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [

@@ -44,7 +44,7 @@ def compiled_programs_end():
     gc.collect()
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name: str, num_replicas: int) -> None:

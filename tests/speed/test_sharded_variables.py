@@ -102,7 +102,7 @@ def divided(variables: Any) -> list[Any]:
     return [v for v in variables if not v.value.sharding.is_fully_replicated]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_weights_and_slots_are_divided_and_numbers_those_of_one_device(replicas):
     model = assert_like_one_device(
@@ -187,6 +187,7 @@ def penalized() -> keras.Model:
     return keras.Model(ids, dense(hidden))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [SMALL, {"deterministic": True}, {}], ids=str)
 def test_penalties_count_once_and_constraints_hold(options):
     strategy = mirrored(4, **options)
@@ -323,7 +324,7 @@ def narrow(kind: str) -> keras.Model:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"num_logical_devices": 2}], ids=repr)
 @pytest.mark.parametrize("kind", ["rows", "columns", "tied", "LoRA", "int8"])
 def test_few_rows_travel_in_place_of_tables(kind, options, monkeypatch):
@@ -455,7 +456,7 @@ def scaling() -> Any:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "optimizer",
     [keras.optimizers.Adam, scaling, accumulating],
@@ -495,7 +496,7 @@ def test_memory_of_a_step_does_not_grow_with_the_layers(monkeypatch):
     assert many_whole - few_whole > 0.9 * weights
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind", ["dropout", "own", "tail", "muon", "mixing", "evaluate", "predict"]
 )
@@ -629,6 +630,7 @@ def killed(tmp_path_factory):
     return folder, expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [4, 2])
 def test_a_killed_fit_goes_on(tmp_path, replicas, killed):
     folder, expected = killed
