@@ -300,6 +300,30 @@ def test_later_epochs_compile_nothing(packed: bool, compilations: Any) -> None:
     assert len(compilations) == before
 
 
+def test_what_is_read_and_set_each_epoch_is_in_no_buffer(monkeypatch: Any) -> None:
+    """Metrics and the learning rate, beside moving statistics, which are in one."""
+    monkeypatch.setattr(packed_state, "MANY", 4)
+    norms = [layers.BatchNormalization] * 2
+    model = built(2, lambda: optimizers.Adam(0.01), *norms)
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    options: Any = {"batch_size": 8, "epochs": 2, "verbose": 0, "callbacks": [slower]}
+    model.fit(X[:40], Y[:40], **options)
+    taken_apart: list[str] = []
+    for name in ("pack_now", "unpack_now"):
+        method = getattr(packed_state.Packing, name)
+
+        def counted(self: Any, state: Any, method: Any = method) -> Any:
+            taken_apart.append(method.__name__)
+            return method(self, state)
+
+        monkeypatch.setattr(packed_state.Packing, name, counted)
+    model.fit(X[:40], Y[:40], **options)
+    assert taken_apart == []
+    np.testing.assert_allclose(model.optimizer.learning_rate.numpy(), 0.01 / 16)
+    assert model.layers[1].moving_mean.numpy().any()
+    assert taken_apart == ["unpack_now"]
+
+
 def test_few_arrays_and_one_reduction(monkeypatch: Any) -> None:
     """What the packing is for."""
     found: dict[bool, tuple[int, int]] = {}

@@ -85,7 +85,7 @@ def compiled_step(
     """
     groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     mesh, step, flat = strategy.replica_mesh, plain, None
-    form, places = form_of(groups), state_shardings.divided_places(groups)
+    places = state_shardings.divided_places(groups)
     if mesh.series is not None:
         return _in_series(strategy, trainer, kind, groups, plain)
     plan = plan_of(trainer, strategy) if kind == "train" else None
@@ -99,14 +99,13 @@ def compiled_step(
     elif plan is not None:
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan, plain)
-        flat = FlatStep.of(
-            trainer, strategy, TrainState(*map(list, form)), places, plan
-        )
+        form = TrainState(*map(list, form_of(groups)))
+        flat = FlatStep.of(trainer, strategy, form, places, plan)
     carried: Step
     if flat is not None:
         packing, carried = flat.packing, flat
     else:
-        packing = Packing(form, mesh, single=places, rest=strategy.placement)
+        packing = Packing(groups, mesh, single=places, rest=strategy.placement)
         carried = packing.around(step) if packing else step
     if plan is not None and plan.is_local and not plan.shards:
         told = functools.partial(note_mixed, trainer)
@@ -147,7 +146,7 @@ def _in_series(
     shardings = state_shardings.of_state(groups, strategy.replica_mesh)
     places = state_shardings.divided_places(groups)
     mesh, rest = strategy.replica_mesh, strategy.placement
-    packing = Packing(form_of(groups), mesh, single=places, rest=rest)
+    packing = Packing(groups, mesh, single=places, rest=rest)
     if packing:
         step, shardings = packing.around(step), packing.shardings(shardings)
     carried = CarriedStep(step, packing or None, shardings)

@@ -53,7 +53,8 @@ class Packing:
     """Which arrays of a state share a buffer.
 
     Args:
-        state: Groups of arrays, or of anything with their shapes and dtypes.
+        state: Groups of arrays, or of anything with their shapes and dtypes; their
+            names are those of `TrainState`.
         mesh: The devices the state is on.
         buffers: The places (group, index) of arrays that share a buffer in any case; of
             one dtype each.
@@ -75,6 +76,7 @@ class Packing:
         self._on_cpu = mesh.platform == "cpu"
         self.buffers = [list(places) for places in buffers]
         taken = {place for places in self.buffers for place in places} | set(single)
+        taken |= _used_between(state)
         small: defaultdict[Any, list[Place]] = defaultdict(list)
         for place in self._places():
             if place not in taken and is_small(self._shape(place)):
@@ -204,6 +206,20 @@ class Packing:
 
     def _shape(self, place: Place) -> jax.ShapeDtypeStruct:
         return self.form[place[0]][place[1]]
+
+
+def _used_between(state: State) -> set[Place]:
+    """The places of what Keras reads or sets between two steps: metrics, and scalars of
+    an optimizer, such as its learning rate. For one of them its whole buffer would be
+    taken apart, and filled again.
+    """
+    names = getattr(state, "_fields", ())
+    return {
+        (g, i)
+        for g, (name, group) in enumerate(zip(names, state, strict=False))
+        for i, array in enumerate(group)
+        if name == "metrics" or (name == "slots" and not array.shape)
+    }
 
 
 def form_of(
