@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import replication_proof
+from keras_distribute.devices import jaxprs, replication_proof
 from keras_distribute.devices.collectives import COLLECTIVES, SUMS, summed
 from keras_distribute.devices.series import Series, Value
 from keras_distribute.errors import ContextError
@@ -79,7 +79,7 @@ class Communication:
     def _scan(self, eqn: Any, given: list[Value]) -> list[Value]:
         """A loop of a known length."""
         params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = jaxprs.scan_counts(eqn)
         flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
         carried, stacked = flags[:num_carry], flags[num_carry:]
         consts, carry = given[:num_consts], given[num_consts : num_consts + num_carry]

@@ -22,6 +22,7 @@ CALLS = {
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
+    "eval_jaxpr",
 }
 """Operations that call a function once, with their own arguments."""
 
@@ -39,6 +40,22 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
         if isinstance(value, core.Jaxpr):
             return core.ClosedJaxpr(value, [])
     return None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants a `lax.scan` has, and how many values it carries.
+
+    They are told from what it takes apart and stacks up by their dimensions, which are
+    as many inside as outside: JAX 0.12 has other names for it than JAX 0.11.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+
+    def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(o.aval.ndim == i.aval.ndim for o, i in pairs)
+
+    num_carry = whole(eqn.outvars, body.outvars)
+    return whole(eqn.invars, body.invars) - num_carry, num_carry
 
 
 def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,13 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices.jaxprs import RECOMPUTED, bound, called, evaluated
+from keras_distribute.devices.jaxprs import (
+    RECOMPUTED,
+    bound,
+    called,
+    evaluated,
+    scan_counts,
+)
 from keras_distribute.errors import ContextError
 
 Rule = Callable[[Any, Sequence[Any]], list[Any]]
@@ -71,12 +77,12 @@ def _cond(eqn: Any, given: Sequence[Any], rule: Rule) -> Sequence[Any]:
 
 def _scan(eqn: Any, given: Sequence[Any], rule: Rule) -> Sequence[Any]:
     params, body = eqn.params, _function(eqn.params["jaxpr"], rule)
-    begin = params["num_consts"]
-    end = begin + params["num_carry"]
+    begin, num_carry = scan_counts(eqn)
+    end = begin + num_carry
 
     def step(carry: Sequence[Any], row: Sequence[Any]) -> Any:
         results = body(*given[:begin], *carry, *row)
-        return results[: end - begin], results[end - begin :]
+        return results[:num_carry], results[num_carry:]
 
     last, made = lax.scan(
         step,

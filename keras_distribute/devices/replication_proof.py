@@ -17,6 +17,7 @@ from typing import Any
 
 from jax.extend import core
 
+from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import ContextError
 
@@ -115,17 +116,7 @@ def _while(params: Any, inputs: list[bool]) -> list[bool]:
 
 def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
     body = eqn.params["jaxpr"].jaxpr
-
-    def sliced(outer: Any, inner: Any) -> int:
-        """How many values the loop takes apart or stacks up: inside, these have one
-        dimension less.
-        """
-        return sum(
-            o.aval.ndim != i.aval.ndim for o, i in zip(outer, inner, strict=True)
-        )
-
-    carry_n = len(eqn.outvars) - sliced(eqn.outvars, body.outvars)
-    consts_n = len(eqn.invars) - sliced(eqn.invars, body.invars) - carry_n
+    consts_n, carry_n = jaxprs.scan_counts(eqn)
     consts, carry, xs = (
         inputs[:consts_n],
         inputs[consts_n : consts_n + carry_n],

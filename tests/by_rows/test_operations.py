@@ -71,6 +71,16 @@ def loop(w: Any, x: Any) -> Any:
     return lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))
 
 
+log2 = getattr(lax, "log2", jnp.log2)
+
+
+def polynomial(x: Any, coefficients: Any) -> Any:
+    own = getattr(lax, "polynomial", None)
+    if own is None:
+        return jnp.polyval(jnp.stack(coefficients[::-1]), x)
+    return own(x, coefficients)
+
+
 def halved(x: Any) -> Any:
     return lax.while_loop(lambda v: jnp.max(v) > 0.1, lambda v: v / 2, x)
 
@@ -124,6 +134,21 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
         (0, 0),
     ),
     "in pieces": (lambda x: jnp.split(x, 3, 1), (X,), (0,)),
+    "stacked": (lambda x, y: jnp.stack([x[:, :5], y], 1), (X, Y), (0, 0)),
+    "stacked in front": (lambda x: jnp.stack([x.T, x.T], 0), (X,), (0,)),
+    "stacked sums": (
+        lambda x, y, w: jnp.stack([x.T @ y, w], 2),
+        (X, Y, W),
+        (0, 0, None),
+    ),
+    "taken apart": (lambda x: jnp.unstack(x, axis=1), (X,), (0,)),
+    "taken apart in front": (
+        jax.grad(lambda x: jnp.sum(jnp.stack([x, x**2]) ** 3)),
+        (X,),
+        (0,),
+    ),
+    "repeated": (lambda x: jnp.tile(x, (1, 2)), (X,), (0,)),
+    "repeated in front": (lambda x: jnp.tile(x, (2, 1, 3)), (X,), (0,)),
     "filled up": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), (X,), (0,)),
     "reversed": (lambda x: x[:, ::-1], (X,), (0,)),
     "sorted": (lambda x: (jnp.sort(x, 1), jnp.argsort(x, 1)), (X,), (0,)),
@@ -240,9 +265,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
         (W, X),
         (None, 0),
     ),
+    "what only later versions of JAX have": (
+        jax.grad(lambda x: jnp.sum(polynomial(log2(x**2 + 1), (0.5, 2.0, 1.0)))),
+        (X,),
+        (0,),
+    ),
     "inverses": (
         lambda a: jnp.linalg.cholesky(a @ jnp.swapaxes(a, 1, 2) + 3 * jnp.eye(3)),
         (normal(N, 3, 3),),
+        (0,),
+    ),
+    "transforms of pieces": (
+        lambda x: jnp.abs(jax.scipy.signal.stft(x, nperseg=4)[2]),
+        (normal(N, 12),),
         (0,),
     ),
     "a transform": (lambda x: jnp.abs(jnp.fft.rfft(x)), (X,), (0,)),

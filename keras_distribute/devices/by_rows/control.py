@@ -110,7 +110,7 @@ class Control:
     def scan(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A loop of a known length."""
         params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = jaxprs.scan_counts(eqn)
         begin = values[num_consts : num_consts + num_carry]
         sliced = values[num_consts + num_carry :]
         consts = [Kind.unsummed(v) for v in values[:num_consts]]

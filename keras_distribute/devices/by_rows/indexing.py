@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from keras_distribute.devices.by_rows.lookups import RowsAdded, rows_of_part
 from keras_distribute.devices.by_rows.values import Replica, Value, refuse
+
+_BEGIN_INSIDE = {lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS}
 
 
 def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
@@ -38,10 +42,14 @@ def gather(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         arrays = [replica.whole(operand), indices.array]
         return replica.apply(eqn, arrays, batch[indices.rows])
     dim, gone = operand.rows, [*numbers.collapsed_slice_dims, *pairs]
+    # Where all rows are taken, they begin at the first, whatever the indices say.
+    is_moved = (
+        eqn.params["mode"] not in _BEGIN_INSIDE and dim in numbers.start_index_map
+    )
     refuse(
         indices.rows is not None
         or dim in gone
-        or dim in numbers.start_index_map
+        or is_moved
         or sizes[dim] != eqn.invars[0].aval.shape[dim]
     )
     kept = [d for d in range(operand.ndim) if d not in gone]

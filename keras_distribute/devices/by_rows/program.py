@@ -103,8 +103,11 @@ _RULES: dict[str, Rule] = {
     "sort": shapes.along_one_dimension("dimension"),
     "split": shapes.split,
     "squeeze": shapes.squeeze,
+    "stack": shapes.stack,
+    "tile": shapes.tile,
     "top_k": shapes.along_one_dimension("axis"),
     "transpose": shapes.transpose,
+    "unstack": shapes.unstack,
 }
 _SLICERS: dict[str, Slicer] = {
     **dict.fromkeys(elementwise.NAMES, elementwise.slicer),

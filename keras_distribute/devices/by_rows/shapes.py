@@ -119,6 +119,33 @@ def concatenate(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     return _alongside(replica, eqn, values, eqn.params["dimension"])
 
 
+def stack(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Arrays beside each other, along a new dimension."""
+    dim = common_rows(values)
+    if dim is None:
+        return _of_whole(replica, eqn, values)
+    parts = [replica.part(value, dim) for value in values]
+    return replica.apply(eqn, parts, dim + (eqn.params["axis"] <= dim))
+
+
+def unstack(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """The reverse, not of the rows."""
+    value, axis = values[0], eqn.params["axis"]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    refuse(value.rows == axis)
+    return replica.apply(eqn, [value.array], value.rows - (axis < value.rows))
+
+
+def tile(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """Copies one after the other, not of the rows."""
+    value = values[0]
+    if value.rows is None:
+        return linear(replica, eqn, values)
+    refuse(eqn.params["reps"][value.rows] != 1)
+    return replica.apply(eqn, [value.array], value.rows)
+
+
 def pad(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     """More at the ends, not of the rows."""
     value, filling = values
@@ -265,9 +292,14 @@ def _alongside(
     if dim is not None:
         refuse(dim == own)
         return replica.apply(eqn, [replica.part(v, dim) for v in values], dim)
-    joins = eqn.primitive.name == "concatenate"
-    adds = eqn.primitive.name == "cumsum"
-    if (joins or adds) and any(value.partial for value in values):
+    if eqn.primitive.name in {"concatenate", "cumsum"}:
+        return _of_whole(replica, eqn, values)
+    return replica.same(eqn, values)
+
+
+def _of_whole(replica: Replica, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """A linear operation on values that are not divided: sums stay sums."""
+    if any(value.partial for value in values):
         summands = [replica.summand(value) for value in values]
         return replica.apply(eqn, summands, partial=True)
     return replica.same(eqn, values)
