@@ -323,18 +323,24 @@ def _peak_mib(platform: str) -> float:
 
 
 def work(task: Task) -> None:
-    """Runs one round for each line that arrives; answers with milliseconds a step, the
-    peak memory so far, of a GPU its own, and the loss, which is not a number where
-    nobody says it.
+    """Runs one round for each line that arrives; answers with milliseconds a step by
+    the clock and of the processors, the peak memory so far, of a GPU its own, and the
+    loss, which is not a number where nobody says it.
     """
     round_, steps = prepared(task)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        begun, start = time.process_time(), time.perf_counter()
         loss = round_()
         elapsed = 1000 * (time.perf_counter() - start)
-        peak = _peak_mib(task.platform)
+        processors = 1000 * (time.process_time() - begun)
         is_loss = task.kind == "fit" and isinstance(loss, float)
-        print("ms", elapsed / steps, peak, loss if is_loss else math.nan, flush=True)
+        told = (
+            elapsed / steps,
+            processors / steps,
+            _peak_mib(task.platform),
+            loss if is_loss else math.nan,
+        )
+        print("ms", *told, flush=True)
     if isinstance(round_, peers.TorchDDP):
         round_.close()
 
@@ -358,6 +364,7 @@ class Contender:
 
     Attributes:
         peak_mib: The peak memory of the process; where it has GPUs, of the first.
+        processor_ms: Of each round, milliseconds of the processors a step.
         losses: Of each round.
     """
 
@@ -379,6 +386,7 @@ class Contender:
             # keras_distribute does this by itself.
             environment["NPROC"] = str(task.threads * task.devices)
         self.peak_mib = 0.0
+        self.processor_ms: list[float] = []
         self.losses: list[float] = []
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -396,7 +404,8 @@ class Contender:
         print("go", file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("ms "):
-                took, self.peak_mib, loss = map(float, line.split()[1:])
+                took, processors, self.peak_mib, loss = map(float, line.split()[1:])
+                self.processor_ms.append(processors)
                 self.losses.append(loss)
                 return took
         status = self._process.wait()
@@ -420,11 +429,14 @@ class Measured(NamedTuple):
         all_ms: Milliseconds a step of each round, but the first two.
         first_ms: Of the first round, all steps together, which compiles.
         peak_mib: The peak memory of the process; where it has GPUs, of the first.
+        processor_ms: What a step takes of the processors, the median of the rounds;
+            `None` in results from before it was measured, and of several processes.
     """
 
     all_ms: list[float]
     first_ms: float
     peak_mib: float
+    processor_ms: float | None = None
 
     @property
     def median(self) -> float:
@@ -446,10 +458,13 @@ def measure(tasks: Sequence[Task], rounds: int) -> dict[str, Measured]:
             for name, contender in contenders.items():
                 times[name].append(contender.round())
         _check_losses({name: each.losses for name, each in contenders.items()})
-        return {
-            name: Measured(times[name], first[name], contenders[name].peak_mib)
-            for name in contenders
-        }
+        found = {}
+        for name, own in contenders.items():
+            processors: float | None = statistics.median(own.processor_ms[2:])
+            if name == "torch_ddp":  # Its other processes are not counted.
+                processors = None
+            found[name] = Measured(times[name], first[name], own.peak_mib, processors)
+        return found
     finally:
         for contender in contenders.values():
             contender.close()

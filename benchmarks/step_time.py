@@ -33,8 +33,10 @@ from workloads import WORKLOADS
 NOTE = (
     "Milliseconds a step: the median of several rounds (fastest–slowest); the ratio is "
     "to the first row. The "
-    "contenders of a table are processes of the same run and take turns. The first "
-    "round compiles. The devices are "
+    "contenders of a table are processes of the same run and take turns. The "
+    "processors' milliseconds are what all threads of a process work for a step, the "
+    "median of the rounds: what is more than that by the clock is waiting, on two "
+    "cores also for each other. The first round compiles. The devices are "
     "virtual CPU devices on the same cores. In BatchNormalization, `DataParallel` uses "
     "statistics of the whole batch, "
     "keras_distribute, `tf.distribute` and the loops by hand those of each replica's "
@@ -59,6 +61,8 @@ def described(
         low, high = min(each.all_ms), max(each.all_ms)
         one = contender in ("plain", "tf_one")
         time = f"{each.median:.2f} ({low:.2f}–{high:.2f})"
+        own = each.processor_ms
+        processors = "–" if own is None else f"{own:.2f}"
         first, peak = f"{each.first_ms / 1000:.1f} s", f"{each.peak_mib:.0f} MiB"
         rows.append(
             [
@@ -66,18 +70,27 @@ def described(
                 str(1 if one else comparison.devices),
                 time,
                 f"{each.median / base:.2f} ×",
+                processors,
                 first,
                 peak,
             ]
         )
-    header = ["", "devices", "ms a step", "ratio", "first round", "peak memory"]
+    header = [
+        "",
+        "devices",
+        "ms a step",
+        "ratio",
+        "processors' ms",
+        "first round",
+        "peak memory",
+    ]
     workload = WORKLOADS[comparison.workload]
     kind = (
         "a `fit` of one batch" if comparison.kind == "call" else f"`{comparison.kind}`"
     )
     batch, devices = f"{workload.batch} rows", f"{comparison.devices} device(s)"
     title = f"### {workload.title}, {batch}, {kind}, {devices}"
-    lines = [title, "", report.table(header, rows, "lrrrrr"), ""]
+    lines = [title, "", report.table(header, rows, "lrrrrrr"), ""]
     lines += [f"- {target}" for target in targets(comparison, found)]
     lines += [
         f"- {TITLES[each]}: left out, {_why_not(each)}"
