@@ -208,15 +208,14 @@ class Packing:
         return self.form[place[0]][place[1]]
 
 
-def _used_between(state: State) -> set[Place]:
+def _used_between(state: Any) -> set[Place]:
     """The places of what Keras reads or sets between two steps: metrics, and scalars of
     an optimizer, such as its learning rate. For one of them its whole buffer would be
     taken apart, and filled again.
     """
-    names = getattr(state, "_fields", ())
     return {
         (g, i)
-        for g, (name, group) in enumerate(zip(names, state, strict=False))
+        for g, (name, group) in enumerate(state._asdict().items())
         for i, array in enumerate(group)
         if name == "metrics" or (name == "slots" and not array.shape)
     }
