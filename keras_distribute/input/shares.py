@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -83,7 +83,7 @@ class SplitLayout:
         sizes = piece_sizes(batch.rows, self._num_replicas)
         first, last = self._replicas
         ends = itertools.accumulate(sizes[first:last], initial=0)
-        return [rows_between(batch, *rows) for rows in itertools.pairwise(ends)]
+        return cut(batch, itertools.pairwise(ends))
 
     def whole(self, batch: Batch) -> Any:
         return batch.data
@@ -163,7 +163,7 @@ class _RoundReader(Reader):
             raise StopIteration
         if len(present) < len(taken):
             require_rows(present[0])
-        empty = rows_between(present[0], 0, 0)
+        [empty] = cut(present[0], [(0, 0)])
         data = [empty if batch is None else batch.data for batch in taken]
         self._rounds.append(self._begun)
         self._begun = Counter()
@@ -241,7 +241,8 @@ class _CutReader(Reader):
         start, stop = self._ends[self._cut], self._ends[self._cut + 1]
         self._cut += 1
         self._cuts[-1] += 1
-        return Batch(rows_between(self._batch, start, stop), stop - start)
+        [piece] = cut(self._batch, [(start, stop)])
+        return Batch(piece, stop - start)
 
     def _ends_in(self, rows: int) -> list[int]:
         """Where the pieces of a batch end, after a 0; some are empty. A batch that is
@@ -304,8 +305,9 @@ def require_rows(batch: Batch) -> None:
         )
 
 
-def rows_between(batch: Batch, start: int, stop: int) -> Any:
-    """Some rows of each array of a batch; every piece has its scalars.
+def cut(batch: Batch, between: Iterable[tuple[int, int]]) -> list[Any]:
+    """Pieces of a batch: of each array the rows from one number to before another;
+    every piece has the batch's scalars.
 
     Raises:
         InputError: For sparse arrays, and arrays that do not have the rows of the
@@ -328,11 +330,13 @@ def rows_between(batch: Batch, start: int, stop: int) -> Any:
             "model.fit.",
         )
 
-    def cut(component: Sequence[Any]) -> Any:
-        return component[0][start:stop] if np.ndim(component[0]) else component[0]
+    def piece(start: int, stop: int) -> Any:
+        # Keeps the order of keys; jax.tree would sort them.
+        return structures.regroup(
+            [batch.data], lambda one: one[0][start:stop] if np.ndim(one[0]) else one[0]
+        )
 
-    # Keeps the order of keys; jax.tree would sort them.
-    return structures.regroup([batch.data], cut)
+    return list(itertools.starmap(piece, between))
 
 
 def _types(leaves: list[Any]) -> str:

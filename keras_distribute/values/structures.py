@@ -61,6 +61,8 @@ def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
 
 def is_structure(value: Any) -> bool:
     """Whether a value is a container: of a dataclass, only one that holds arrays."""
+    if not _is_container(type(value)):
+        return False
     if isinstance(value, Mapping | list | tuple):
         return True
     return isinstance(_opened_one(value, None, ()), _Opened)
