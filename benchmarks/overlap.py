@@ -18,15 +18,15 @@ import os
 from typing import Any
 
 import report
+from workloads import decoder
 
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-from keras import layers
 
 import keras_distribute as kd
 
-LENGTH, WIDTH, LAYERS, VOCABULARY, ROWS = 512, 1024, 8, 16_384, 8
+LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY, ROWS = 512, 1024, 16, 8, 16_384, 8
 TOPOLOGIES = ("v5e:4x4", "v6e:4x4")
 LARGE = 2**16  # Bytes of all devices: counts and losses are exchanged, too.
 FUSED = "--xla_tpu_enable_async_collective_fusion=true"
@@ -50,25 +50,6 @@ STRATEGIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def decoder() -> keras.Model:
-    """Eight blocks of 1,024, 16 heads, 512 tokens."""
-    ids = keras.Input((LENGTH,), dtype="int32")
-    hidden = layers.Embedding(VOCABULARY, WIDTH)(ids)
-    for _ in range(LAYERS):
-        normed = layers.LayerNormalization()(hidden)
-        attended = layers.MultiHeadAttention(16, WIDTH // 16)(
-            normed, normed, use_causal_mask=True
-        )
-        hidden = layers.Add()([hidden, attended])
-        wide = layers.Dense(4 * WIDTH, activation="gelu")(
-            layers.LayerNormalization()(hidden)
-        )
-        hidden = layers.Add()([hidden, layers.Dense(WIDTH)(wide)])
-    return keras.Model(
-        ids, layers.Dense(VOCABULARY)(layers.LayerNormalization()(hidden))
-    )
-
-
 def facts_of(topology: str, options: dict[str, Any], flags: tuple[str, ...]) -> Any:
     """What one program exchanges, in MiB that a device sends by kind: all, and beside
     computation.
@@ -76,7 +57,7 @@ def facts_of(topology: str, options: dict[str, Any], flags: tuple[str, ...]) -> 
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
     strategy = kd.MirroredStrategy(["cpu:0"], communication_dtype="bfloat16", **options)
     with strategy.scope():
-        model = decoder()
+        model = decoder(LENGTH, VOCABULARY, WIDTH, HEADS, LAYERS)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss)
     chips = 16

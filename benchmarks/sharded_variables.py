@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import report
+from workloads import decoder
 
 import keras_distribute as kd
 
@@ -28,32 +29,14 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from keras import layers
 
 from keras_distribute.devices.launches import Executable
-
-
-def decoder(num_layers: int) -> keras.Model:
-    """A decoder without dropout, whose head is not tied to its embedding."""
-    ids = keras.Input((LENGTH,), dtype="int32")
-    hidden = layers.Embedding(VOCABULARY, WIDTH)(ids)
-    for _ in range(num_layers):
-        normed = layers.LayerNormalization()(hidden)
-        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
-        attended = attention(normed, normed, use_causal_mask=True)
-        hidden = layers.Add()([hidden, attended])
-        normed = layers.LayerNormalization()(hidden)
-        wide = layers.Dense(4 * WIDTH, activation="gelu")(normed)
-        hidden = layers.Add()([hidden, layers.Dense(WIDTH)(wide)])
-    return keras.Model(
-        ids, layers.Dense(VOCABULARY)(layers.LayerNormalization()(hidden))
-    )
 
 
 def compiled(num_layers: int) -> keras.Model:
     """The model, from the same seed."""
     keras.utils.set_random_seed(0)
-    model = decoder(num_layers)
+    model = decoder(LENGTH, VOCABULARY, WIDTH, HEADS, num_layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(RATE), loss)
     return model

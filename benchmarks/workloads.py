@@ -105,6 +105,26 @@ def transformer() -> Any:
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def decoder(length: int, vocabulary: int, width: int, heads: int, blocks: int) -> Any:
+    """A decoder without dropout, whose head is not tied to its embedding."""
+    import keras
+    from keras import layers
+
+    ids = keras.Input((length,), dtype="int32")
+    hidden = layers.Embedding(vocabulary, width)(ids)
+    for _ in range(blocks):
+        normed = layers.LayerNormalization()(hidden)
+        attention = layers.MultiHeadAttention(heads, width // heads)
+        attended = attention(normed, normed, use_causal_mask=True)
+        hidden = layers.Add()([hidden, attended])
+        normed = layers.LayerNormalization()(hidden)
+        wide = layers.Dense(4 * width, activation="gelu")(normed)
+        hidden = layers.Add()([hidden, layers.Dense(width)(wide)])
+    return keras.Model(
+        ids, layers.Dense(vocabulary)(layers.LayerNormalization()(hidden))
+    )
+
+
 def lstm() -> Any:
     """A recurrent layer over 50 time steps."""
     import keras

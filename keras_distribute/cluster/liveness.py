@@ -95,7 +95,7 @@ class Processes(Alone):
         self._keys = {f"{_FOLDER}/{other}": other for other in range(num_processes)}
         self.heard = Heartbeats(process, num_processes)
         # Of each process, by its number in JAX's meshes, the one that is heard of it.
-        self.started_as: Sequence[int] = range(num_processes)
+        self.heard_as: Sequence[int] = range(num_processes)
         self._awaited: int | None = None
         self._verdict: Verdict | None = None
         self._warned = self._shown = False
@@ -123,7 +123,7 @@ class Processes(Alone):
             self._programs += 1
 
     def has_ended(self, process: int) -> bool:
-        other = self.started_as[process]
+        other = self.heard_as[process]
         if not self.heard.has_ended(other):
             return False
         self._awaited = other

@@ -142,7 +142,7 @@ def _join(processes: Processes, topology: Topology, how: str) -> None:
     _agree_on_seeds()
     about = [jax.local_device_count(), topology.process_id]
     told = agreement.exchange("the start", about, count)
-    counts, processes.started_as = zip(*told, strict=True)
+    counts, processes.heard_as = zip(*told, strict=True)
     if len(set(counts)) > 1:
         raise ClusterError(
             "The processes have different numbers of devices.",

@@ -66,7 +66,7 @@ class StepPrograms:
         self._shardings, self._components = carried.shardings, carried.components
         self._groups, self._is_local = groups, carried.is_local
         self._scans: dict[Any, bool] = {}
-        self._scatters: dict[Any, bool] = {}
+        self._is_whole: dict[Any, bool] = {}  # Of uneven batches.
         self._executables: dict[Any, Executable] = {}
         self.latest: batches.Placed | None = None  # A batch, as shapes.
         labels = tuple([0] * len(group) for group in groups)
@@ -176,24 +176,35 @@ class StepPrograms:
     ) -> tuple[Any, dict[str, Any]]:
         """As `_jitted`, with all rows on each replica if the trace shows that XLA could
         not divide them.
+
+        Where rows are divided unevenly over some of the mesh's axes, and there are
+        logical devices, too, XLA adds up rows that do not exist wherever the step
+        scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
+        75 kinds of operation in such a program, those that scatter were wrong alone.
+
+        Without logical devices, XLA ends the process where it divides the indices of a
+        scatter unevenly and these have no sign, as in the gradient of a sort (a failed
+        check in `spmd_partitioner_util.h`).
         """
-        made = self._jitted(placed, size, state)
+        made = self._jitted(placed, size)
         key = form_of_batch(placed)
-        if key not in self._scatters and not _is_even(placed):
-            with launches.tracing:
-                traced = made[0].trace(state, data)
-            self._scatters[key] = _has(traced.jaxpr, _scatters_by_unsigned)
-            if self._scatters[key]:
-                return self._jitted(placed, size, state)
-        return made
+        if _is_even(placed) or key in self._is_whole:
+            return made
+        with launches.tracing:
+            traced = made[0].trace(state, data)
+        wrong = _scatters if self._mesh.logical_axes else _scatters_by_unsigned
+        self._is_whole[key] = _has(traced.jaxpr, wrong)
+        return self._jitted(placed, size) if self._is_whole[key] else made
 
     def _jitted(
-        self, placed: batches.Placed, size: int, carried: list[Any] | None = None
+        self, placed: batches.Placed, size: int
     ) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs'
         structure.
         """
-        function, outputs = self._function(placed, carried), self._outputs(placed)
+        is_whole = self._is_whole.get(form_of_batch(placed), False)
+        function = self._on_true_rows(self._step, placed, is_whole)
+        outputs = self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated
         structure, found = self._structure, dict[str, Any]()
@@ -220,10 +231,6 @@ class StepPrograms:
             ),
             found,
         )
-
-    def _function(self, placed: batches.Placed, carried: list[Any] | None) -> Step:
-        is_whole = self._is_whole(placed, carried)
-        return self._on_true_rows(self._step, placed, is_whole)
 
     def _on_true_rows(
         self, step: Step, placed: batches.Placed, is_whole: bool = False
@@ -271,26 +278,6 @@ class StepPrograms:
         is_free = _is_even(placed) and self._mesh.num_processes == 1
         return None if is_free else self._mesh.replicated
 
-    def _is_whole(self, placed: batches.Placed, carried: list[Any] | None) -> bool:
-        """Whether the step must have all rows on each replica.
-
-        Where rows are divided unevenly over some of the mesh's axes, and there are
-        logical devices, too, XLA adds up rows that do not exist wherever the step
-        scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
-        75 kinds of operation in such a program, those that scatter were wrong alone.
-
-        Without logical devices, XLA ends the process where it divides the indices of a
-        scatter unevenly and these have no sign, as in the gradient of a sort (a failed
-        check in `spmd_partitioner_util.h`). `_program` finds that.
-        """
-        if _is_even(placed):
-            return False
-        key = form_of_batch(placed)
-        if key not in self._scatters and self._mesh.logical_axes:
-            self._scatters[key] = False  # While it is traced to find out.
-            self._scatters[key] = self._has(placed, carried, "scatter")
-        return self._scatters.get(key, False)
-
     def can_scan(
         self, group: list[batches.Placed], carried: list[Any] | None = None
     ) -> bool:
@@ -299,18 +286,21 @@ class StepPrograms:
         """
         key = form_of_batch(group[0])
         if key not in self._scans:
-            on_cpu = self._mesh.platform == "cpu"
-            slow = on_cpu and self._has(group[0], carried, "conv_general_dilated")
-            self._scans[key] = not slow and not self._is_whole(group[0], carried)
+            self._scans[key] = self._is_fast_in_a_loop(group[0], carried)
         return self._scans[key]
 
-    def _has(
-        self, placed: batches.Placed, carried: list[Any] | None, primitive: str
+    def _is_fast_in_a_loop(
+        self, placed: batches.Placed, carried: list[Any] | None
     ) -> bool:
-        program, _ = self._jitted(placed, 1, carried)
+        on_cpu = self._mesh.platform == "cpu"
+        if _is_even(placed) and not on_cpu:
+            return True
+        state = carried or self._form_of_state()
+        program, _ = self._program(placed, 1, state, placed.data)
         with launches.tracing:
-            traced = program.trace(carried or self._form_of_state(), placed.data)
-        return _has(traced.jaxpr, lambda eqn: eqn.primitive.name.startswith(primitive))
+            traced = program.trace(state, placed.data)
+        convolves = on_cpu and _has(traced.jaxpr, _convolves)
+        return not convolves and not self._is_whole.get(form_of_batch(placed), False)
 
     def _form_of_state(self) -> list[Any]:
         """The arrays of the state, as shapes with their shardings."""
@@ -413,9 +403,17 @@ def _is_even(placed: batches.Placed) -> bool:
     return all(count == batches.WHOLE for count in placed.rows)
 
 
+def _convolves(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("conv_general_dilated")
+
+
+def _scatters(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("scatter")
+
+
 def _scatters_by_unsigned(eqn: Any) -> bool:
     """Whether an operation scatters to places that unsigned numbers say."""
-    if not eqn.primitive.name.startswith("scatter"):
+    if not _scatters(eqn):
         return False
     return jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.unsignedinteger)
 
