@@ -89,6 +89,7 @@ def embedding() -> Any:
 
 CASES = {
     "embedding": Case("embedding, 100,000 × 64", embedding, 1024),
+    "few": Case("embedding, 100,000 × 64, few rows", embedding, 64),
     "transformer": Case("transformer, 12 blocks", transformer, 16),
     "resnet50": Case("ResNet-50, 64 × 64", resnet50, 32),
 }

@@ -4,7 +4,8 @@ Where far fewer rows are looked up than the table has, these travel, not the tab
 one that is divided along its rows each replica finds what all of them look up, if it is
 in its part, and their sum over the replicas is parted among them; of one that is
 divided along its columns, each replica sends every other one the columns of that one's
-rows. Gradients take the same way back, and no replica has a whole one.
+rows. Gradients take the same way back, and no replica has a whole one. Of a table that
+each replica has whole, the rows of its gradient travel, too, not the gradient.
 
 The first is what GSPMD does with such an operation (Xu et al., 2021,
 https://arxiv.org/abs/2105.04663, section 4.4).
@@ -81,35 +82,41 @@ class RowsAdded:
     indices: tuple[Any, int]
     updates: tuple[Any, int]
 
-    def moved(self, replica: Replica, dim: int) -> int | None:
+    def moved(self, replica: Replica, dim: int | None) -> int | None:
         """The elements of the rows of all replicas, or of their columns of the part."""
         size = self.eqn.invars[2].aval.size
-        if self._is_along_rows(dim):
+        if dim is None or self._is_along_rows(dim):
             return size
         return None if self._window(dim) is None else size // replica.count
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
-        """This replica's part along a dimension of the sum over all replicas."""
-        numbers = self.eqn.params["dimension_numbers"]
+    def part(self, replica: Replica, dim: int | None, dtype: Any) -> Any:
+        """This replica's part along a dimension of the sum over all replicas, added in
+        a dtype; or all of it, which is what one device adds.
+        """
         shape = self.eqn.outvars[0].aval.shape
-        zeros = jnp.zeros(replica.divided_at(shape, dim), dtype)
-        if self._is_along_rows(dim):
-            is_clipped = self.eqn.params["mode"] == lax.GatherScatterMode.CLIP
-            every = replica.gathered(*self.indices)
-            places, is_own = _in_part(replica, every, shape[dim], is_clipped)
+        mode = self.eqn.params["mode"]
+        places = replica.gathered(*self.indices)
+        own, place = self.updates
+        own = replica.narrow(own)
+        if dim is None:
+            zeros = jnp.zeros(shape, self.eqn.outvars[0].aval.dtype)
+            updates = replica.gathered(own, place)
+        elif self._is_along_rows(dim):
+            zeros = jnp.zeros(replica.divided_at(shape, dim), dtype)
+            is_clipped = mode == lax.GatherScatterMode.CLIP
+            places, is_own = _in_part(replica, places, shape[dim], is_clipped)
             places = jnp.where(is_own, places, shape[dim])  # Dropped.
-            updates, place = self.updates
-            updates = replica.gathered(replica.narrow(updates), place)
+            updates = replica.gathered(own, place)
             mode = lax.GatherScatterMode.FILL_OR_DROP
         else:
-            places = replica.gathered(*self.indices)
-            updates, place = self.updates
+            zeros = jnp.zeros(replica.divided_at(shape, dim), dtype)
             window = self._window(dim)
             assert window is not None
-            updates = replica.exchanged(replica.narrow(updates), window, place)
-            mode = self.eqn.params["mode"]
-        updates = updates.astype(dtype)
-        return lax.scatter_add(zeros, places, updates, numbers, mode=mode)
+            updates = replica.exchanged(own, window, place)
+        updates = updates.astype(zeros.dtype)
+        numbers = self.eqn.params["dimension_numbers"]
+        added = lax.scatter_add(zeros, places, updates, numbers, mode=mode)
+        return added.astype(dtype)
 
     def _is_along_rows(self, dim: int) -> bool:
         numbers = self.eqn.params["dimension_numbers"]

@@ -82,16 +82,17 @@ class ProductOfRows:
     arrays: tuple[Any, Any]
     dims: tuple[int, int]
 
-    def moved(self, replica: Replica, dim: int) -> int | None:
+    def moved(self, replica: Replica, dim: int | None) -> int | None:
         """The elements of all rows on one side, and of the part's on the other."""
-        side = self._side(dim)
-        if side is None:
+        side = None if dim is None else self._side(dim)
+        if side is None:  # Or each replica would compute the whole product.
             return None
         divided, whole = self.arrays[side].size, self.arrays[1 - side].size
         return divided + whole * replica.count
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
+    def part(self, replica: Replica, dim: int | None, dtype: Any) -> Any:
         """This replica's part along a dimension of the product of all rows."""
+        assert dim is not None
         side = self._side(dim)
         assert side is not None
         other, split = 1 - side, free_at(self.eqn, side, dim)

@@ -156,13 +156,17 @@ class InParts(NamedTuple):
         outputs: The dimension that is divided, by the place among the outputs.
         scatter: From what a replica gives to a sum, and a dimension, to its part of
             the sum along it.
-        dtype: In which a gradient travels; `None` for its own.
     """
 
     inputs: Collection[int] = ()
     outputs: Mapping[int, int] = {}
     scatter: Scatter | None = None
-    dtype: Any = None
+
+
+Total = Callable[[Any, Callable[[], Any] | None], Any]
+"""The sum over the replicas of what each gives; or of the rows that it was made of,
+where what makes that is given, since these are less to move.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +186,11 @@ def of_one_replica(
     program: core.ClosedJaxpr,
     rows: Sequence[int | None],
     replicas: int,
-    sums: dict[str, Callable[[Any], Any]] | None = None,
+    sums: dict[str, Total] | None = None,
     watch: Watch | None = None,
     kept: Kept | None = None,
     in_parts: InParts | None = None,
+    dtype: Any = None,
 ) -> OneReplica:
     """The program of each replica's rows.
 
@@ -199,6 +204,7 @@ def of_one_replica(
         watch: Sees what is summed so; its results follow the program's own.
         kept: What is a sum over the replicas of which each keeps its part.
         in_parts: State of which each keeps a part.
+        dtype: In which gradients and their rows travel; `None` for their own.
 
     Raises:
         MixedRows: Where a rule is missing.
@@ -213,7 +219,7 @@ def of_one_replica(
     evaluation = _Evaluation(sums or {}, watch)
 
     def one_replica(*arrays: Any) -> list[Any]:
-        replica = Replica(replicas, count, _SLICERS, state.scatter, state.dtype)
+        replica = Replica(replicas, count, _SLICERS, state.scatter, dtype)
         values = list(map(Value, arrays, rows))
         for i in state.inputs:
             values[i].of_state = True
@@ -253,9 +259,7 @@ class _Evaluation:
         watch: Sees what is summed so.
     """
 
-    def __init__(
-        self, sums: dict[str, Callable[[Any], Any]], watch: Watch | None
-    ) -> None:
+    def __init__(self, sums: dict[str, Total], watch: Watch | None) -> None:
         self._sums, self._watch = sums, watch
         control = Control(self.run)
         self._rules: dict[str, Rule] = {
@@ -331,10 +335,12 @@ class _Evaluation:
         total = self._sums.get(kind)
         (value,) = values
         if total is not None and value.partial:
-            own = value.array
+            own, of_rows = value.array, replica.sum_of_rows(value, None)
             if self._watch is not None and not replica.in_loop:
                 own = self._watch.passed(name, own)
-            value.total = Value(total(own))
+            if own is not value.array:  # The watch has changed it.
+                of_rows = None
+            value.total = Value(total(own, of_rows))
             value = value.total
         return replica.apply(eqn, [value.array], value.rows, value.partial)
 

@@ -94,14 +94,17 @@ class Transposed:
     total: SumOverRows
     order: Sequence[int]
 
-    def moved(self, replica: Replica, dim: int) -> int | None:
+    def moved(self, replica: Replica, dim: int | None) -> int | None:
         """The elements that a replica has to be given for its part."""
-        return self.total.moved(replica, self.order[dim])
+        return self.total.moved(replica, self._before(dim))
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
+    def part(self, replica: Replica, dim: int | None, dtype: Any) -> Any:
         """This replica's part along a dimension."""
-        part = self.total.part(replica, self.order[dim], dtype)
+        part = self.total.part(replica, self._before(dim), dtype)
         return jnp.transpose(part, self.order)
+
+    def _before(self, dim: int | None) -> int | None:
+        return None if dim is None else self.order[dim]
 
 
 def squeeze(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:

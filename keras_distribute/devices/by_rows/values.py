@@ -21,6 +21,11 @@ from keras_distribute.devices.axes import REPLICA_AXIS
 SMALL = 1 << 16
 """The elements of a value up to which it is gathered where an operation mixes rows."""
 
+LARGE = 1 << 18
+"""The elements that are to be saved where the rows of a whole sum travel in its place:
+they are gathered by two operations, while sums of other values go together.
+"""
+
 _SHARDINGS = ("sharding", "out_sharding")
 _ADDITIONS = ("add", "add_any")
 _DEPTH = 100  # Of operations that are made anew to have a part of their result.
@@ -52,14 +57,14 @@ class MixedRows(Exception):
 class SumOverRows(Protocol):
     """A sum over rows of which a replica can make its part from the rows of all."""
 
-    def moved(self, replica: Replica, dim: int) -> int | None:
-        """The elements that a replica has to be given for its part along a dimension;
-        `None` where it cannot be made so.
+    def moved(self, replica: Replica, dim: int | None) -> int | None:
+        """The elements that a replica has to be given for its part along a dimension,
+        or for all of it; `None` where it cannot be made so.
         """
         ...
 
-    def part(self, replica: Replica, dim: int, dtype: Any) -> Any:
-        """This replica's part along a dimension."""
+    def part(self, replica: Replica, dim: int | None, dtype: Any) -> Any:
+        """This replica's part along a dimension, or all of it."""
         ...
 
 
@@ -254,10 +259,12 @@ class Replica:
                 return value
             value = Value(self.whole(value))
         if value.partial or _adds_parts(value):
-            part = self._sum_of_rows(value, dim)
-            if part is None:
+            part_of_rows = self.sum_of_rows(value, dim)
+            if part_of_rows is None:
                 own = self.addend(value)
                 part = self.scattered(self.narrow(own), dim).astype(own.dtype)
+            else:
+                part = part_of_rows()
             return Value(part, dim, of_state=True)
         return Value(self.part(value, dim), dim, of_state=True)
 
@@ -268,7 +275,8 @@ class Replica:
 
     def narrow(self, own: Any) -> Any:
         """What is to be summed, in the dtype in which it travels."""
-        return own if self._dtype is None else own.astype(self._dtype)
+        is_wide = jnp.issubdtype(own.dtype, jnp.floating) and own.dtype.itemsize > 2
+        return own.astype(self._dtype) if self._dtype is not None and is_wide else own
 
     def gathered(self, array: Any, dim: int) -> Any:
         """The parts of all replicas along a dimension."""
@@ -332,17 +340,23 @@ class Replica:
                     pass
         return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
 
-    def _sum_of_rows(self, value: Value, dim: int) -> Any | None:
-        """This replica's part of a sum over rows, where these are less to move than the
-        sum itself.
+    def sum_of_rows(self, value: Value, dim: int | None) -> Callable[[], Any] | None:
+        """What makes this replica's part of a sum over rows, or all of it, where these
+        are less to move than the sum itself.
         """
         moved = [each.moved(self, dim) for each in value.over_rows]
         if not moved or any(elements is None for elements in moved):
             return None
-        if not are_few(sum(filter(None, moved)), value.array.size):
+        few, size = sum(filter(None, moved)), value.array.size
+        if not are_few(few, size) or (dim is None and size - few < LARGE):
             return None
-        parts = [each.part(self, dim, value.array.dtype) for each in value.over_rows]
-        return functools.reduce(operator.add, parts)
+
+        def summed() -> Any:
+            dtype = value.array.dtype
+            parts = [each.part(self, dim, dtype) for each in value.over_rows]
+            return functools.reduce(operator.add, parts)
+
+        return summed
 
 
 def _terms(value: Value) -> list[Value]:

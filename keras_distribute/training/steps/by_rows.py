@@ -131,14 +131,16 @@ def _of_one_replica(
         strategy.placement.communication_dtype,
     )
 
-    def sum_of_gradient(own: Any) -> Any:
+    def sum_of_gradient(own: Any, of_rows: Callable[[], Any] | None) -> Any:
+        if of_rows is not None and type(ops) is reductions.NcclAllReduce:
+            return of_rows()  # Another one may add as its user wants.
         return reductions.sum_gradients(ops, [own], dtype)[0]
 
     mesh, named = strategy.replica_mesh, {GRADIENT: sum_of_gradient}
     try:
         with mesh.tracing():
             own = program.of_one_replica(
-                over_all, rows, mesh.num_replicas, named, watch, kept, in_parts
+                over_all, rows, mesh.num_replicas, named, watch, kept, in_parts, dtype
             )
     except program.MixedRows as mixed:
         told(mixed)

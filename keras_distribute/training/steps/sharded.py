@@ -46,7 +46,7 @@ class DividedState:
     """
 
     def __init__(self, strategy: Strategy, groups: Sequence[Sequence[Any]]) -> None:
-        self._mesh, self._placement = strategy.replica_mesh, strategy.placement
+        self._mesh = strategy.replica_mesh
         places = set(state_shardings.divided_places(groups))
         each = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
         self.axes = [
@@ -96,7 +96,6 @@ class DividedState:
             [i for i, _ in divided],
             {outputs[i]: axis for i, axis in divided if i < len(outputs)},
             functools.partial(summed_part, mesh=self._mesh),
-            self._placement.communication_dtype,
         )
 
 
