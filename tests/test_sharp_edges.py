@@ -109,6 +109,54 @@ def test_variables_made_at_each_call_are_refused(strategy, make):
         strategy.run(make, (X,))
 
 
+def test_a_model_that_is_loaded_at_each_call_is_refused(strategy, tmp_path):
+    path = str(tmp_path / "model.keras")
+    keras.Sequential([keras.Input((X.shape[-1],)), layers.Dense(1)]).save(path)
+    with pytest.raises(
+        errors.VariableScopeError, match=r"each time it is called(.|\n)*is loaded there"
+    ):
+        strategy.run(lambda x: keras.saving.load_model(path)(x), (X,))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Nadam"])
+def test_optimizers_that_are_not_built_make_numbers_in_run(name):
+    """Their variables begin with values, not with initializers."""
+    found = []
+    for strategy in (mirrored(2), kd.get_strategy()):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+            optimizer = getattr(keras.optimizers, name)(0.01)
+
+        def step(x, model=model, optimizer=optimizer):
+            weights = model.trainable_variables
+            loss = lambda: keras.ops.mean(model(x) ** 2)  # noqa: E731
+            _, gradients = kd.value_and_grad(loss, weights)()
+            count = kd.get_strategy().num_replicas_in_sync
+            optimizer.apply([g / count for g in gradients], weights)
+
+        x = np.arange(12, dtype="float32").reshape(4, 3)
+        data = strategy.experimental_distribute_dataset(kd.ArrayDataset(x, 4))
+        for _ in range(3):
+            for batch in data:
+                strategy.run(step, (batch,))
+        found.append(model.get_weights())
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sum_of_a_number_that_each_replica_returns(strategy):
+    number = strategy.run(lambda x: x.shape[0], (X,))
+    assert number == X.shape[0]
+    with pytest.raises(
+        errors.ValueStructureError, match=r"convert_to_tensor\(x.shape\[0\]\)"
+    ):
+        strategy.reduce("SUM", number, axis=None)
+    rows = strategy.run(lambda x: keras.ops.convert_to_tensor(x.shape[0]), (X,))
+    total = strategy.num_replicas_in_sync * X.shape[0]
+    assert int(strategy.reduce("SUM", rows, axis=None)) == total
+
+
 def test_communication_that_only_some_replicas_would_reach_is_refused(strategy):
     def in_condition():
         context = kd.get_replica_context()

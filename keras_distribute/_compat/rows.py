@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import keras
 from keras import Layer, Sequential, StatelessScope
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
-from keras.utils import unpack_x_y_sample_weight
+from keras.utils import is_keras_tensor, unpack_x_y_sample_weight
 
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.names import BaseTrainer, JAXTrainer
@@ -41,6 +42,10 @@ _ROW_WISE = tuple(
         "reshaping",
         "rnn",
     )
+)
+_OVER_LAST_AXIS = (
+    "keras.src.layers.activations.",
+    "keras.src.layers.normalization.",
 )
 _ELEMENTWISE = {
     "Absolute",
@@ -90,14 +95,57 @@ def what_may_mix_rows(trainer: Any) -> Any | None:
 
 
 def _is_elementwise(operation: Any) -> bool:
-    """Whether it is what Keras makes of `x + y`, of tensors of one rank."""
+    """Whether it is what Keras makes of `x + y`, of tensors of one rank, and of arrays
+    that are the same for all rows.
+    """
     kind = type(operation)
     if kind.__module__ != "keras.src.ops.numpy" or kind.__name__ not in _ELEMENTWISE:
         return False
     return all(
         len({tensor.ndim for tensor in [*node.input_tensors, *node.outputs]}) == 1
+        and all(
+            array.ndim < node.outputs[0].ndim or array.shape[0] == 1
+            for array in _arrays_given(node)
+        )
         for node in operation._inbound_nodes
     )
+
+
+def _arrays_given(node: Any) -> list[Any]:
+    """The arrays among the arguments of a call in a functional model: what is there
+    from the beginning, for a batch of that size.
+    """
+    given = [node.arguments.args, node.arguments.kwargs]
+    leaves = jax.tree.leaves(given, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    return [
+        leaf
+        for leaf in leaves
+        if hasattr(leaf, "shape") and len(leaf.shape) and not is_keras_tensor(leaf)
+    ]
+
+
+def _is_of_rows(layer: Any) -> bool:
+    """Whether a layer is called with an array that may have the batch's rows, or with
+    one number for each row, whose last axis is that of the rows.
+    """
+    acts = type(layer).__module__.startswith(_OVER_LAST_AXIS)
+    return any(
+        any(array.shape[0] != 1 for array in _arrays_given(node))
+        or (acts and any(tensor.ndim < 2 for tensor in node.input_tensors))
+        for node in layer._inbound_nodes
+    )
+
+
+def _permutes_rows(layer: Any) -> bool:
+    """Whether an `EinsumDense` does anything with the axis of rows but to keep it."""
+    equation = getattr(layer, "equation", None)
+    if not isinstance(equation, str):
+        return False
+    given, out = equation.replace(" ", "").split("->")
+    x, kernel = given.split(",")
+    if x.startswith("..."):
+        return not out.startswith("...")
+    return x[:1] != out[:1] or x[0] in kernel
 
 
 def _may_mix(layer: Any) -> bool:
@@ -113,7 +161,7 @@ def _may_mix(layer: Any) -> bool:
     )
     axes = [
         axis
-        for name in ("axis", "axes")
+        for name in ("axis", "axes", "_attention_axes")
         for axis in _numbers(getattr(layer, name, None))
     ]
     noise = getattr(layer, "noise_shape", None)
@@ -128,6 +176,8 @@ def _may_mix(layer: Any) -> bool:
         or any(axis == 0 or axis < -1 for axis in axes)
         or fixed
         or replaced
+        or _is_of_rows(layer)
+        or _permutes_rows(layer)
     )
 
 

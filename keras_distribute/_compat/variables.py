@@ -13,7 +13,8 @@
 - `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their
   name.
 - A variable of a given value is refused in a stateless scope; where a model is made
-  from shapes alone (`initialized_later`), it gets a function that returns the value.
+  from shapes alone, and where an optimizer is built in `run` (`initialized_later`), it
+  gets a function that returns the value.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -24,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
+import jax
 from keras import Layer, StatelessScope, Variable, ops
 from keras.optimizers import Optimizer
 from keras.src.backend.common import global_state
@@ -156,7 +158,8 @@ def _with_function(named: dict[str, Any]) -> dict[str, Any]:
     given = named["initializer"]
     if callable(given) or isinstance(given, str):
         return named
-    value: Any = ops.convert_to_tensor(given, named.get("dtype"))
+    with jax.ensure_compile_time_eval():  # Of a number, no tracer.
+        value: Any = ops.convert_to_tensor(given, named.get("dtype"))
 
     def returning(shape: Any, dtype: Any = None) -> Any:
         return ops.convert_to_tensor(value, dtype)

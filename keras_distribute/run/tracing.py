@@ -36,6 +36,9 @@ from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.values.trace_exchange import BrokenOff, RaggedTrace, Told
 from keras_distribute.variables import DistributedVariable
 
+# That find variables which the one before had not: usually one or two.
+_MOST_TRACES = 8
+
 
 def traced(
     strategy: AnyStrategy,
@@ -57,7 +60,7 @@ def traced(
         ValueStructureError: Where replicas with other shapes do something that is not
             one program.
     """
-    variables, created = list(guess), list[Any]()
+    variables, created, found = list(guess), list[Any](), 0
     told = Told(strategy.num_replicas_in_sync)
     while True:
         new: dict[int, Any] = {}
@@ -83,6 +86,9 @@ def traced(
             return (
                 traces[0] if len(traces) == 1 else joined(traces, variables)
             ), variables
+        found += bool(new)
+        if found > _MOST_TRACES:  # A model that it loads has its values at once.
+            raise _creating_error(list(new.values()))
         variables = [*variables, *new.values()]
 
 
@@ -269,7 +275,8 @@ def _creating_error(variables: list[Any]) -> VariableScopeError:
     return VariableScopeError(
         "The function given to strategy.run creates variables each time it is "
         f"called:\n    {names}",
-        received="a layer, metric or seed generator that is made inside the function.",
+        received="a layer, metric or seed generator that is made inside the function, "
+        "or a model that is loaded there.",
         fix="make it once, inside `with strategy.scope():`, and use it in the "
         "function.",
     )

@@ -29,7 +29,11 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
-from keras_distribute.scheduling.programs import Traced, traced
+from keras_distribute.scheduling.programs import (
+    Traced,
+    is_sum_of_replicas,
+    traced,
+)
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
 from keras_distribute.scheduling.served import Partitioner, Served
@@ -174,8 +178,7 @@ class Cluster:
         if self.served.place_of(variable) is not None:
             return True
         floating = jax.numpy.issubdtype(variable._dtype, jax.numpy.floating)
-        is_sum = (variable.synchronization, variable.aggregation) == ("on_read", "sum")
-        return bool(floating) and not is_sum
+        return bool(floating) and not is_sum_of_replicas(variable)
 
     def program(
         self,
@@ -335,11 +338,12 @@ class Cluster:
                 self.kept.add(variable, change)
 
     def _finish(self, program: Traced, changes: Sequence[Any]) -> None:
-        for (kind, variable), change in zip(program.changes, changes, strict=True):
-            if kind is Change.SET:
-                self.kept.set(variable, change)
-            else:
-                self.kept.add(variable, change)
+        with self.kept.lock:  # Who looks sees all of a step, or nothing.
+            for (kind, variable), change in zip(program.changes, changes, strict=True):
+                if kind is Change.SET:
+                    self.kept.set(variable, change)
+                else:
+                    self.kept.add(variable, change)
 
     def dataset(self, pickled: Any, element: Any) -> PerWorkerDataset:
         """A dataset on each worker.

@@ -327,10 +327,14 @@ class _Made:
                 # The last one counts, of those that several workers make at once.
                 pushed.append((Change.SET if kind is Change.OTHER else kind, i))
                 continue
-            if kind in (Change.MOVED, Change.OTHER):
+            is_metric = is_sum_of_replicas(variable)
+            is_latest = kind is Change.SET and is_metric
+            if is_latest or kind in (Change.MOVED, Change.OTHER):
                 ordered.append(variable)
                 kind = Change.SET
-            if kind is Change.ADDED:
+            # What is always added to a seed is added when a step is scheduled; to a
+            # metric's count with its total, when the step is done.
+            if kind is Change.ADDED and not is_metric:
                 constant = added_constant(self._program, places[i], outputs[i])
             if constant is None:
                 changed.append((kind, i))
@@ -382,6 +386,11 @@ class _Made:
         others = [made[self._first + i] for kind, i in changes if kind != Change.ADDED]
         _, needed = part_of(self._program, [*made[: self._first], *others])
         return not set(sums).isdisjoint(needed)
+
+
+def is_sum_of_replicas(variable: Any) -> bool:
+    """Whether a variable is one of those to which each replica adds, as a metric's."""
+    return (variable.synchronization, variable.aggregation) == ("on_read", "sum")
 
 
 def _looked_up(

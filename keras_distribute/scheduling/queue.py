@@ -97,6 +97,7 @@ class Queue:
         """Adds one; waits while there are too many.
 
         Raises:
+            UnavailableError: Where the strategy is closed.
             Exception: The first error of those before.
         """
         with self._condition.lock:
@@ -105,6 +106,7 @@ class Queue:
                 lambda: len(self._waiting) < _MOST or self._error is not None
             )
             self.raise_error()
+            self._check_open()
             self._unfinished[closure.number] = closure
             self._waiting.append(closure)
         for wake in self._wake:
@@ -201,6 +203,7 @@ class Queue:
             Whether that came within `timeout` seconds.
 
         Raises:
+            UnavailableError: Where the strategy is closed, and nobody works any more.
             Exception: The first error of any closure, when nothing runs any more.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -209,11 +212,20 @@ class Queue:
                 self.raise_error()
                 if ready():
                     return True
+                self._check_open()
                 left = 30.0 if end is None else min(30.0, end - time.monotonic())
                 if left <= 0:
                     return False
                 if not self._condition.wait(left) and left == 30.0:
                     remind()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise UnavailableError(
+                "The strategy was closed: its workers and servers are gone.",
+                received="a function for them after that.",
+                fix="train, predict and save before strategy.close().",
+            )
 
     def notify(self) -> None:
         """Lets who waits look again."""

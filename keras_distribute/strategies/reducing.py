@@ -51,8 +51,9 @@ def reduce_one(
             "The sum of a value that is the same on every replica is not defined.",
             received=f"{leaf!r} in the cross-replica context of "
             f"{strategy.num_replicas_in_sync} replicas.",
-            fix="pass a result of strategy.run, or multiply: value * "
-            'strategy.num_replicas_in_sync; "MEAN" works.',
+            fix="of a number that a replica counts, as of its rows, return an array: "
+            "keras.ops.convert_to_tensor(x.shape[0]); of one that is meant to be the "
+            'same, multiply: value * strategy.num_replicas_in_sync; "MEAN" works.',
         )
     return jnp.sum(array, axes)
 

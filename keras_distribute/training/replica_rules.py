@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
+from keras_distribute._compat.variables import initialized_later
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.by_rows.program import ADDEND
 from keras_distribute.devices.mesh import REPLICA_AXIS
@@ -66,7 +67,8 @@ def apply_gradients(
             return _accumulate_in_fit(optimizer, grads, targets, original)
         with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
-    compat.build(optimizer, variables)
+    with initialized_later():  # Nadam and Adafactor give values.
+        compat.build(optimizer, variables)
     targets = (
         list(variables) if variables is not None else compat.built_variables(optimizer)
     )

@@ -50,7 +50,6 @@ def tied(table: Any, ids: Any) -> Any:
     return jnp.sin(found @ table[:, :64].T)
 
 
-
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
     "rows": (looked_up, (ROWS, WIDTH), IDS),
     "indices outside": (looked_up, (ROWS, WIDTH), OUTSIDE),

@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 import keras_distribute as kd
 from keras_distribute.callbacks import same_bits
@@ -184,6 +185,84 @@ def test_the_numbers_are_those_of_one_device(name):
         found.append([evaluated, *[v.numpy() for v in model.trainable_variables]])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def softmax_of_rows():
+    reshaped = [layers.Flatten(), layers.Dense(1), layers.Reshape(())]
+    return keras.Sequential([keras.Input((3, 8)), *reshaped, layers.Softmax()])
+
+
+def activation_of_rows():
+    reshaped = [layers.Flatten(), layers.Dense(1), layers.Reshape(())]
+    act = layers.Activation("softmax")
+    return keras.Sequential([keras.Input((3, 8)), *reshaped, act])
+
+
+def attention_over_rows():
+    x = keras.Input((3, 8))
+    attend = layers.MultiHeadAttention(2, 4, attention_axes=(0,), dropout=0.1)
+    return keras.Model(x, attend(x, x))
+
+
+def constant_of_rows():
+    x = keras.Input(batch_shape=(16, 3, 8))
+    return keras.Model(x, x * np.linspace(0, 1, 16, dtype="float32")[:, None, None])
+
+
+def initial_state_of_rows():
+    x, state = keras.Input((3, 8)), np.ones((16, 2), "float32")
+    return keras.Model(x, layers.LSTM(2)(x, initial_state=[state, state]))
+
+
+def mask_of_rows():
+    x, mask = keras.Input((3, 8)), np.tril(np.ones((16, 3, 3), bool))
+    return keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x, attention_mask=mask))
+
+
+def products_of_rows():
+    x = keras.Input(batch_shape=(8, 8))
+    return keras.Model(x, layers.EinsumDense("ab,bc->ca", (8,))(x))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        softmax_of_rows,
+        activation_of_rows,
+        attention_over_rows,
+        constant_of_rows,
+        initial_state_of_rows,
+        mask_of_rows,
+        products_of_rows,
+    ],
+    ids=lambda build: build.__name__,
+)
+def test_built_in_layers_that_mix_rows_see_all_of_them(build):
+    shape = (8, 8) if build is products_of_rows else (16, 3, 8)
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    found = []
+    for strategy in (deterministic(2), kd.get_strategy()):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = build()
+            model.compile("sgd", "mse")
+        predicted = model.predict(x, batch_size=16, verbose=0)
+        y = np.zeros_like(predicted)
+        loss = model.evaluate(x, y, batch_size=len(y), verbose=0)
+        found.append((predicted, loss))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("equation", ["abc,cd->abd", "...x,xy->...y", "ab,bc->ac"])
+def test_products_of_each_row_are_made_row_by_row(equation):
+    shape, rank = {"abc,cd->abd": ((None, 4), 3)}.get(equation, (4, 2))
+    strategy = deterministic(2)
+    with strategy.scope():
+        inside = [keras.Input((2, 3) if rank == 3 else (3,))]
+        model = keras.Sequential([*inside, layers.EinsumDense(equation, shape)])
+        model.compile("sgd", "mse")
+    assert "one replica's rows after the other's" in str(plan_of(model, strategy))
 
 
 def test_the_plan_says_what_each_device_computes():

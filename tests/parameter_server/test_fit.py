@@ -2,6 +2,7 @@
 with several each batch once.
 """
 
+import time
 from typing import Any
 
 import keras
@@ -213,6 +214,83 @@ def test_a_metric_that_is_no_sum(strategy):
     with pytest.raises(kd.errors.StructureTypeError, match=r"largest/value(.|\n)*Fix"):
         model.fit(x, x, batch_size=7, verbose=0)
     assert model.evaluate(x, x, batch_size=7, verbose=0)[1] == 29.0
+
+
+class Latest(keras.metrics.Metric):
+    """A metric of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__(name="latest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.mean(y_true))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+def test_a_metric_of_the_last_batch(strategy):
+    """Which is not that of the worker that comes last."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Latest()])
+    x = np.arange(32.0, dtype="float32")[:, None]
+    with pytest.raises(kd.errors.StructureTypeError, match=r"latest/value(.|\n)*Fix"):
+        model.fit(x, x, batch_size=8, verbose=0)
+    assert model.evaluate(x, x, batch_size=8, verbose=0)[1] == 27.5
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_logs_of_a_batch_are_those_of_whole_steps(make, num_workers):
+    """Every loss is 1: so is the mean of any steps, but of none."""
+    with make(num_workers).scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    seen = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            time.sleep(0.11)  # Logs are ten times a second new.
+            assert logs is not None
+            seen.append((float(logs["loss"]), float(logs["mae"])))
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert logs is not None
+            seen.append((float(logs["loss"]), float(logs["mae"])))
+
+    x, y = np.ones((40, 4)), np.ones(40)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[Notes()])
+    assert len(seen) == 10
+    model.evaluate(x, y, batch_size=4, verbose=0, callbacks=[Notes()])
+    assert set(seen) <= {(0.0, 0.0), (1.0, 1.0)}
+    assert seen[9] == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "schedule", "join"])
+def test_nothing_waits_for_a_strategy_that_is_closed(make, method):
+    strategy = make()
+    coordinator = kd.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 1), "float32")
+    model.fit(x, x, verbose=0)
+    strategy.close()
+    if method == "join":
+        assert coordinator.done()
+        coordinator.join()  # There is nothing to wait for.
+        return
+    calls = {
+        "fit": lambda: model.fit(x, x, verbose=0),
+        "evaluate": lambda: model.evaluate(x, x, verbose=0),
+        "predict": lambda: model.predict(x, verbose=0),
+        "schedule": lambda: coordinator.schedule(lambda: keras.ops.ones(2)),
+    }
+    with pytest.raises(kd.errors.UnavailableError, match=r"closed(.|\n)*before strat"):
+        calls[method]()
 
 
 def test_a_metric_that_is_no_sum_with_one_worker(one_worker):

@@ -201,7 +201,8 @@ class Logs(dict[str, Any]):
             return self
         is_late = time.monotonic() - self._time > _SECONDS_BETWEEN_LOGS
         if is_late or not self._strategy.cluster.queue.num_pending:
-            found = self._trainer.get_metrics_result()
+            with self._strategy.cluster.kept.lock:  # All of them at one moment.
+                found = self._trainer.get_metrics_result()
             wanted = found if self._metrics is None else self._metrics
             self.update({name: found[name] for name in wanted})
             self._time = time.monotonic()

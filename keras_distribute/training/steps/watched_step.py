@@ -104,7 +104,8 @@ class WatchedStep:
                 "A bit flips in what a replica gives to a gradient, before the sum.",
                 "a step over the global batch, which has no such parts: of a single "
                 "replica, of rows that do not divide, or for the reason that "
-                "strategy.summary(model) tells.",
+                "strategy.summary(model) tells; or one of deterministic=True, whose "
+                "sums are no single operation.",
             )
         return (logs.logs if isinstance(logs, Watched) else logs), state
 
