@@ -19,6 +19,10 @@ from keras import Variable, name_scope, optimizers
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from keras_distribute._compat.seams import Replacements, check
+from keras_distribute._compat.variables import (
+    initialized_later,
+    takes_gradient_as_value,
+)
 
 check(
     Optimizer,
@@ -85,16 +89,10 @@ def install(
 def build(optimizer: Any, variables: list[Any] | None) -> None:
     """Creates the optimizer's variables, as its own first `apply` would."""
     if not optimizer.built and variables is not None:
-        with name_scope(optimizer.name, caller=optimizer):
+        # Nadam and Adafactor make variables of given values.
+        with name_scope(optimizer.name, caller=optimizer), initialized_later():
             optimizer.build(list(variables))
         optimizer.built = True
-
-
-def takes_gradient_as_value(variable: Any) -> bool:
-    """Whether an optimizer assigns a variable its gradient: what quantization to float8
-    keeps, of which the gradient is the new value.
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def is_loss_scaling(optimizer: Any) -> bool:

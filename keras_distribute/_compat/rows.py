@@ -20,6 +20,7 @@ from keras.utils import is_keras_tensor, unpack_x_y_sample_weight
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.names import BaseTrainer, JAXTrainer
 from keras_distribute._compat.seams import check
+from keras_distribute._compat.variables import takes_gradient_as_value
 
 __all__ = ["get_keras_mask", "set_keras_mask", "unpack_x_y_sample_weight"]
 
@@ -168,7 +169,7 @@ def _may_mix(layer: Any) -> bool:
     fixed = noise is not None and noise[0] is not None
     replaced = "call" in vars(layer)
     # Scales of float8: their "gradient" is the largest value of all rows, no sum.
-    scales = map(compat_optimizer.takes_gradient_as_value, layer.trainable_variables)
+    scales = map(takes_gradient_as_value, layer.trainable_variables)
     return (
         getattr(layer, "stateful", False)
         or own

@@ -13,8 +13,8 @@
 - `Optimizer.add_variable_from_reference`: gradient accumulators have no mark but their
   name.
 - A variable of a given value is refused in a stateless scope; where a model is made
-  from shapes alone, and where an optimizer is built in `run` (`initialized_later`), it
-  gets a function that returns the value.
+  from shapes alone, and where an optimizer is built (`initialized_later`), it gets a
+  function that returns the value.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -36,7 +36,6 @@ from keras.src.backend.common.stateless_scope import (
 from keras.src.backend.common.variables import shape_equal
 from keras.src.utils.naming import auto_name
 
-from keras_distribute._compat.optimizer import takes_gradient_as_value
 from keras_distribute._compat.seams import Replacements, check
 
 __all__ = [
@@ -113,11 +112,19 @@ def initialized_later() -> Generator[None]:
     """In the `with` block, a variable of a given value may wait for it, like one of an
     initializer.
     """
+    outer = global_state.get_global_attribute(_INITIALIZED_LATER)
     global_state.set_global_attribute(_INITIALIZED_LATER, True)
     try:
         yield
     finally:
-        global_state.set_global_attribute(_INITIALIZED_LATER, None)
+        global_state.set_global_attribute(_INITIALIZED_LATER, outer)
+
+
+def takes_gradient_as_value(variable: Any) -> bool:
+    """Whether an optimizer assigns a variable its gradient: what quantization to float8
+    keeps, of which the gradient is the new value.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def is_layer_state() -> bool:

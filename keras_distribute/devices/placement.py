@@ -148,3 +148,13 @@ class Placement:
         """Warns of layouts that no variable of a model has."""
         if self.layouts is not None:
             self.layouts.warn_of_unused(paths)
+
+
+def narrowed(value: Any, dtype: Any) -> Any:
+    """A value in the dtype in which it travels, where it is a wider float.
+
+    Args:
+        dtype: `Placement.communication_dtype`.
+    """
+    is_wider = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 2
+    return value.astype(dtype) if dtype is not None and is_wider else value

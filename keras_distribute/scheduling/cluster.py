@@ -29,11 +29,7 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
-from keras_distribute.scheduling.programs import (
-    Traced,
-    is_sum_of_replicas,
-    traced,
-)
+from keras_distribute.scheduling.programs import Traced, is_sum_of_replicas, traced
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.rounds import GroupSlots
 from keras_distribute.scheduling.served import Partitioner, Served

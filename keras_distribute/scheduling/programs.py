@@ -82,7 +82,8 @@ class Traced:
             what is pushed.
         pushed: The variables on servers that are added to or set, in order.
         changes: The variables of the coordinator that are, last among the outputs.
-        constants: Variables of the coordinator to which always the same is added.
+        constants: Variables of the coordinator, but for metrics', to which always the
+            same is added.
         ordered: Variables that a worker cannot change without knowing all that others
             did before.
     """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
+from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.remote.frames import Header
 from keras_distribute.scheduling.served import Part, Place, Served
@@ -79,7 +80,7 @@ class Updates:
     def gradient_dtype(self, weight: Any) -> str:
         """In which dtype the gradient of a weight travels."""
         own, narrow = str(weight._dtype), self._communication_dtype
-        if compat.takes_gradient_as_value(weight):
+        if takes_gradient_as_value(weight):
             return own
         is_wider = narrow and jnp.dtype(own).itemsize > jnp.dtype(narrow).itemsize
         return narrow if narrow and is_wider else own

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
-from keras_distribute._compat.variables import initialized_later
+from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.by_rows.program import ADDEND
 from keras_distribute.devices.mesh import REPLICA_AXIS
@@ -67,8 +67,7 @@ def apply_gradients(
             return _accumulate_in_fit(optimizer, grads, targets, original)
         with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
-    with initialized_later():  # Nadam and Adafactor give values.
-        compat.build(optimizer, variables)
+    compat.build(optimizer, variables)
     targets = (
         list(variables) if variables is not None else compat.built_variables(optimizer)
     )
@@ -150,7 +149,7 @@ def _combined(grads: list[Any], targets: list[Any]) -> list[Any]:
     """Gradients summed over the replicas; of what takes its gradient as its value (the
     largest magnitudes that float8 is scaled by) the largest.
     """
-    own = map(compat.takes_gradient_as_value, targets)
+    own = map(takes_gradient_as_value, targets)
     values = [g if is_value else None for g, is_value in zip(grads, own, strict=True)]
     sums = _summed(
         [g if v is None else None for g, v in zip(grads, values, strict=True)]
@@ -207,8 +206,8 @@ def _accumulate(
     """
     all_pairs = [(g, v) for g, v in zip(grads, targets, strict=True) if g is not None]
     # The optimizer accumulates by itself what is no sum.
-    pairs = [pair for pair in all_pairs if not compat.takes_gradient_as_value(pair[1])]
-    others = [pair for pair in all_pairs if compat.takes_gradient_as_value(pair[1])]
+    pairs = [pair for pair in all_pairs if not takes_gradient_as_value(pair[1])]
+    others = [pair for pair in all_pairs if takes_gradient_as_value(pair[1])]
     trained = [variable for _, variable in others]
     values = _combined([g for g, _ in others], trained)
     summed_at_update, own = _sum, _accumulators_of(optimizer, pairs)
@@ -230,7 +229,7 @@ def _accumulate_in_fit(
     pairs: list[tuple[Any, Any]] = []
     others: list[tuple[Any, Any]] = []  # The optimizer accumulates them by itself.
     for grad, variable in zip(grads, targets, strict=True):
-        if grad is None or compat.takes_gradient_as_value(variable):
+        if grad is None or takes_gradient_as_value(variable):
             others.append((_named(optimizer, [grad], [variable])[0], variable))
         else:
             pairs.append((checkpoint_name(grad, ADDEND), variable))

@@ -20,6 +20,7 @@ from jax import lax
 
 from keras_distribute import context
 from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
+from keras_distribute.devices.placement import narrowed
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values.arrays import checked_arrays, filled_up
@@ -62,17 +63,12 @@ def sum_gradients(
         dtype: Travels in place of a wider float; `None`: as they are.
     """
     sums = reduce_locals(
-        ops, ReduceOp.SUM, [_narrowed(jnp.asarray(g), dtype) for g in gradients]
+        ops, ReduceOp.SUM, [narrowed(jnp.asarray(g), dtype) for g in gradients]
     )
     return [
         total.astype(gradient.dtype)
         for total, gradient in zip(sums, gradients, strict=True)
     ]
-
-
-def _narrowed(value: jax.Array, dtype: str | None) -> jax.Array:
-    wider = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 2
-    return value.astype(dtype) if dtype is not None and wider else value
 
 
 def all_gather_locals(values: Sequence[Any], axis: int) -> list[jax.Array]:

@@ -315,12 +315,13 @@ def test_remote_values_are_no_arguments(coordinator):
         coordinator.schedule(lambda x: x, ((value,),))
 
 
-def training(strategy):
+def training(strategy, kind="Adam"):
     """A model, its optimizer, a metric, and a step over them."""
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.Adam(0.05, epsilon=1e-3)
+        optimizer = getattr(keras.optimizers, kind)(0.05)
+        optimizer.epsilon = 1e-3
         metric = keras.metrics.Mean()
     loss_of = keras.losses.MeanSquaredError()
     both = kd.value_and_grad(
@@ -336,14 +337,17 @@ def training(strategy):
     return model, optimizer, metric, step
 
 
-def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker):
+@pytest.mark.parametrize("kind", ["Adam", "Nadam"])  # Nadam makes a number, too.
+def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker, kind):
     coordinator = ClusterCoordinator(one_worker)
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(2, 8, 4)).astype("float32") for _ in range(20)]
-    model, optimizer, metric, step = training(one_worker)
+    model, optimizer, metric, step = training(one_worker, kind)
     values = [coordinator.schedule(step, (x, y[:, :2])) for x, y in batches]
     losses = coordinator.fetch(values)
-    plain, plain_optimizer, plain_metric, plain_step = training(kd.get_strategy())
+    plain, plain_optimizer, plain_metric, plain_step = training(
+        kd.get_strategy(), kind
+    )
     expected = [float(plain_step(x, y[:, :2])) for x, y in batches]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(

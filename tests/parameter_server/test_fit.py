@@ -195,8 +195,8 @@ def test_several_workers_train(strategy):
 class Largest(keras.metrics.Metric):
     """A metric that is no sum."""
 
-    def __init__(self) -> None:
-        super().__init__(name="largest")
+    def __init__(self, name: str = "largest") -> None:
+        super().__init__(name=name)
         self.value = self.add_variable((), "zeros", name="value")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -216,25 +216,18 @@ def test_a_metric_that_is_no_sum(strategy):
     assert model.evaluate(x, x, batch_size=7, verbose=0)[1] == 29.0
 
 
-class Latest(keras.metrics.Metric):
+class Latest(Largest):
     """A metric of the last batch."""
-
-    def __init__(self) -> None:
-        super().__init__(name="latest")
-        self.value = self.add_variable((), "zeros", name="value")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.value.assign(keras.ops.mean(y_true))
-
-    def result(self) -> Any:
-        return self.value.value
 
 
 def test_a_metric_of_the_last_batch(strategy):
     """Which is not that of the worker that comes last."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[Latest()])
+        model.compile("sgd", "mse", metrics=[Latest("latest")])
     x = np.arange(32.0, dtype="float32")[:, None]
     with pytest.raises(kd.errors.StructureTypeError, match=r"latest/value(.|\n)*Fix"):
         model.fit(x, x, batch_size=8, verbose=0)

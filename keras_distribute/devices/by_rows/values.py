@@ -17,6 +17,7 @@ from jax.extend import core
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices import jaxprs
 from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.placement import narrowed
 
 SMALL = 1 << 16
 """The elements of a value up to which it is gathered where an operation mixes rows."""
@@ -275,8 +276,7 @@ class Replica:
 
     def narrow(self, own: Any) -> Any:
         """What is to be summed, in the dtype in which it travels."""
-        is_wide = jnp.issubdtype(own.dtype, jnp.floating) and own.dtype.itemsize > 2
-        return own.astype(self._dtype) if self._dtype is not None and is_wide else own
+        return narrowed(own, self._dtype)
 
     def gathered(self, array: Any, dim: int) -> Any:
         """The parts of all replicas along a dimension."""

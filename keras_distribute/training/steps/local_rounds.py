@@ -19,6 +19,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import TrainState
+from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
@@ -217,7 +218,7 @@ class LocalRounds(ScheduledStep):
             scope.add_update(([*groups.others, *groups.metrics][i], value))
         means, sums = steps.of_servers(new)
         weights = [
-            after if compat_optimizer.takes_gradient_as_value(v) else before - after
+            after if takes_gradient_as_value(v) else before - after
             for v, before, after in zip(
                 groups.weights, state.weights, new.weights, strict=True
             )
