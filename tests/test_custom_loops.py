@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.common.masking import set_keras_mask
 
 import keras_distribute as kd
 from keras_distribute import errors
-from keras_distribute._compat.rows import set_keras_mask
 from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(12)

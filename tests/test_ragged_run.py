@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
+from keras.src.backend.common.masking import set_keras_mask
 
 import keras_distribute as kd
 from keras_distribute import errors
-from keras_distribute._compat.rows import set_keras_mask
 from tests import support
 
 pytestmark = pytest.mark.sampled(16)

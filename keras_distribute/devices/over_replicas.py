@@ -23,7 +23,7 @@ def over_replicas(
 
     Args:
         body: Takes and returns parts of arrays, as under `jax.shard_map`.
-        in_specs: As of `jax.shard_map`: split over the replicas along axis 0, or not.
+        in_specs: As of `jax.shard_map`: split over the replicas along one axis, or not.
         out_specs: Likewise.
     """
     if mesh.series is not None:
@@ -60,40 +60,41 @@ def _in_series(
 
     def mapped(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        given = _for_leaves(in_specs, arguments)
+        specs = _for_leaves(in_specs, arguments)
+        given = list(map(_split_axis, specs))
 
         def one_replica(*own: Any) -> Any:
             return body(*jax.tree.unflatten(structure, own))
 
         shapes = [
-            jax.ShapeDtypeStruct(
-                (leaf.shape[0] // count, *leaf.shape[1:]) if split else leaf.shape,
-                leaf.dtype,
-            )
-            for leaf, split in zip(leaves, map(_is_split, given), strict=True)
+            jax.ShapeDtypeStruct(_own_shape(leaf.shape, axis, count), leaf.dtype)
+            for leaf, axis in zip(leaves, given, strict=True)
         ]
         program, results = jax.make_jaxpr(
             one_replica, axis_env=[(REPLICA_AXIS, count)], return_shape=True
         )(*shapes)
-        returned = _for_leaves(out_specs, results)
+        out = _for_leaves(out_specs, results)
+        returned = list(map(_split_axis, out))
 
         def one_device(*arrays: Any) -> list[Any]:
             inputs = [
-                Value(_apart(array, each), False) if split else Value(array, True)
-                for array, split in zip(arrays, map(_is_split, given), strict=True)
+                Value(array, True)
+                if axis is None
+                else Value(_apart(array, each, axis), False)
+                for array, axis in zip(arrays, given, strict=True)
             ]
             zero = unknown.zero(arrays)
             outputs = in_series.run(series, program, inputs, zero)
             return [
-                _together(value.stacked(each)) if split else value.alone()
-                for value, split in zip(outputs, map(_is_split, returned), strict=True)
+                value.alone() if axis is None else _together(value.stacked(each), axis)
+                for value, axis in zip(outputs, returned, strict=True)
             ]
 
         arrays = jax.shard_map(
             one_device,
             mesh=mesh.mesh,
-            in_specs=tuple(given),
-            out_specs=returned,
+            in_specs=tuple(specs),
+            out_specs=out,
             check_vma=False,
         )(*leaves)
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
@@ -116,15 +117,27 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _is_split(spec: PartitionSpec) -> bool:
-    return REPLICA_AXIS in tuple(spec)
+def _split_axis(spec: PartitionSpec) -> int | None:
+    axes = tuple(spec)
+    return axes.index(REPLICA_AXIS) if REPLICA_AXIS in axes else None
 
 
-def _apart(array: Any, each: int) -> Any:
-    """The rows of a device's replicas, with an axis for these."""
-    return array.reshape((each, array.shape[0] // each, *array.shape[1:]))
+def _own_shape(shape: Sequence[int], axis: int | None, count: int) -> tuple[int, ...]:
+    """The shape of a replica's part."""
+    if axis is None:
+        return tuple(shape)
+    return (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
 
 
-def _together(stacked: Any) -> Any:
-    shape: Sequence[int] = stacked.shape
-    return stacked.reshape((shape[0] * shape[1], *shape[2:]))
+def _apart(array: Any, each: int, axis: int) -> Any:
+    """The parts of a device's replicas, with a first axis for these."""
+    own = array.shape[axis] // each
+    shape = (*array.shape[:axis], each, own, *array.shape[axis + 1 :])
+    return jnp.moveaxis(array.reshape(shape), axis, 0)
+
+
+def _together(stacked: Any, axis: int) -> Any:
+    apart = jnp.moveaxis(stacked, 0, axis)
+    shape: Sequence[int] = apart.shape
+    joined = shape[axis] * shape[axis + 1]
+    return apart.reshape((*shape[:axis], joined, *shape[axis + 2 :]))

@@ -9,7 +9,7 @@ each replica updates its own, the mean is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from keras_distribute._compat.variables import StatelessScope
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.training.replica_rules import in_replica
 from keras_distribute.values import reductions
-from keras_distribute.variables import SyncOnReadVariable
 
 
 def call(
@@ -88,18 +87,3 @@ def _weighted_mean(x: Any, axes: Any) -> Any:
     return lax.psum(jnp.sum(x, axes, keepdims=True), REPLICA_AXIS) / jnp.asarray(
         count, x.dtype
     )
-
-
-def mean_of_moving_statistics(
-    variables: Sequence[Any], values: Sequence[Any]
-) -> list[Any]:
-    """The values that variables of layers get from a step in which each replica has
-    updated its own moving statistics: of these the mean.
-    """
-    replicas = lax.axis_size(REPLICA_AXIS)
-    return [
-        (lax.psum(value, REPLICA_AXIS) / replicas).astype(value.dtype)
-        if isinstance(variable, SyncOnReadVariable)
-        else value
-        for variable, value in zip(variables, values, strict=True)
-    ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_distribute import context
@@ -46,8 +47,7 @@ def of_rows(
         arrays: The first has all rows.
         has_rows: Which of them have one entry for each row; the others are for all.
     """
-    is_mapped = context.frame().per_replica or mesh.series is not None
-    if is_mapped or len(mesh.devices) == 1:
+    if context.frame().per_replica or _is_whole(mesh):
         return kernel(*arrays)
     rows, split = arrays[0].shape[0], PartitionSpec(REPLICA_AXIS)
     missing = -rows % mesh.num_replicas
@@ -58,12 +58,43 @@ def of_rows(
             else array
             for array, has in zip(arrays, has_rows, strict=True)
         ]
-    mapped = jax.shard_map(
-        kernel,
-        mesh=mesh.mesh,
-        in_specs=tuple(split if has else PartitionSpec() for has in has_rows),
-        out_specs=split,
-        check_vma=False,
-    )
+    if mesh.series is not None:
+        mapped = _in_turn(kernel, has_rows, mesh.num_replicas)
+    else:
+        mapped = jax.shard_map(
+            kernel,
+            mesh=mesh.mesh,
+            in_specs=tuple(split if has else PartitionSpec() for has in has_rows),
+            out_specs=split,
+            check_vma=False,
+        )
     outputs = mapped(*arrays)
     return jax.tree.map(lambda each: each[:rows], outputs) if missing else outputs
+
+
+def _in_turn(
+    kernel: Callable[..., Any], has_rows: Sequence[bool], count: int
+) -> Callable[..., Any]:
+    """A kernel on the rows of one replica after the other: there are more replicas than
+    devices to map it over. A program of one replica's rows has one turn.
+    """
+
+    def apart(array: Any, has: bool) -> Any:
+        if not has:
+            return jnp.broadcast_to(array, (count, *array.shape))
+        return array.reshape((count, array.shape[0] // count, *array.shape[1:]))
+
+    def mapped(*arrays: Any) -> Any:
+        groups = list(map(apart, arrays, has_rows))
+        outputs = lax.map(lambda own: kernel(*own), groups)
+        return jax.tree.map(lambda each: lax.collapse(each, 0, 2), outputs)
+
+    return mapped
+
+
+def _is_whole(mesh: ReplicaMesh) -> bool:
+    """Whether each device has all rows, in what is traced."""
+    if mesh.series is None:
+        return len(mesh.devices) == 1
+    batch = context.frame().batch
+    return batch is None or batch.replicated

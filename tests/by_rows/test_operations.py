@@ -304,6 +304,30 @@ def test_each_operation(name: str, replicas: int) -> None:
     assert "all_gather" not in text
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("replicas", [3, 5, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_do_not_divide(name: str, replicas: int) -> None:
+    """16 rows: the last replica of 7 has one of them, and two of what is behind."""
+    text = check(*CASES[name], replicas)
+    assert ("all_gather" in text) == (name == "groups of rows")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_replicas(rows: int) -> None:
+    """What is behind the true rows is never seen, whatever it is made to be."""
+
+    def function(w: Any, x: Any) -> Any:
+        place = jnp.arange(rows, dtype="float32")[:, None]
+        logits = jnp.log((rows - place) * jnp.exp(x)) @ w  # NaN behind the rows.
+        sums = logits.T @ logits, logits.sum(), logits.mean(0)
+        extremes = logits.max(), logits.min(0), (logits > 9).any(), (x < 9).all()
+        counts = jnp.zeros(4).at[jnp.argmax(logits, 1)].add(logits[:, 0])
+        return logits, sums, extremes, counts, logits - logits[::-1]
+
+    check(function, (normal(6, 4), normal(rows, 6)), (None, 0), 4)
+
+
 def drawn(kind: str) -> Callable[..., Any]:
     draws: dict[str, Callable[..., Any]] = {
         "uniform": jax.random.uniform,

@@ -25,7 +25,7 @@ POLICIES = ("float32", "float32", "mixed_bfloat16", "mixed_float16")
 
 
 class Subclassed(keras.Model):
-    """A model of which it is not known that it treats each row alone."""
+    """A model with its own `call`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_distribute as kd
 from keras_distribute.callbacks import same_bits
@@ -166,23 +167,74 @@ def test_a_tpu_strategy_has_the_same_bits(devices):
         kd.TPUStrategy(resolver, assigned, deterministic=True)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["mlp", "lstm", "embedding"])
-def test_the_numbers_are_those_of_one_device(name):
-    """Without random layers and batch normalization."""
+class OwnLayer(layers.Layer):
+    """One that nobody knows, whose numbers depend on how many rows it is given."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8))
+
+    def call(self, x, training=False):
+        rows = ops.shape(x)[0]
+        if training:
+            x = x * keras.random.uniform(ops.shape(x), seed=self.seed)
+        return ops.tanh(x @ self.kernel) * rows / 16
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+
+class OwnStep(keras.Model):
+    """A model with its own `call` and `train_step`, for which no row is special."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.head = OwnLayer(), layers.Dense(4)
+
+    def call(self, x, training=False):
+        return self.head(self.own(x, training=training))
+
+    def train_step(self, state, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        trained, others, slots, metrics = state
+
+        def loss_of(trained):
+            y_pred, new = self.stateless_call(trained, others, x, training=True)
+            loss = keras.losses.sparse_categorical_crossentropy(
+                y, y_pred, from_logits=True
+            )
+            return ops.sum(loss * weight) / ops.sum(weight), new
+
+        (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        trained, slots = self.optimizer.stateless_apply(slots, grads, trained)
+        return {"loss": loss}, (trained, new, slots, metrics)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("batch", [16, 11], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "embedding", "transformer", OwnStep])
+def test_the_numbers_are_those_of_one_device(name, batch, monkeypatch):
+    """Of all rows, whatever layer or step it is, masks of dropout included; but for
+    batch normalization.
+    """
+    monkeypatch.setattr(drawn_runs, "Subclassed", OwnStep)
+    name = "subclassed" if name is OwnStep else name
     drawn = drawn_runs.Drawn(0)
     drawn.model, drawn.policy, drawn.accumulation = name, "float32", None
     found = []
     for strategy in (deterministic(2), kd.get_strategy()):
         model = drawn.compiled_on(strategy)
-        if name == "mlp":
-            model.layers[1].rate = 0.0
         x, y, weight = drawn_runs.data_of(name, 37)
-        options = {"batch_size": 16, "verbose": 0, "shuffle": False}
-        model.fit(x, y, sample_weight=weight, epochs=2, **options)
+        options = {"batch_size": batch, "verbose": 0, "shuffle": False}
+        history = model.fit(x, y, sample_weight=weight, epochs=2, **options).history
         del options["shuffle"]
         evaluated = model.evaluate(x, y, sample_weight=weight, **options)
-        found.append([evaluated, *[v.numpy() for v in model.trainable_variables]])
+        predicted = model.predict(x, **options)
+        if not found:
+            assert "one replica's rows after" in str(plan_of(model, strategy))
+            assert "whole" not in str(plan_of(model, strategy))
+        weights = [v.numpy() for v in model.trainable_variables]
+        found.append([history["loss"], evaluated, predicted, *weights])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
@@ -262,24 +314,49 @@ def test_products_of_each_row_are_made_row_by_row(equation):
         inside = [keras.Input((2, 3) if rank == 3 else (3,))]
         model = keras.Sequential([*inside, layers.EinsumDense(equation, shape)])
         model.compile("sgd", "mse")
-    assert "one replica's rows after the other's" in str(plan_of(model, strategy))
+    x = np.ones((16, *model.input_shape[1:]), "float32")
+    model.fit(x, np.zeros_like(model.predict(x, verbose=0)), verbose=0)
+    assert "whole" not in str(plan_of(model, strategy))
 
 
 def test_the_plan_says_what_each_device_computes():
-    keras.utils.clear_session()  # Keras counts the names of all tests of a process.
     strategy = deterministic(2)
-    assert str(plan_of(training.built(strategy), strategy)) == (
+    model = training.built(strategy)
+    said = (
         "The training step computes the gradients of one replica's rows after the "
-        "other's, and has the same bits on any number of devices."
+        "other's, and has the same bits on any number of devices"
     )
-    with strategy.scope():
-        model = drawn_runs.Subclassed()
-        model.compile("sgd", "mse")
-    assert str(plan_of(model, strategy)) == (
-        "The training step is computed whole on each device, and has the same bits on "
-        "any number of devices, because the model `subclassed` (Subclassed) may mix "
-        "rows in its `call`. Faster: keras.Sequential or a functional model."
-    )
+    unless = ", unless an operation mixes rows, which the first batch shows"
+    assert str(plan_of(model, strategy)) == f"{said}{unless}."
+    training.fitted(model)
+    assert str(plan_of(model, strategy)) == f"{said}."
+
+
+class Sorted(layers.Layer):
+    def call(self, x):
+        return ops.sort(x, axis=0)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_mixes_many_rows_is_computed_whole(devices):
+    strategy, x = deterministic(devices), np.random.default_rng(0).normal(size=(16, 8))
+    found = []
+    for where in (strategy, kd.get_strategy()):
+        keras.utils.set_random_seed(0)
+        with where.scope():
+            inside = [layers.Dense(8192), Sorted(name="sorted"), layers.Dense(1)]
+            model = keras.Sequential([keras.Input((8,)), *inside])
+            model.compile(keras.optimizers.SGD(1e-3), "mse")
+        for rows in (16, 13):
+            model.fit(x[:rows], x[:rows, :1], batch_size=rows, verbose=0)
+        if not found:
+            assert str(plan_of(model, strategy)) == (
+                "The training step is computed whole on each device, and has the same "
+                "bits on any number of devices, because the operation `sort` in "
+                "`sorted` mixes rows. Faster: operations on each row alone."
+            )
+        found.append(model.predict(x, verbose=0))
+    np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-5)
 
 
 def test_replicas_and_devices_are_shown():

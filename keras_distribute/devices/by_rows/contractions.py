@@ -37,7 +37,11 @@ def dot_general(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         own, others = contracted[mine], contracted[other]
         if value.rows in own:
             dim = others[own.index(value.rows)]
-            arrays = ordered(mine, value.array, replica.part(beside, dim))
+            arrays = ordered(
+                mine,
+                replica.true_part(value.array, value.rows),
+                replica.true_part(replica.part(beside, dim), dim),
+            )
             (result,) = replica.apply(eqn, arrays, partial=True)
             dims = ordered(mine, value.rows, dim)
             result.over_rows = (ProductOfRows(eqn, tuple(arrays), tuple(dims)),)
@@ -77,7 +81,10 @@ def convolution(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         return replica.apply(eqn, arrays, numbers.out_spec[0])
     summed = numbers.lhs_spec[1], numbers.rhs_spec[1]
     if one_group and image.rows in (None, summed[0]):
-        arrays = [replica.part(image, summed[0]), replica.part(kernel, summed[1])]
+        arrays = [
+            replica.true_part(replica.part(value, dim), dim)
+            for value, dim in zip(values, summed, strict=True)
+        ]
         return replica.apply(eqn, arrays, partial=True)
     raise RowsMixError
 
@@ -91,7 +98,8 @@ def reduce_sum(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
             return replica.same(eqn, [value])
         return replica.apply(eqn, [value.array], partial=True)
     if value.rows in axes:
-        return replica.apply(eqn, [value.array], partial=True)
+        own = replica.true_part(value.array, value.rows)
+        return replica.apply(eqn, [own], partial=True)
     return replica.apply(eqn, [value.array], _left(value.rows, axes))
 
 
@@ -109,13 +117,25 @@ def extremes(name: str) -> Any:
             return replica.same(eqn, values)
         if value.rows not in axes:
             return replica.apply(eqn, [value.array], _left(value.rows, axes))
-        own = replica.apply(eqn, [value.array])[0].array
+        least = _least(value.array.dtype, name)
+        true = replica.true_part(value.array, value.rows, least)
+        own = replica.apply(eqn, [true])[0].array
         if own.dtype == jnp.bool_:
             found = over_all(own.astype("int32"), REPLICA_AXIS)
             return [Value(found.astype("bool"))]
         return [Value(over_all(own, REPLICA_AXIS))]
 
     return rule
+
+
+def _least(dtype: Any, name: str) -> Any:
+    """What is no extreme of anything."""
+    if dtype == jnp.bool_:
+        return name == "min"
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf if name == "min" else -jnp.inf
+    info = jnp.iinfo(dtype)
+    return info.max if name == "min" else info.min
 
 
 def over_other_dimensions(

@@ -28,8 +28,7 @@ def part_of_draw(
     by_index = _draws_by_index() and "fry" in str(key.dtype)
     if not by_index or math.prod(shape) >= 1 << 32 or key.ndim:
         whole = replica.apply(eqn, [key])[0].array
-        begin = replica.index() * own[dim]
-        return lax.dynamic_slice_in_dim(whole, begin, own[dim], dim)
+        return replica.sliced(whole, own[dim], dim)
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     counts = sum(
         lax.broadcasted_iota("uint32", own, i) * jnp.uint32(stride)

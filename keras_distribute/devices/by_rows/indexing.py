@@ -98,7 +98,7 @@ def scatter(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     refuse(eqn.primitive.name != "scatter-add")
     places = replica.part(indices, of_index), of_index
     added = replica.part(updates, batch[of_index]), batch[of_index]
-    arrays = [replica.summand(operand), places[0], added[0]]
+    arrays = [replica.summand(operand), places[0], replica.true_part(*added)]
     (result,) = replica.apply(eqn, arrays, partial=True)
     if operand.zero:
         result.over_rows = (RowsAdded(eqn, places, added),)

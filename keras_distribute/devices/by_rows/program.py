@@ -50,6 +50,7 @@ from keras_distribute.devices.by_rows.values import (
     is_zero,
     literal,
 )
+from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.replication_proof import differs
 
 _EXTREMES = {
@@ -176,10 +177,12 @@ class OneReplica:
     Args:
         program: Takes and returns what a replica has.
         rows: Of each result the dimension of which it has its own part, or `None`.
+        sizes: What all replicas together have along that dimension.
     """
 
     program: core.ClosedJaxpr
     rows: Sequence[int | None]
+    sizes: Sequence[int | None]
 
 
 def of_one_replica(
@@ -211,6 +214,7 @@ def of_one_replica(
     """
     kept, state = kept or Kept(), in_parts or InParts()
     found: list[int | None] = []
+    sizes: list[int | None] = []
     count = next(
         aval.shape[dim]
         for i, (aval, dim) in enumerate(zip(program.in_avals, rows, strict=True))
@@ -235,20 +239,28 @@ def of_one_replica(
             elif value.partial:
                 value = Value(replica.whole(value))
             found.append(value.rows)
+            is_of_rows = value.rows is not None and i not in kept.outputs
+            shape = program.out_avals[i].shape
+            sizes.append(shape[value.rows] if is_of_rows else replicas)
             arrays_out.append(value.array)
         for array in () if watch is None else watch.results():
             found.append(0)
+            sizes.append(replicas)
             arrays_out.append(array[None])
         return arrays_out
 
+    shapes = Replica(replicas, count, _SLICERS)
     given = [
-        jax.ShapeDtypeStruct(_own_shape(aval.shape, dim, replicas), aval.dtype)
+        jax.ShapeDtypeStruct(
+            aval.shape if dim is None else shapes.divided_at(aval.shape, dim),
+            aval.dtype,
+        )
         for aval, dim in zip(program.in_avals, rows, strict=True)
     ]
     for i in kept.inputs:
         given[i] = jax.ShapeDtypeStruct((1, *given[i].shape), given[i].dtype)
     own = jax.make_jaxpr(one_replica, axis_env=[(REPLICA_AXIS, replicas)])(*given)
-    return OneReplica(own, found)
+    return OneReplica(own, found, sizes)
 
 
 class _Evaluation:
@@ -320,7 +332,9 @@ class _Evaluation:
         parts = [value for value in operands if value.rows is not None]
         of_state = bool(parts) and all(value.of_state for value in parts)
         for result, var in zip(results, eqn.outvars, strict=True):
-            shape = _own_shape(var.aval.shape, result.rows, replica.count)
+            shape = var.aval.shape
+            if result.rows is not None:
+                shape = replica.divided_at(shape, result.rows)
             if jnp.shape(result.array) != shape:
                 raise AssertionError(f"{eqn} made {jnp.shape(result.array)}.")
             result.zero = is_zero(eqn, operands)
@@ -390,7 +404,7 @@ def _constrained(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]
     value, sharding = values[0], eqn.params["sharding"]
     if replica.has_state_in_parts:
         value = _resharded(replica, value, sharding.spec)
-    if sharding.mesh.axis_names == (REPLICA_AXIS,):
+    if not ReplicaMesh(sharding.mesh).logical_axes:
         return [value]
     mesh = sharding.mesh.abstract_mesh.update_axis_types(
         {REPLICA_AXIS: AxisType.Manual}
@@ -413,10 +427,3 @@ def _without_replicas(entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(axis for axis in entry if axis != REPLICA_AXIS) or None
     return None if entry == REPLICA_AXIS else entry
-
-
-def _own_shape(shape: Sequence[int], dim: int | None, replicas: int) -> tuple[int, ...]:
-    own = list(shape)
-    if dim is not None:
-        own[dim] //= replicas
-    return tuple(own)

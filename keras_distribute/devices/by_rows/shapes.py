@@ -66,7 +66,7 @@ def reshape(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         raise RowsMixError
     before = math.prod(value.array.shape[: value.rows])
     for dim, size in enumerate(sizes):
-        if math.prod(sizes[:dim]) == before and size and size % replica.count == 0:
+        if math.prod(sizes[:dim]) == before and size and replica.divides(size):
             own = replica.divided_at(sizes, dim)
             return replica.apply(eqn, [value.array], dim, new_sizes=own)
     raise RowsMixError

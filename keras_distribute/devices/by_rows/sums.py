@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
@@ -57,13 +59,15 @@ def results_of(
         evaluated: From a program and its inputs to its results, if not by itself; then
             nothing of it is outside.
     """
+    arrays = [_filled(a, dim, mesh) for a, dim in zip(arrays, rows, strict=True)]
     if evaluated is not None:
-        return over_replicas(
+        results = over_replicas(
             mesh,
             lambda *given: evaluated(own.program, given),
             in_specs=tuple(map(_spec, rows)),
             out_specs=list(map(_spec, own.rows)),
         )(*arrays)
+        return list(map(_true, results, own.rows, own.sizes))
     both = parts(own.program, [dim is None for dim in rows])
     direct = [dim for dim, made in zip(own.rows, both.made, strict=True) if made]
     results = over_replicas(
@@ -74,7 +78,8 @@ def results_of(
     )(*(arrays[i] for i in both.taken))
     others = iter(core.jaxpr_as_fun(both.outside)(*arrays, *results[: both.inner]))
     inside = iter(results[both.inner :])
-    return [next(inside if made else others) for made in both.made]
+    found = [next(inside if made else others) for made in both.made]
+    return list(map(_true, found, own.rows, own.sizes))
 
 
 def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
@@ -137,6 +142,22 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
         len(wanted),
         is_made,
     )
+
+
+def _filled(array: Any, dim: int | None, mesh: ReplicaMesh) -> Any:
+    """An array with copies of its last row, so that replicas have equally many."""
+    missing = 0 if dim is None else -array.shape[dim] % mesh.num_replicas
+    if not missing:
+        return array
+    last = lax.slice_in_dim(array, array.shape[dim] - 1, None, axis=dim)
+    return jnp.concatenate([array, *[last] * missing], axis=dim)
+
+
+def _true(array: Any, dim: int | None, size: int | None) -> Any:
+    """A result, without what is behind its true rows."""
+    if dim is None or array.shape[dim] == size:
+        return array
+    return lax.slice_in_dim(array, 0, size, axis=dim)
 
 
 def _spec(dim: int | None) -> PartitionSpec:

@@ -126,9 +126,13 @@ Scatter = Callable[[Any, int], Any]
 class Replica:
     """Evaluates operations on what one replica has, inside a program over all.
 
+    Where the rows do not divide, replicas have equally many all the same: behind the
+    true rows there are others, which `gathered` leaves out, and `true_part` makes what
+    adds nothing to a sum.
+
     Args:
         count: How many replicas there are.
-        rows: How many rows all of them have.
+        rows: How many true rows all of them have.
         slicers: By the name of an operation: what makes a part of its result.
         scatter: From what a replica gives to a sum, and a dimension, to its part of
             the sum along it; `None` where no state is in parts.
@@ -160,6 +164,16 @@ class Replica:
             self._dtype,
             in_loop=True,
         )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the rows divide."""
+        return self.rows % self.count == 0
+
+    @property
+    def each(self) -> int:
+        """The rows of a replica."""
+        return -(-self.rows // self.count)
 
     @property
     def has_state_in_parts(self) -> bool:
@@ -282,7 +296,25 @@ class Replica:
         """The parts of all replicas along a dimension."""
         if array.dtype == jnp.bool_:
             return self.gathered(array.astype("int8"), dim).astype(bool)
-        return lax.all_gather(array, REPLICA_AXIS, axis=dim, tiled=True)
+        every = lax.all_gather(array, REPLICA_AXIS, axis=dim, tiled=True)
+        if self.is_even:
+            return every
+        return lax.slice_in_dim(every, 0, self._true_size(array, dim), axis=dim)
+
+    def true_part(self, array: Any, dim: int, filling: Any = 0) -> Any:
+        """What a replica has along a dimension, with a filling in the place of what is
+        behind the true rows.
+        """
+        if self.is_even:
+            return array
+        own = array.shape[dim]
+        place = self.index() * own + lax.broadcasted_iota("int32", array.shape, dim)
+        is_true = place < self._true_size(array, dim)
+        return jnp.where(is_true, array, jnp.asarray(filling, array.dtype))
+
+    def _true_size(self, array: Any, dim: int) -> int:
+        """What all replicas have along a dimension of which this is a part."""
+        return array.shape[dim] // self.each * self.rows
 
     def exchanged(self, array: Any, split: int, joined: int) -> Any:
         """What is whole along one dimension and a part along another, the other way."""
@@ -309,9 +341,19 @@ class Replica:
         Raises:
             RowsMixError: Where it does not divide.
         """
-        if size % self.count:
+        if not self.divides(size):
             raise RowsMixError
-        return size // self.count
+        if self.is_even:
+            return size // self.count
+        return size // self.rows * self.each
+
+    def divides(self, size: int) -> bool:
+        """Whether a dimension can be divided: over the replicas, or, where the rows
+        cannot, as they are.
+        """
+        if self.is_even:
+            return size % self.count == 0
+        return size > 0 and size % self.rows == 0
 
     def divided_at(self, shape: Sequence[int], dim: int) -> tuple[int, ...]:
         """A shape, with one dimension divided."""
@@ -338,6 +380,15 @@ class Replica:
                     return slicer(self, eqn, operands, dim, depth + 1)
                 except RowsMixError:  # It has parts along another dimension.
                     pass
+        return self.sliced(whole, size, dim)
+
+    def sliced(self, whole: Any, size: int, dim: int) -> Any:
+        """This replica's part of an array along a dimension, of that size."""
+        missing = size * self.count - jnp.shape(whole)[dim]
+        if missing:
+            last = lax.slice_in_dim(whole, -1, None, axis=dim)
+            copies = jnp.repeat(last, missing, axis=dim)
+            whole = jnp.concatenate([whole, copies], axis=dim)
         return lax.dynamic_slice_in_dim(whole, self.index() * size, size, dim)
 
     def sum_of_rows(self, value: Value, dim: int | None) -> Callable[[], Any] | None:

@@ -1,9 +1,8 @@
 """Gradient accumulators of which each replica has its own part.
 
 In a step over the global batch XLA reduces a gradient where it is computed, at each
-micro-step. Where each replica computes the gradients of its own rows (`by_rows.py`,
-`in_series.py`), it adds them to its accumulators, which are summed on the last
-micro-step only.
+micro-step. Where each replica computes the gradients of its own rows (`by_rows.py`), it
+adds them to its accumulators, which are summed on the last micro-step only.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.trainer import TrainState
-from keras_distribute.training.accumulation import micro_step
-from keras_distribute.training.steps import forward
 
 Step = Callable[[Any, Any], Any]
 SLOTS = TrainState._fields.index("slots")
@@ -44,43 +40,6 @@ def on_sums(step: Step, accumulators: Sequence[int], replicas: int) -> Step:
         return logs, state._replace(slots=with_changed(state.slots, first))
 
     return summed_step
-
-
-def updated(
-    optimizer: Any,
-    state: TrainState,
-    grads: list[Any],
-    sum_over_replicas: Callable[[list[Any]], list[Any]],
-    shapes: Mapping[int, tuple[int, ...]] | None = None,
-) -> TrainState:
-    """The optimizer's step on the summed accumulators where it updates.
-
-    Args:
-        grads: To be added to the accumulators in `state`.
-        sum_over_replicas: Of what they have then.
-        shapes: Of the sums, by the place among the slots; by default those of the
-            accumulators.
-    """
-    accumulation = compat_optimizer.accumulation(optimizer)
-    assert accumulation is not None
-    num_steps, counter, accumulators = accumulation
-    index_of = {id(variable): i for i, variable in enumerate(optimizer.variables)}
-    order = [index_of[id(accumulator)] for accumulator in accumulators]
-    own = [state.slots[i] for i in order]
-    wanted = [shapes[i] if shapes else state.slots[i].shape for i in order]
-    empty = list(map(jnp.zeros, wanted, [each.dtype for each in own]))
-    summed, own = micro_step(
-        own,
-        grads,
-        state.slots[index_of[id(counter)]],
-        num_steps,
-        sum_over_replicas,
-        wanted,
-    )
-    slots = with_changed(state.slots, dict(zip(order, empty, strict=True)))
-    state = forward.updated(optimizer, state._replace(slots=slots), summed)
-    kept = dict(zip(order, own, strict=True))
-    return state._replace(slots=with_changed(state.slots, kept))
 
 
 def with_changed(slots: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 The step, Keras's or the user's own, is traced over all rows as it is, and
 `devices/by_rows` makes a program of one replica of it, if no operation mixes rows.
-Where one does, the step stays what it is, and XLA divides it.
+Where one does, the step stays what it is, and XLA divides it; or each device computes
+all of it, if it is to have the same bits on any number of devices (`in_series.py`).
 
 Where an optimizer accumulates gradients, each replica adds up its own, and they are
 summed over the replicas on the last micro-step only.
@@ -25,6 +26,7 @@ from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.replica_rules import GRADIENT
 from keras_distribute.training.steps import accumulating
 from keras_distribute.training.steps.accumulating import SLOTS
+from keras_distribute.training.steps.in_series import whole_on_each
 from keras_distribute.training.steps.sharded import DividedState, sharded_step, traced
 from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.values import reductions
@@ -64,14 +66,20 @@ def step_by_rows(
             with an axis for the replicas.
         divided: The state, if it has weights that are divided over the replicas.
     """
-    whole = accumulating.on_sums(step, accumulators, strategy.num_replicas_in_sync)
-    if divided is not None:
+    mesh, whole = strategy.replica_mesh, step
+    if mesh.series is not None:
+        whole = whole_on_each(mesh, step, accumulators)
+    elif divided is not None:
         whole = sharded_step(step, divided)
+    else:
+        whole = accumulating.on_sums(step, accumulators, mesh.num_replicas)
 
     def on_rows(state: Any, data: Any) -> Any:
         batch = context.frame().batch
-        replicas = strategy.num_replicas_in_sync
-        if batch is None or batch.replicated or batch.shards != replicas:
+        replicas = mesh.num_replicas
+        if batch is None or batch.replicated:
+            return whole(state, data)
+        if batch.shards != replicas and mesh.series is None:
             return whole(state, data)
         leaves, structure = jax.tree.flatten((state, data))
         places = jax.tree.unflatten(structure, range(len(leaves)))
@@ -104,11 +112,14 @@ def step_by_rows(
             strategy, over_all, rows, told, watch, sums_kept, in_parts
         )
         evaluated = None if divided is None else divided.evaluated
+        if mesh.series is not None:
+            if own is None:
+                return whole(state, data)
+            evaluated = _evaluated
         if own is None:
             outputs = _over_all_rows(over_all, leaves, sums_kept, replicas, evaluated)
         else:
             split = [0 if i in kept else dim for i, dim in enumerate(rows)]
-            mesh = strategy.replica_mesh
             outputs = sums.results_of(mesh, own, split, leaves, evaluated)
         logs, new = jax.tree.unflatten(returned, outputs[:count])
         return (logs if watch is None else Watched(logs, outputs[count:])), new
@@ -168,6 +179,10 @@ def _over_all_rows(
         accumulating.of_first(result, replicas) if i in kept.outputs else result
         for i, result in enumerate(results)
     ]
+
+
+def _evaluated(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    return core.jaxpr_as_fun(program)(*arrays)
 
 
 def _places(groups: Any, accumulators: Sequence[int]) -> list[int]:

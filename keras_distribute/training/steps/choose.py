@@ -18,6 +18,7 @@ from keras_distribute import checks, context
 from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.trainer import PredictState, TrainState
 from keras_distribute.context import Frame, GlobalBatch, Mode
+from keras_distribute.devices.by_rows.program import MixedRows
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError, VariableScopeError
 from keras_distribute.strategies.base import Strategy
@@ -26,14 +27,12 @@ from keras_distribute.training.steps import accumulating, state_shardings
 from keras_distribute.training.steps.accumulating import SLOTS
 from keras_distribute.training.steps.by_rows import step_by_rows
 from keras_distribute.training.steps.compiled_step import CompiledStep
-from keras_distribute.training.steps.in_series import step_in_series
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
 from keras_distribute.training.steps.plan import (
     StepPlan,
     note_mixed,
-    plan_in_series,
     plan_of,
 )
 from keras_distribute.training.steps.sharded import DividedState, sharded_step
@@ -86,8 +85,6 @@ def compiled_step(
     groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     mesh, step, flat = strategy.replica_mesh, plain, None
     places = state_shardings.divided_places(groups)
-    if mesh.series is not None:
-        return _in_series(strategy, trainer, kind, groups, plain)
     plan = plan_of(trainer, strategy) if kind == "train" else None
     if strategy.placement.shard_variables and mesh.num_replicas > 1:
         divided = DividedState(strategy, groups)
@@ -112,6 +109,8 @@ def compiled_step(
         if watch is not None:
             watch.flat = flat
         carried = step_by_rows(strategy, carried, told, watch)
+    elif mesh.series is not None:
+        carried = step_by_rows(strategy, carried, _ignored)
     # Where nothing is divided or rests elsewhere, a step of the user's own may return
     # its groups as tuples or lists.
     is_divided = bool(places) or packing.is_divided
@@ -126,31 +125,6 @@ def compiled_step(
         is_local=lambda: plan is not None and not plan_of(trainer, strategy).mixed,
     )
     return CompiledStep(strategy, packed, groups, plain)
-
-
-def _in_series(
-    strategy: Strategy,
-    trainer: Any,
-    kind: str,
-    groups: TrainState | Any,
-    plain: Step,
-) -> CompiledStep:
-    """A step that gives the same bits on any number of devices."""
-    plan = plan_in_series(trainer, kind)
-    indices = plan.accumulators
-    step = step_in_series(
-        trainer, strategy, kind, plain, is_whole=not plan.is_local, accumulators=indices
-    )
-    if indices:
-        return _with_accumulators(strategy, step, groups, indices)
-    shardings = state_shardings.of_state(groups, strategy.replica_mesh)
-    places = state_shardings.divided_places(groups)
-    mesh, rest = strategy.replica_mesh, strategy.placement
-    packing = Packing(groups, mesh, single=places, rest=rest)
-    if packing:
-        step, shardings = packing.around(step), packing.shardings(shardings)
-    carried = CarriedStep(step, packing or None, shardings)
-    return CompiledStep(strategy, carried, groups, plain)
 
 
 def _accumulating(
@@ -184,6 +158,10 @@ def _with_accumulators(
     components = [(SLOTS, i) for i in indices]
     carried = CarriedStep(step, shardings=shardings, components=components)
     return CompiledStep(strategy, carried, groups)
+
+
+def _ignored(mixed: MixedRows | None) -> None:
+    """What mixes rows in a step of which nobody is told."""
 
 
 def _step_of(trainer: Any, kind: str) -> Step:

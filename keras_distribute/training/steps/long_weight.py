@@ -79,10 +79,10 @@ class FlatStep:
         weights = state.weights
         if not plan.is_keras_step:
             return None
-        if (
-            strategy.placement.shard_optimizer_state
-            and strategy.replica_mesh.num_processes > 1
-        ):
+        mesh = strategy.replica_mesh
+        in_series = mesh.series is not None  # The same on any number of processes.
+        several = mesh.num_processes > 1 or in_series
+        if strategy.placement.shard_optimizer_state and several:
             # To take divided buffers apart needs all processes, and one that fails is
             # alone.
             return None
@@ -154,9 +154,8 @@ class FlatStep:
         """The logs, the gradients of the carried weights, and the state with the new
         values of the other groups.
         """
-        trainer = self._trainer
-        run = forward.over_all(trainer, self._restored)
-        return forward.loss_and_gradients(trainer, run, self._restored, state, data)
+        restored = self._restored
+        return forward.loss_and_gradients(self._trainer, restored, state, data)
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""

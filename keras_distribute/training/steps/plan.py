@@ -2,9 +2,7 @@
 
 The fast step computes the gradients of each replica's rows by themselves, and sums them
 once. Steps become that when they are traced (`by_rows.py`): whether an operation mixes
-rows is then seen in the program. The same bits on any number of devices have a step of
-their own (`in_series.py`), which must know before the trace that the model's layers
-treat each row alone.
+rows is then seen in the program.
 
 Conditions on a batch (rows that do not divide over the replicas) are checked while the
 step is traced.
@@ -16,7 +14,7 @@ import dataclasses
 from typing import Any
 
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import rows as compat
+from keras_distribute._compat import train_step as compat
 from keras_distribute.devices.by_rows.program import MixedRows
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
@@ -35,8 +33,6 @@ class StepPlan:
         accumulates: Whether each replica adds its gradients up between the updates.
         accumulators: Where the accumulators are then among the optimizer's variables,
             once it is built.
-        reason: Why the step is not local.
-        remedy: What would make it local.
         mixed: What mixes rows in the traced step, which therefore runs over the global
             batch; `None` before it is traced.
         in_series: Whether it has the same bits on any number of devices.
@@ -47,8 +43,6 @@ class StepPlan:
     is_keras_step: bool
     accumulates: bool = False
     accumulators: tuple[int, ...] = ()
-    reason: str = ""
-    remedy: str = ""
     mixed: str | None = ""
     in_series: bool = False
     shards: bool = False
@@ -91,31 +85,17 @@ class StepPlan:
         return f"{text}{'' if self.mixed == '' else _UNLESS}."
 
     def _text_in_series(self) -> str:
-        if self.is_local:
+        same = "has the same bits on any number of devices"
+        if self.mixed:
             return (
-                "The training step computes the gradients of one replica's rows after "
-                "the other's, and has the same bits on any number of devices."
+                f"The training step is computed whole on each device, and {same}, "
+                f"because {self.mixed} mixes rows. Faster: operations on each row "
+                "alone."
             )
         return (
-            "The training step is computed whole on each device, and has the same bits "
-            f"on any number of devices, because {self.reason}. Faster: {self.remedy}."
+            "The training step computes the gradients of one replica's rows after the "
+            f"other's, and {same}{'' if self.mixed == '' else _UNLESS}."
         )
-
-
-def plan_in_series(trainer: Any, kind: str = "train") -> StepPlan:
-    """How a step is made that has the same bits on any number of devices.
-
-    Args:
-        kind: `"train"`, `"test"` or `"predict"`.
-    """
-    method = compat.own_step_method(trainer, kind)
-    reason, remedy = _own_method(method) if method else _mixing_obstacle(trainer)
-    accumulators: tuple[int, ...] = ()
-    if kind == "train" and trainer.optimizer is not None:
-        accumulators = _accumulators(trainer.optimizer)
-    return StepPlan(
-        not reason, method is None, False, accumulators, reason, remedy, in_series=True
-    )
 
 
 def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
@@ -124,9 +104,7 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     Args:
         trainer: A compiled model; what is said of one that is not built yet may change.
     """
-    if strategy.replica_mesh.series is not None:
-        return plan_in_series(trainer)
-    is_keras_step = compat.own_step_method(trainer) is None
+    is_keras_step = compat.has_keras_step(trainer)
     mixed = getattr(trainer, _MIXED, None)
     if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
         return StepPlan(True, is_keras_step, mixed=mixed, shards=True)
@@ -135,9 +113,12 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     if trainer.optimizer is not None:
         accumulators = _accumulators(trainer.optimizer)
         accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
-    if strategy.num_replicas_in_sync == 1:
+    in_series = strategy.replica_mesh.series is not None
+    if strategy.num_replicas_in_sync == 1 and not in_series:
         return StepPlan(False, is_keras_step, False, accumulators)
-    return StepPlan(True, is_keras_step, accumulates, accumulators, mixed=mixed)
+    return StepPlan(
+        True, is_keras_step, accumulates, accumulators, mixed, in_series=in_series
+    )
 
 
 def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
@@ -148,26 +129,6 @@ def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
         if mixed.layer:
             text += f" in `{mixed.layer}`"
     setattr(trainer, _MIXED, text)
-
-
-def _own_method(method: str) -> tuple[str, str]:
-    return (
-        f"the model has its own `{method}`",
-        "the loss and metrics in model.compile, where they can be",
-    )
-
-
-def _mixing_obstacle(trainer: Any) -> tuple[str, str]:
-    mixing = compat.what_may_mix_rows(trainer)
-    if mixing is None:
-        return "", ""
-    name = f"`{mixing.name}` ({type(mixing).__name__})"
-    if mixing is trainer:
-        return (
-            f"the model {name} may mix rows in its `call`",
-            "keras.Sequential or a functional model",
-        )
-    return f"the layer {name} may mix rows", "Keras's built-in layers alone"
 
 
 def _will_accumulate(optimizer: Any) -> bool:
