@@ -39,6 +39,7 @@ TITLES = {
     "ours": "keras_distribute",
     "ours_fused": f"keras_distribute, steps_per_execution={FUSED}",
     "ours_central": "keras_distribute, `CentralStorageStrategy`",
+    "ours_deterministic": "keras_distribute, `deterministic=True`",
     **peers.TITLES,
 }
 LOSS_TOLERANCE = 1e-3
@@ -98,8 +99,10 @@ def prepared(task: Task) -> tuple[Callable[[], Any], int]:
     if name.startswith("ours"):
         import keras_distribute as kd
 
-        central = kd.experimental.CentralStorageStrategy
-        strategy = (central if name == "ours_central" else kd.MirroredStrategy)()
+        if name == "ours_central":
+            strategy = kd.experimental.CentralStorageStrategy()
+        else:
+            strategy = kd.MirroredStrategy(deterministic=name == "ours_deterministic")
         with strategy.scope():
             model = _compiled(workload, fused)
         if task.kind == "run":

@@ -31,8 +31,9 @@ SMALL = (
     "by_hand_scan",
     "ours",
     "ours_fused",
+    "ours_deterministic",
 )
-LARGE = ("plain", "by_hand", "ours", "ours_central")
+LARGE = ("plain", "by_hand", "ours", "ours_central", "ours_deterministic")
 CASES = {
     "mlp_long": SMALL,
     "cnn_long": SMALL,

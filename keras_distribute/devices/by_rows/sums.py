@@ -146,9 +146,9 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
 
 def _filled(array: Any, dim: int | None, mesh: ReplicaMesh) -> Any:
     """An array with copies of its last row, so that replicas have equally many."""
-    missing = 0 if dim is None else -array.shape[dim] % mesh.num_replicas
-    if not missing:
+    if dim is None or array.shape[dim] % mesh.num_replicas == 0:
         return array
+    missing = -array.shape[dim] % mesh.num_replicas
     last = lax.slice_in_dim(array, array.shape[dim] - 1, None, axis=dim)
     return jnp.concatenate([array, *[last] * missing], axis=dim)
 
