@@ -106,6 +106,8 @@ def compiled_step(
         carried = packing.around(step) if packing else step
     if plan is not None and plan.is_local and not plan.shards:
         told = functools.partial(note_mixed, trainer)
+        if mesh.series is not None:
+            watch = None  # What it looks at, XLA might compile otherwise.
         if watch is not None:
             watch.flat = flat
         carried = step_by_rows(strategy, carried, told, watch)
