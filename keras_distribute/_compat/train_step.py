@@ -36,13 +36,11 @@ def has_keras_step(trainer: Any) -> bool:
     )
 
 
-def forward(
-    trainer: Any, trained: list[Any], others: list[Any], x: Any, *, training: bool
-) -> Any:
-    """The forward pass of Keras's own steps: predictions, the new values of `others`,
-    losses.
+def forward(trainer: Any, trained: list[Any], others: list[Any], x: Any) -> Any:
+    """The forward pass of Keras's training step: predictions, the new values of
+    `others`, losses.
     """
-    kwargs = {"training": training} if trainer._call_has_training_arg else {}
+    kwargs = {"training": True} if trainer._call_has_training_arg else {}
     return trainer.stateless_call(trained, others, x, return_losses=True, **kwargs)
 
 

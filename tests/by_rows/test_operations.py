@@ -308,7 +308,7 @@ def test_each_operation(name: str, replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [3, 5, 7])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_do_not_divide(name: str, replicas: int) -> None:
-    """16 rows: the last replica of 7 has one of them, and two of what is behind."""
+    """16 rows: of 7 replicas five have three of them, one has one, the last none."""
     text = check(*CASES[name], replicas)
     assert ("all_gather" in text) == (name == "groups of rows")
 

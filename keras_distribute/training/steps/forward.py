@@ -34,7 +34,7 @@ def loss_and_gradients(
 
     def loss_of(weights: list[Any]) -> Any:
         predictions, others, losses = compat.forward(
-            trainer, restore(weights), state.others, x, training=True
+            trainer, restore(weights), state.others, x
         )
         loss, (_, others, metrics) = compat.stateless_loss(
             trainer,
