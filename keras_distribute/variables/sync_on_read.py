@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
@@ -180,9 +182,13 @@ class SyncOnReadVariable(DistributedVariable):
         liveness.current.begin_program(
             self.replica_mesh.num_processes, f"at the reading of {self.path!r}"
         )
-        return aggregated(self.replica_mesh, self.aggregation, self.value_sharding)(
-            self.stored
-        )
+        read = aggregated(self.replica_mesh, self.aggregation, self.value_sharding)
+        if not jax_internals.is_tracing():
+            return read(self.stored)
+        # A step that is traced takes a constant, as of any other variable that is not
+        # in its state; a program over the devices would not be a replica's own.
+        with jax.core.eval_context():
+            return read(self.stored)
 
     def _read_in_program(self, scoped: Any, current: Frame) -> Any:
         if not (current.per_replica and current.mode is Mode.CROSS):

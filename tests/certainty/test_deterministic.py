@@ -167,6 +167,31 @@ def test_a_tpu_strategy_has_the_same_bits(devices):
         kd.TPUStrategy(resolver, assigned, deterministic=True)
 
 
+def taught(strategy):
+    """What a student ends with, whose loss has a teacher that is no part of it, with
+    statistics of each replica.
+    """
+    x = np.linspace(-1, 1, 16 * 6, dtype="float32").reshape(16, 6) ** 3
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        norm = layers.BatchNormalization(synchronized=True)
+        teacher = keras.Sequential([keras.Input((6,)), norm, layers.Dense(3)])
+        rows = kd.ArrayDataset(x, batch_size=16)
+        for batch in strategy.experimental_distribute_dataset(rows):
+            strategy.run(lambda x: ops.sum(teacher(x, training=True)), (batch,))
+        student = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        student.compile("sgd", lambda x, y: (teacher(x) - y) ** 2)
+    history = student.fit(x, x, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return [*history, student.evaluate(x, x, batch_size=16, verbose=0)]
+
+
+def test_variables_outside_of_a_model_are_constants_of_its_steps():
+    expected = taught(kd.get_strategy())
+    found = taught(deterministic(4))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert taught(deterministic(1)) == found
+
+
 class OwnLayer(layers.Layer):
     """One that nobody knows, whose numbers depend on how many rows it is given."""
 

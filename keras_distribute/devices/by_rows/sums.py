@@ -56,10 +56,14 @@ def results_of(
     Args:
         rows: Of each input the dimension that is divided over the replicas, or `None`.
         arrays: The inputs, over all rows.
-        evaluated: From a program and its inputs to its results, if not by itself; then
-            nothing of it is outside.
+        evaluated: From a program and its inputs to its results, if not by itself.
+
+    Nothing is outside then; nor where each device runs several replicas, since
+    `in_series.py` divides the whole program itself.
     """
     arrays = [_filled(a, dim, mesh) for a, dim in zip(arrays, rows, strict=True)]
+    if evaluated is None and mesh.series is not None:
+        evaluated = _by_itself
     if evaluated is not None:
         results = over_replicas(
             mesh,
@@ -142,6 +146,10 @@ def parts(program: core.ClosedJaxpr, equal: Sequence[bool]) -> Parts:
         len(wanted),
         is_made,
     )
+
+
+def _by_itself(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    return core.jaxpr_as_fun(program)(*arrays)
 
 
 def _filled(array: Any, dim: int | None, mesh: ReplicaMesh) -> Any:

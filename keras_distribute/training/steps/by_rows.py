@@ -112,10 +112,8 @@ def step_by_rows(
             strategy, over_all, rows, told, watch, sums_kept, in_parts
         )
         evaluated = None if divided is None else divided.evaluated
-        if mesh.series is not None:
-            if own is None:
-                return whole(state, data)
-            evaluated = _evaluated
+        if own is None and mesh.series is not None:
+            return whole(state, data)
         if own is None:
             outputs = _over_all_rows(over_all, leaves, sums_kept, replicas, evaluated)
         else:
@@ -179,10 +177,6 @@ def _over_all_rows(
         accumulating.of_first(result, replicas) if i in kept.outputs else result
         for i, result in enumerate(results)
     ]
-
-
-def _evaluated(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
-    return core.jaxpr_as_fun(program)(*arrays)
 
 
 def _places(groups: Any, accumulators: Sequence[int]) -> list[int]:
