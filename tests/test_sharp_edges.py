@@ -228,6 +228,10 @@ def test_reductions_of_unusual_values(strategy):
 
     assert float(strategy.reduce("MEAN", all_of(np.float16(30000)), axis=None)) == 30000
     assert int(strategy.reduce("SUM", all_of(np.bool_(True)), axis=None)) == 4
+    for whole in (np.int8(100), np.uint8(200), np.int32(2_000_000_000)):
+        for value, axis in ((whole, None), (np.full(3, whole), 0)):
+            mean = strategy.reduce("MEAN", all_of(value), axis=axis)
+            assert (mean.dtype, float(mean)) == ("float32", float(whole))
     assert strategy.gather(all_of(np.zeros((0, 2))), axis=0).shape == (0, 2)
     with pytest.raises(errors.StructureTypeError, match="Only arrays can be reduced"):
         strategy.reduce("SUM", all_of(np.array(["a"])), axis=None)
@@ -386,6 +390,39 @@ def test_reading_a_variable_in_the_middle_of_an_epoch(strategy):
     model.fit(X, X[:, :1], batch_size=2, verbose=0, callbacks=[Look()])
     assert all((a != b).any() for a, b in itertools.pairwise(seen))
     np.testing.assert_array_equal(seen[-1], model.weights[0].numpy())
+
+
+def test_arrays_that_another_program_has_deleted(strategy):
+    """A model without a strategy gives the arrays of its variables to its steps, also
+    those that it was given: the state says so, and is not launched with.
+    """
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        counter = keras.Variable(1.0, aggregation="sum")
+    model.fit(X, X[:, :1], verbose=0)
+    beside = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    for own, other in zip(beside.variables, model.variables, strict=True):
+        own.assign(other)
+    beside.predict(X, verbose=0)
+    lost = "'.*/kernel' is lost: a program that was given it has deleted it"
+    for _ in range(2):
+        with pytest.raises(errors.ContextError, match=lost):
+            model.fit(X, X[:, :1], verbose=0)
+    with pytest.raises(errors.ContextError, match=lost):
+        model.get_weights()
+    model.set_weights([np.ones(v.shape) for v in model.weights])
+    beside.set_weights(model.get_weights())
+    beside.predict(X, verbose=0)
+    assert model.fit(X, X[:, :1], verbose=0).history["loss"] == [4.0]
+
+    def count():
+        counter.assign_add(1.0)
+
+    strategy.run(count)
+    jax.jit(lambda value: value + 1, donate_argnums=0)(counter.value)
+    with pytest.raises(errors.ContextError, match="is lost: a program that was given"):
+        strategy.run(count)
 
 
 def test_reduce_inside_a_step_of_fit(strategy):

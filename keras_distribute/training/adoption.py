@@ -24,6 +24,7 @@ from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.variables import DistributedVariable
 
 _ATTRIBUTE = "_keras_distribute_strategy"
+_KINDS = {"fit": "train", "evaluate": "test", "predict": "predict"}  # Of functions.
 
 
 def adopt(trainer: Any) -> None:
@@ -125,10 +126,12 @@ def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
     strategy = strategy_of(trainer)
     if strategy is None or strategy.placement.is_on_servers:
         return feeds.host_feed(adapter, per_epoch)
-    followed = follower_of(trainer) is not None
-    return feeds.feed(
-        adapter, strategy.replica_mesh, compat.is_traced(trainer), per_epoch, followed
-    )
+    followed, call = follower_of(trainer) is not None, calls.innermost()
+    form = feeds.Form.TRACED if compat.is_traced(trainer) else feeds.Form.EAGER
+    kind = _KINDS.get("" if call is None else call.name)
+    if kind is not None and calls.has_own_function(trainer, kind):
+        form = feeds.Form.PLAIN
+    return feeds.feed(adapter, strategy.replica_mesh, form, per_epoch, followed)
 
 
 def refuse_empty() -> None:

@@ -66,7 +66,8 @@ def place(
             this process alone. Otherwise it is the whole batch, the same in every
             process.
         traced: Whether `trim` will be called in a compiled step. Otherwise an array
-            whose rows do not divide goes to every replica whole.
+            whose rows do not divide goes to every replica whole; as does any, where
+            results have the same bits on any number of devices.
 
     Returns:
         The batch, ready for a step; a batch that is placed already as it is.
@@ -131,7 +132,8 @@ def _put(
         return _put_own_rows(array, mesh, sizes)
     count = array.shape[0] if array.ndim else 0
     pad, rows, spread = _padding(count, mesh.num_replicas)
-    if count == 0 or _is_sparse(leaf) or (pad and not traced):
+    is_whole = count == 0 or _is_sparse(leaf)
+    if is_whole or (not traced and (pad or mesh.series is not None)):
         return _Leaf(mesh.put_replicated(array), WHOLE, spread)
     if pad:
         numpy_like = jnp if isinstance(array, jax.Array) else np

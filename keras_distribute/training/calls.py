@@ -15,6 +15,7 @@ GROUP_SIZES = "_keras_distribute_group_sizes"
 _SEES_STEPS = "_keras_distribute_sees_steps"
 _WATCHER = "_keras_distribute_watcher"
 _STEP = "_keras_distribute_training_step"
+_FUNCTIONS = "_keras_distribute_functions"
 
 
 @dataclasses.dataclass
@@ -124,6 +125,24 @@ def unchanged_variables(trainer: Any) -> list[Any]:
     known = vars(trainer).get(_STEP)
     step = None if known is None else known()
     return [] if step is None else step.unchanged
+
+
+def note_function(trainer: Any, kind: str) -> None:
+    """Notes that `train_function`, `test_function` or `predict_function` is made by
+    this package; what the model makes around it may take its place.
+    """
+    vars(trainer).setdefault(_FUNCTIONS, set()).add(kind)
+
+
+def forget_functions(trainer: Any) -> None:
+    """Notes that they will be made anew: the model is compiled."""
+    vars(trainer).pop(_FUNCTIONS, None)
+
+
+def has_own_function(trainer: Any, kind: str) -> bool:
+    """Whether the model has a `make_train_function`, or the like, of its own."""
+    made = getattr(trainer, f"{kind}_function", None)
+    return made is not None and kind not in vars(trainer).get(_FUNCTIONS, ())
 
 
 def watch_next_step(trainer: Any, watcher: Any) -> None:

@@ -5,6 +5,7 @@ datasets, fed to the steps.
 from __future__ import annotations
 
 import contextlib
+import enum
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.errors import InputError
+from keras_distribute.errors import ContextError, InputError
 from keras_distribute.input.arrays import ArrayDataset
 from keras_distribute.input.creator import DatasetCreator
 from keras_distribute.input.datasets import DistributedDataset
@@ -31,6 +32,17 @@ from keras_distribute.training.fit_arguments import check_fit_arguments
 from keras_distribute.training.worker_data import WorkerDataAdapter, check_steps
 
 _SOURCE, _STREAM = "_keras_distribute_source", "_keras_distribute_stream"
+
+
+class Form(enum.Enum):
+    """What takes the batches: a compiled step, one that runs operation by operation, or
+    a function that the model makes itself (`make_train_function`), which gets arrays as
+    from Keras.
+    """
+
+    TRACED = "traced"
+    EAGER = "eager"
+    PLAIN = "plain"
 
 
 class DatasetAdapter(compat.DataAdapter):
@@ -155,22 +167,33 @@ def look(adapter: Any) -> Iterator[Any]:
 
 
 def feed(
-    adapter: Any, mesh: ReplicaMesh, traced: bool, per_epoch: int | None, followed: bool
+    adapter: Any, mesh: ReplicaMesh, form: Form, per_epoch: int | None, followed: bool
 ) -> Feed:
     """The batches of one pass, on the devices ahead of the steps that take them.
 
     Args:
         adapter: Of the `x` of `fit`.
-        traced: Whether the steps are compiled.
+        form: What takes them.
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
+
+    Raises:
+        ContextError: For a function of the model's own over several processes.
     """
+    if form is Form.PLAIN and mesh.num_processes > 1:
+        raise ContextError(
+            "Steps over several processes are made by the strategy.",
+            received="a model with its own make_train_function, make_test_function or "
+            f"make_predict_function, on {mesh.num_processes} processes.",
+            fix="write train_step, test_step or predict_step in its place; or call "
+            "super().make_train_function() there, and wrap self.train_function.",
+        )
     open_reader, whole, ahead = _reading(adapter, mesh.platform)
     if (per_epoch or adapter.num_batches) == 1:
         ahead = 0  # To start a thread for one batch takes longer than to wait for it.
     several = mesh.num_processes > 1
 
-    def placed(batch: Batch) -> batches.Placed:
+    def placed(batch: Batch) -> Any:
         data = whole(batch)
         sizes = replica_rows(batch, mesh.num_replicas) if several else None
         empty = any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data))
@@ -180,7 +203,8 @@ def feed(
                 received=f"shapes {list(map(np.shape, jax.tree.leaves(data)))}.",
                 fix="leave such batches out of the dataset.",
             )
-        return batches.place(data, mesh, sizes, traced=traced)
+        ready = batches.place(data, mesh, sizes, traced=form is Form.TRACED)
+        return ready.data if form is Form.PLAIN else ready
 
     return Feed(open_reader, placed, ahead, per_epoch, followed)
 

@@ -218,6 +218,7 @@ def install(replaced: Replacements) -> None:
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
+        calls.forget_functions(self)
         sizes = adoption.group_sizes(self)
         size = compat.steps_per_execution(args, kwargs)
         automatic = isinstance(size, str) and size == "auto"
@@ -304,6 +305,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
+    calls.note_function(trainer, kind)
     if kind == "train" and isinstance(step, choose.CompiledStep):
         step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution

@@ -293,10 +293,13 @@ def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
-    """What is summed: booleans are counted, and the sum behind a 16-bit mean must not
-    overflow.
+    """What is summed: booleans are counted, and the sum behind a mean must not
+    overflow, neither in 16 bits nor in those of an integer.
     """
     value = jnp.asarray(value)
+    exact = value.dtype == jnp.bool_ or jnp.issubdtype(value.dtype, jnp.integer)
+    if exact and reduce_op is ReduceOp.MEAN:
+        return value / 1  # Of the dtype that the mean has.
     if value.dtype == jnp.bool_:
         return value.astype(jnp.int32)
     half = reduce_op is ReduceOp.MEAN and value.dtype in (jnp.float16, jnp.bfloat16)

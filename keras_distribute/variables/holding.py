@@ -58,11 +58,17 @@ class Holder:
         self.changed = dict(variables)
         self.is_running = False
         self._thread: int | None = None
+        self._is_shown = False  # Whether somebody has arrays of the state, too.
 
     def take(self) -> Any:
         """The state for the next call, with all that was assigned since the last one.
 
         The caller holds `launches.lock`, and calls the program before releasing it.
+
+        Raises:
+            ContextError: If another program was given an array of the state, and has
+                deleted it. JAX does not look where it calls programs from C++: the
+                process would end.
         """
         launches.settle()
         self._thread = threading.get_ident()
@@ -73,7 +79,11 @@ class Holder:
             for place, variable in changed.items():
                 variable._link_to(self, place)
                 del self.changed[place]
+            self._is_shown = True
         state = self.landing[-1][1]
+        if self._is_shown:
+            self._check_alive(state)
+            self._is_shown = False
         if self._rest is not None:
             state = list(map(self._rest.mesh.brought, state))
         return state
@@ -143,7 +153,20 @@ class Holder:
         if array is None or array.is_deleted():
             raise lost_error(variable)
         # The thread that launches the next step gives the state's own arrays away.
-        return array if self._thread == threading.get_ident() else _copied(array)
+        if self._thread != threading.get_ident():
+            return _copied(array)
+        self._is_shown = True
+        return array
+
+    def _check_alive(self, state: Sequence[Any]) -> None:
+        for index, array in enumerate(state):
+            if array is not None and array.is_deleted():
+                raise _lost(self._name_at(index, array))
+
+    def _name_at(self, index: int, array: Any) -> str:
+        """What one of the arrays of the state is."""
+        del index
+        return f"a variable of shape {array.shape}"
 
     def _with(self, changed: dict[Place, Any]) -> Any:
         """The state with the values of these variables, which are all at the first
@@ -183,9 +206,18 @@ def _copied(array: jax.Array) -> jax.Array:
 
 
 def lost_error(variable: Any) -> ContextError:
-    """The error for a variable whose memory a program that failed was given."""
+    """The error for a variable whose memory was given to a program, and not given back:
+    a step that failed, or one that knows nothing of the variable.
+    """
+    return _lost(repr(variable.path))
+
+
+def _lost(name: str) -> ContextError:
     return ContextError(
-        f"The value of {variable.path!r} is lost: it was given to a step that failed.",
-        received="an error while the step ran on the devices, after it had begun.",
-        fix="restore a checkpoint, load_weights(path), or create the model again.",
+        f"The value of {name} is lost: a program that was given it has deleted it.",
+        received="an error while a step ran on the devices, after it had begun; or "
+        "donate_argnums, or a step of a model without a strategy, with an array that "
+        "is this variable's, too.",
+        fix="restore a checkpoint, load_weights(path), or create the model again; to "
+        "another model, give copies: other.set_weights(model.get_weights()).",
     )

@@ -117,6 +117,17 @@ def test_a_fit_that_goes_on_under_other_conditions_warns(tmp_path, monkeypatch):
     assert f"Saved with {pool}: 32; here {pool}: 4. Its numbers are right" in said[0]
 
 
+@pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_steps_that_are_not_compiled_have_the_same_bits(option):
+    found = []
+    for devices in (1, 4):
+        model = training.built(deterministic(devices), compiled=option)
+        history = training.fitted(model).history
+        predicted = model.predict(training.X, batch_size=8, verbose=0)
+        found.append([*training.bits_of(model), str(history), predicted.tobytes()])
+    assert found[0] == found[1]
+
+
 def test_conditions_without_the_promise_of_bits():
     assert same_bits.conditions(training.built(mirrored(2))) == {}
     assert "replicas" in same_bits.conditions(training.built(deterministic(2)))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -185,6 +186,56 @@ class OwnTestAndPredict(keras.Model):
             "centred": logits - ops.mean(logits, axis=0),
             "pairs": logits @ logits.T,
         }, non_trainable
+
+
+class OwnFunctions(keras.Model):
+    """What Keras calls for each batch is made by the model itself."""
+
+    def make_train_function(self, force: bool = False) -> None:
+        step = jax.jit(self.train_step)
+        self.train_function = lambda state, batches: step(state, next(batches))
+
+    def make_test_function(self, force: bool = False) -> None:
+        step = jax.jit(self.test_step)
+        self.test_function = lambda state, batches: step(state, next(batches))
+
+    def make_predict_function(self, force: bool = False) -> None:
+        step = jax.jit(self.predict_step)
+
+        def predict(state: Any, batches: Iterator[Any]) -> Any:
+            outputs, non_trainable = step(state, next(batches))
+            return outputs, (state[0], non_trainable)
+
+        self.predict_function = predict
+
+
+class WrappedFunctions(keras.Model):
+    """What Keras calls is made around what it would call otherwise."""
+
+    def make_train_function(self, force: bool = False) -> None:
+        if self.train_function is None or force:
+            super().make_train_function(force)
+            own = self.train_function
+            self.train_function = lambda state, batches: own(state, batches)
+
+
+@pytest.mark.parametrize("kind", [OwnFunctions, WrappedFunctions])
+def test_functions_of_the_model(kind: type[keras.Model]) -> None:
+    """They get the rows of each batch, and no others; X has a smaller last batch."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,))
+        norm = layers.BatchNormalization(synchronized=True)
+        hidden = norm(layers.Dense(4)(inputs))
+        model = kind(inputs, layers.Dense(3)(hidden))
+        model.compile(
+            optimizer="sgd",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        return model
+
+    equals_one_device(build, fit_evaluate_predict(X, Y, batch_size=8))
 
 
 def test_own_test_step_and_predict_step() -> None:

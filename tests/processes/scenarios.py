@@ -470,6 +470,7 @@ def different_programs():
     tried("other rows", lambda: list(dataset))
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
+    tried("own function", lambda: fit_by_own_function(strategy))
     tried("chief raises", lambda: kd.run_on_chief(int, "x"))
     with strategy.scope():
         wrong = keras.Variable(float(kd.process_index()), name="wrong")
@@ -495,6 +496,20 @@ def eager_fit(strategy):
     with strategy.scope():
         model = linear()
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    model.fit(X, Y, verbose=0)
+
+
+class OwnFunction(keras.Sequential):
+    """A model that makes itself what Keras calls for each batch."""
+
+    def make_train_function(self, force=False):
+        self.train_function = lambda state, batches: (next(batches), state)
+
+
+def fit_by_own_function(strategy):
+    with strategy.scope():
+        model = OwnFunction([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
     model.fit(X, Y, verbose=0)
 
 

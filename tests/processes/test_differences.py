@@ -41,6 +41,7 @@ def errors():
             "CheckpointError: keras.callbacks.OrbaxCheckpoint cannot save what several.*a fit in 2 processes",
         ),
         ("eager", "ContextError: Steps over several processes are compiled"),
+        ("own function", "ContextError: Steps over several processes are made by"),
         ("chief raises", "ValueError: invalid literal for int"),
         (
             "other places",

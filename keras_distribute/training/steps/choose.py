@@ -209,7 +209,10 @@ class EagerStep:
         placed, _, spread = batches.place(
             data, self._strategy.replica_mesh, traced=False
         )
-        frame = Frame(self._strategy, Mode.CROSS, batch=GlobalBatch(*spread))
+        batch = GlobalBatch(*spread)
+        if self._strategy.replica_mesh.series is not None:
+            batch = GlobalBatch(spread[0], replicated=True)
+        frame = Frame(self._strategy, Mode.CROSS, batch=batch)
         if not is_held(state):
             with context.entered(frame):
                 return self._step(state, placed)

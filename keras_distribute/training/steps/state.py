@@ -184,6 +184,14 @@ class StepState(Holder):
         """What the step takes for a variable."""
         return variable.stored if place in self._components else variable.in_step
 
+    def _name_at(self, index: int, array: Any) -> str:
+        g, i = next(place for place, at in self._index.items() if at == index)
+        if g < 0:
+            assert self._packing is not None
+            g, i = self._packing.buffers[i][0]  # Where its first variable is.
+        variable: Any = self.groups[g][i]
+        return repr(variable.path)
+
     def _array(self, place: Place, variable: DistributedVariable) -> Any:
         if self._unpacked[0] is not self.landing[-1][1] or place not in self._stored:
             element = self._element_of(place, variable)
