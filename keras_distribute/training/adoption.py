@@ -22,6 +22,7 @@ from keras_distribute.strategies.base import (
 from keras_distribute.training import calls, feeds
 from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.variables import DistributedVariable
+from keras_distribute.variables import check_assigned as check_variables
 
 _ATTRIBUTE = "_keras_distribute_strategy"
 _KINDS = {"fit": "train", "evaluate": "test", "predict": "predict"}  # Of functions.
@@ -132,6 +133,18 @@ def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
     if kind is not None and calls.has_own_function(trainer, kind):
         form = feeds.Form.PLAIN
     return feeds.feed(adapter, strategy.replica_mesh, form, per_epoch, followed)
+
+
+def check_assigned(trainer: Any) -> None:
+    """Raises where the processes have assigned different values to the variables of a
+    trainer: by a callback, or between two calls of `fit`.
+    """
+    strategy = strategy_of(trainer)
+    if strategy is None or strategy.replica_mesh.num_processes == 1:
+        return
+    optimizer = getattr(trainer, "optimizer", None)
+    slots = [] if optimizer is None else optimizer.variables
+    check_variables([*trainer.variables, *slots])
 
 
 def refuse_empty() -> None:

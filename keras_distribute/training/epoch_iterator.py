@@ -72,6 +72,7 @@ def _opened(iterator: Any, last: Any) -> Iterator[Any]:
         per_epoch = -(-per_epoch // group) * group
     call = calls.innermost()
     assert call is not None
+    adoption.check_assigned(call.trainer)
     feed = adoption.feed(call.trainer, iterator.data_adapter, per_epoch or None)
     calls.stack.feeds.append(feed)
     return feed

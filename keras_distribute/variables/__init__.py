@@ -25,7 +25,7 @@ from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.on_devices import Part, Standing, standing
 from keras_distribute.variables.reading import read_before
 from keras_distribute.variables.resting import RestingVariable
-from keras_distribute.variables.same_values import check_same_values
+from keras_distribute.variables.same_values import check_assigned, check_same_values
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 from keras_distribute.variables.thread import accumulators_created, given_away
 
@@ -40,6 +40,7 @@ __all__ = [
     "Standing",
     "SyncOnReadVariable",
     "accumulators_created",
+    "check_assigned",
     "check_same_values",
     "choose_class",
     "given_away",

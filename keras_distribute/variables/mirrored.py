@@ -52,6 +52,7 @@ class MirroredVariable(DistributedVariable):
 
     _divided = False
     _given: int | None = None  # A checksum of what this process assigned as a whole.
+    _checked_assignments = 0
 
     @property
     def sharding(self) -> NamedSharding:
@@ -109,10 +110,20 @@ class MirroredVariable(DistributedVariable):
         """Of the value that this process gave: once, where no process has all of it;
         then `None`, as where it gave none.
         """
+        self.is_assigned = False
         if self.is_divided:
             given, self._given = self._given, None
             return given
         return None if self.stored is None else checksum(self.stored)
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether it was assigned across replicas since its checksum was taken."""
+        return self._assignments != self._checked_assignments
+
+    @is_assigned.setter
+    def is_assigned(self, assigned: bool) -> None:
+        self._checked_assignments = -1 if assigned else self._assignments
 
     def _components(self) -> tuple[jax.Array, ...]:
         whole = jax.device_put(self.stored, self.replica_mesh.replicated)

@@ -4,7 +4,8 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from keras_distribute.cluster import agreement
 from keras_distribute.errors import VariableScopeError
@@ -19,11 +20,9 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     Raises:
         VariableScopeError: Names the variables.
     """
-    mirrored = [v for v in variables if isinstance(v, MirroredVariable)]
-    count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
+    mirrored, count = _over_processes(variables)
     if count == 1:
         return
-    mirrored = [v for v in mirrored if v.is_initialized]
     own = [(tuple(v.shape), v.take_checksum()) for v in mirrored]
     said = agreement.exchange("the values of variables", own, count)
     if any(len(other) != len(own) for other in said):
@@ -32,13 +31,51 @@ def check_same_values(variables: Sequence[DistributedVariable]) -> None:
             received=f"{', '.join(str(len(other)) for other in said)} variables.",
             fix="build the same model in every process.",
         )
-    differing = [
-        v.path for i, v in enumerate(mirrored) if len({other[i] for other in said}) > 1
-    ]
-    if differing:
+    _refuse_differing(mirrored, said)
+
+
+def check_assigned(variables: Iterable[Any]) -> None:
+    """`check_same_values` of what any process has assigned since it was last checked:
+    a learning rate, or weights that the chief alone has loaded.
+
+    Args:
+        variables: Of a model that is built, the same in every process.
+
+    Raises:
+        VariableScopeError: Names the variables.
+    """
+    mirrored, count = _over_processes(variables)
+    if count == 1:
+        return
+    assigned = [i for i, v in enumerate(mirrored) if v.is_assigned]
+    of_all = agreement.exchange("what was assigned", assigned, count)
+    together = sorted(set[int]().union(*of_all))
+    if not together:
+        return
+    chosen = [mirrored[i] for i in together]
+    own = [v.take_checksum() for v in chosen]
+    _refuse_differing(chosen, agreement.exchange("the values of variables", own, count))
+
+
+def _over_processes(variables: Iterable[Any]) -> tuple[list[MirroredVariable], int]:
+    """Those that have a value, and how many processes have them."""
+    mirrored = [v for v in variables if isinstance(v, MirroredVariable)]
+    count = max((v.replica_mesh.num_processes for v in mirrored), default=1)
+    return [v for v in mirrored if count > 1 and v.is_initialized], count
+
+
+def _refuse_differing(
+    variables: Sequence[MirroredVariable], said: Sequence[Sequence[Any]]
+) -> None:
+    count = len(said)
+    wrong = [v for i, v in enumerate(variables) if len({own[i] for own in said}) > 1]
+    for variable in wrong:
+        variable.is_assigned = True  # Until it is assigned again, and checked.
+    if wrong:
+        paths = [variable.path for variable in wrong[:20]]
         raise VariableScopeError(
-            f"The processes have given different values to {len(differing)} mirrored "
-            f"variable(s): {', '.join(differing[:20])}.",
+            f"The processes have given different values to {len(wrong)} mirrored "
+            f"variable(s): {', '.join(paths)}.",
             received=f"{count} processes.",
             fix="assign the same values in every process: kd.run_on_chief(make_values) "
             "gives all of them the chief's.",

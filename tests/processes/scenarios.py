@@ -471,6 +471,7 @@ def different_programs():
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
     tried("own function", lambda: fit_by_own_function(strategy))
+    errors |= different_assignments(strategy)
     tried("chief raises", lambda: kd.run_on_chief(int, "x"))
     with strategy.scope():
         wrong = keras.Variable(float(kd.process_index()), name="wrong")
@@ -497,6 +498,33 @@ def eager_fit(strategy):
         model = linear()
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     model.fit(X, Y, verbose=0)
+
+
+def different_assignments(strategy):
+    """What is said where one process alone gives a value to a variable: in a callback,
+    and between two calls of `fit`; nothing, if it has that value.
+    """
+
+    class OwnRate(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.1
+            if kd.process_index() == 1 and epoch == 1:
+                self.model.optimizer.learning_rate = 0.5
+
+    with strategy.scope():
+        model = linear()
+    weights = [np.array(w) for w in model.get_weights()]
+    found = {}
+    for name, callbacks in (("own rate", [OwnRate()]), ("own weights", [])):
+        model.fit(X, Y, verbose=0)
+        if kd.is_chief():
+            model.set_weights(weights if name == "own weights" else model.get_weights())
+        try:
+            model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks)
+        except kd.errors.VariableScopeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        model.optimizer.learning_rate = 0.1
+    return found
 
 
 class OwnFunction(keras.Sequential):

@@ -48,6 +48,14 @@ def errors():
             "ClusterError: The processes do different things.*is at barrier 'place [01]'",
         ),
         (
+            "own rate",
+            "VariableScopeError: The processes have given different values to 1 mirrored.*: sgd.*/learning_rate",
+        ),
+        (
+            "own weights",
+            "VariableScopeError: The processes have given different values to 2 mirrored.*kernel.*bias",
+        ),
+        (
             "other values",
             "VariableScopeError: The processes have given different values to 1 mirrored.*wrong",
         ),
