@@ -246,7 +246,7 @@ class Cluster:
             return {worker.platform for worker in self.workers} - {""}
 
         if not known():
-            self.queue.wait(lambda: bool(known()), remind=self.remind)
+            self.queue.wait(lambda: bool(known()), look=self.look)
         return sorted(known())
 
     def schedule(
@@ -287,7 +287,7 @@ class Cluster:
             with self.kept.lock:
                 kept = [self.kept.value_of(variable) for variable in program.kept]
                 seeds = [self._advanced(program) for _ in calls]
-            result = RemoteValue(self._condition)
+            result = RemoteValue(self._condition, self.look)
             result._on_read = self.synchronize
             closure = Closure(
                 self.queue.next_number(),
@@ -426,9 +426,13 @@ class Cluster:
         """What a worker has to know of a program, as plain data."""
         return layout_of(program, self.served, self.updates, len(self.servers))
 
-    def remind(self) -> None:
-        """Says why nothing goes on, if no worker is there."""
-        if not any(worker.is_ready for worker in self.workers):
+    def look(self, is_late: bool) -> None:
+        """Says why nothing goes on, if no worker is there.
+
+        Args:
+            is_late: Whether who waits has waited for long.
+        """
+        if is_late and not any(worker.is_ready for worker in self.workers):
             _log.warning(
                 "The program waits for a worker, with %d function(s); none of %d is "
                 "there. The last error: %s",
@@ -441,7 +445,7 @@ class Cluster:
         """Waits until nothing is under way."""
         self.send_changed()
         ready = self.queue.wait(
-            lambda: self.queue.num_pending == 0, timeout, self.remind
+            lambda: self.queue.num_pending == 0, timeout, look=self.look
         )
         self.synchronize()
         return ready

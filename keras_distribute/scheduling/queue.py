@@ -8,7 +8,6 @@ waited then is cancelled, and the coordinator can be used again.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -195,9 +194,10 @@ class Queue:
         self,
         ready: Callable[[], bool],
         timeout: float | None = None,
-        remind: Callable[[], None] = lambda: None,
+        *,
+        look: Callable[[bool], None],
     ) -> bool:
-        """Waits until `ready()`, or an error; asks `remind` every 30 s to say why.
+        """Waits until `ready()`, or an error; `look` is as in `Condition.wait_until`.
 
         Returns:
             Whether that came within `timeout` seconds.
@@ -206,18 +206,15 @@ class Queue:
             UnavailableError: Where the strategy is closed, and nobody works any more.
             Exception: The first error of any closure, when nothing runs any more.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._condition.lock:
-            while True:
-                self.raise_error()
-                if ready():
-                    return True
+
+        def is_over() -> bool:
+            self.raise_error()
+            if not ready():
                 self._check_open()
-                left = 30.0 if end is None else min(30.0, end - time.monotonic())
-                if left <= 0:
-                    return False
-                if not self._condition.wait(left) and left == 30.0:
-                    remind()
+                return False
+            return True
+
+        return self._condition.wait_until(is_over, look, timeout)
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -28,8 +28,8 @@ class RemoteValue:
         array(0.25, dtype=float32)
     """
 
-    def __init__(self, condition: Condition) -> None:
-        self._condition = condition
+    def __init__(self, condition: Condition, look: Callable[[bool], None]) -> None:
+        self._condition, self._look = condition, look
         self._is_set = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -50,8 +50,7 @@ class RemoteValue:
             CancelledError: If another function has failed before.
             Exception: The function's own error.
         """
-        with self._condition.lock:
-            self._condition.wait_for(lambda: self._is_set)
+        self._condition.wait_until(lambda: self._is_set, self._look)
         self._on_read()
         if self._error is not None:
             raise self._error

@@ -2,13 +2,18 @@
 never a hang.
 """
 
+import threading
+
 import keras
 import pytest
 
 import keras_distribute as kd
 from keras_distribute.scheduling import workers
 from keras_distribute.servers.local import LocalResolver
+from keras_distribute.threads import condition
 from tests.exactness.harness import table
+from tests.exactness.test_layers_optimizers_metrics import classifier
+from tests.parameter_server.conftest import resolver_of
 from tests.parameter_server.test_kill_matrix import Counting
 
 
@@ -54,11 +59,34 @@ def test_nobody_works_until_a_worker_comes(own_cluster, caplog):
         own_cluster.kill("worker", index)
     counting.scheduled(10)
     assert not strategy.cluster.join(timeout=1.0)
-    strategy.cluster.remind()
+    strategy.cluster.look(True)
     assert "none of 2 is there" in caplog.text
     own_cluster.start("worker", 1)
     counting.coordinator.join()
     counting.assert_counts(11)
+    strategy.close()
+
+
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_steps_say_that_they_wait_for_a_worker(
+    method, own_cluster, caplog, monkeypatch
+):
+    monkeypatch.setattr(condition, "_SECONDS_TO_LOOK", 0.1)
+    strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1))
+    x, y = table(40)
+    with strategy.scope():
+        model = classifier("sgd")
+    calls = {
+        "fit": lambda: model.fit(x, y, batch_size=5, verbose=0),
+        "predict": lambda: model.predict(x, verbose=0),
+    }
+    calls[method]()
+    own_cluster.kill("worker", 0)
+    comes = threading.Timer(3.0, own_cluster.start, ("worker", 0))
+    comes.start()
+    calls[method]()
+    comes.join()
+    assert "waits for a worker" in caplog.text
     strategy.close()
 
 

@@ -106,7 +106,7 @@ class ScheduledStep:
             most = 1
         elif others:
             most = 1  # They need all that was added before.
-        cluster.queue.wait(lambda: cluster.queue.num_pending < most)
+        cluster.queue.wait(lambda: cluster.queue.num_pending < most, look=cluster.look)
         result = cluster.schedule(strategy, program, self._traced, calls, iterators)
         if self._kind == "predict":
             return _late(program, result)
