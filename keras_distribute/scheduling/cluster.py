@@ -427,12 +427,18 @@ class Cluster:
         return layout_of(program, self.served, self.updates, len(self.servers))
 
     def look(self, is_late: bool) -> None:
-        """Says why nothing goes on, if no worker is there.
+        """Says why nothing goes on, if no worker is there; then nobody else would notice
+        that a server is gone, too.
 
         Args:
             is_late: Whether who waits has waited for long.
         """
-        if is_late and not any(worker.is_ready for worker in self.workers):
+        if any(worker.is_ready for worker in self.workers):
+            return
+        lost = self.lost_server()
+        if lost is not None:
+            self.queue.failed(lost)
+        elif is_late:
             _log.warning(
                 "The program waits for a worker, with %d function(s); none of %d is "
                 "there. The last error: %s",

@@ -3,6 +3,7 @@ never a hang.
 """
 
 import threading
+import time
 
 import keras
 import pytest
@@ -112,6 +113,29 @@ def test_fit_goes_on_where_a_worker_dies(own_cluster):
     ).history
     assert history["rows"] == [600.0] * 3
     assert int(model.optimizer.iterations.numpy()) == 3 * 86
+    strategy.close()
+
+
+@pytest.mark.parametrize("method", ["fit", "predict", "fetch"])
+def test_a_server_that_is_gone_while_no_worker_is_there(method, own_cluster):
+    strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1))
+    x, y = table(40)
+    with strategy.scope():
+        model = classifier("sgd")
+    counting = Counting(strategy)
+    calls = {
+        "fit": lambda: model.fit(x, y, batch_size=5, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=5, verbose=0),
+        "fetch": lambda: counting.scheduled(1)[0].fetch(),
+    }
+    calls[method]()
+    own_cluster.kill("worker", 0)
+    own_cluster.kill("ps", 0)
+    start = time.monotonic()
+    expected = "CancelledError" if method == "fetch" else "UnavailableError"
+    with pytest.raises(getattr(kd.errors, expected), match="ps:0"):
+        calls[method]()
+    assert time.monotonic() - start < 15
     strategy.close()
 
 
