@@ -427,7 +427,7 @@ class Cluster:
         return layout_of(program, self.served, self.updates, len(self.servers))
 
     def look(self, is_late: bool) -> None:
-        """Says why nothing goes on, if no worker is there; then nobody else would notice
+        """Says why nothing goes on, if no worker is there; nobody else would notice then
         that a server is gone, too.
 
         Args:

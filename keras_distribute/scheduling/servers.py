@@ -82,6 +82,7 @@ class Server:
 
         Raises:
             UnavailableError: When the server is gone, now and at any time after.
+            ClusterError: When another coordinator has taken it.
         """
         with self._lock:
             if self._gone is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from keras_distribute.context import running_as
 from keras_distribute.devices.exports import platform_of
-from keras_distribute.errors import ClusterError, OutOfRangeError
+from keras_distribute.errors import OutOfRangeError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer
@@ -98,7 +98,7 @@ class Runner(Task):
         upcoming: The message that comes next, if it is there.
     """
 
-    kind, refusal = "worker", ClusterError
+    kind = "worker"
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.devices.exports import platform_of
-from keras_distribute.errors import ReplacedWorkerError, UnavailableError
+from keras_distribute.errors import ReplacedWorkerError
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers.programs import loaded
@@ -154,7 +154,7 @@ class Store(Task):
         traffic: The bytes of all arrays that came and went.
     """
 
-    kind, refusal = "parameter server", UnavailableError
+    kind = "parameter server"
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from keras_distribute.errors import ClusterError, DistributeError
+from keras_distribute.errors import ClusterError, UnavailableError
 from keras_distribute.remote.endpoint import Answer, Peer
 from keras_distribute.remote.frames import Array, Header
 
@@ -21,13 +21,11 @@ class Task:
     Attributes:
         kind: In words.
         operations: What it does, by name.
-        refusal: The error for another coordinator.
         has_ended: Whether the coordinator has said goodbye.
     """
 
     kind: ClassVar[str]
     operations: ClassVar[Mapping[str, Operation]]
-    refusal: ClassVar[type[DistributeError]]
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -40,11 +38,7 @@ class Task:
         if operation == "begin":
             self._coordinator = str(header["coordinator"])
         elif header.get("coordinator") != self._coordinator:
-            raise self.refusal(
-                f"The {self.kind} works for another coordinator.",
-                received=f"a message of {header.get('coordinator')!r}.",
-                fix="start the program of the coordinator anew.",
-            )
+            raise self._refusal()
         method = self.operations.get(operation)
         if method is None:
             raise ClusterError(
@@ -53,6 +47,18 @@ class Task:
                 fix="run the same version of keras_distribute in all tasks.",
             )
         return method(self, header, arrays)
+
+    def _refusal(self) -> Exception:
+        """The error for whoever else than the coordinator says something."""
+        if not self._coordinator:
+            return UnavailableError(f"The {self.kind} was started again.")
+        return ClusterError(
+            f"The {self.kind} works for another coordinator, which has taken it: a "
+            "cluster serves one strategy at a time.",
+            received="a message of the strategy that had it before.",
+            fix="strategy.close(), and then the next strategy for the cluster; or a "
+            "cluster for each: kd.ParameterServerStrategy() starts one of its own.",
+        )
 
     def end(self, header: Header, arrays: list[Array]) -> Answer:
         """The coordinator says goodbye."""

@@ -163,8 +163,12 @@ def test_the_next_coordinator_begins_anew(own_cluster):
     of_second.scheduled(50)
     of_second.coordinator.join()
     of_second.assert_counts(50)
-    with pytest.raises(kd.errors.DistributeError, match="another coordinator"):
+    taken = r"another coordinator(.|\n)*Fix: strategy\.close\(\)(.|\n)*for each"
+    with pytest.raises(kd.errors.ClusterError, match=taken):
         of_first.v.numpy()
+    with pytest.raises(kd.errors.ClusterError, match=taken):
+        of_first.scheduled(5)
+        of_first.coordinator.join()
     first.close()
     second.close()
 
