@@ -427,8 +427,8 @@ class Cluster:
         return layout_of(program, self.served, self.updates, len(self.servers))
 
     def look(self, is_late: bool) -> None:
-        """Says why nothing goes on, if no worker is there; nobody else would notice then
-        that a server is gone, too.
+        """Says why nothing goes on, if no worker is there; and asks the servers, since
+        nobody else would notice then that one is gone.
 
         Args:
             is_late: Whether who waits has waited for long.

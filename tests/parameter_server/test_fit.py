@@ -421,6 +421,24 @@ def test_loss_scaling_is_refused(strategy):
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_a_layer_is_frozen_without_compiling(make, local_steps):
+    with make(local_steps=local_steps).scope():
+        model = network()
+    model.fit(X, Y, batch_size=6, verbose=0)
+    model.layers[0].trainable = False
+    with pytest.raises(kd.errors.ValueStructureError, match=r"changed(.|\n)*compile\("):
+        model.fit(X, Y, batch_size=6, verbose=0)
+    assert len(model.predict(X, verbose=0)) == len(X)
+    model.layers[0].trainable = True
+    model.fit(X, Y, batch_size=6, verbose=0)
+    model.layers[0].trainable = False
+    model.compile("sgd", model.loss)
+    frozen = model.layers[0].get_weights()
+    model.fit(X, Y, batch_size=6, verbose=0)
+    np.testing.assert_array_equal(frozen[0], model.layers[0].get_weights()[0])
+
+
 def test_the_summary_says_where_steps_run(strategy):
     with strategy.scope():
         model = network()

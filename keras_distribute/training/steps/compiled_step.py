@@ -5,7 +5,7 @@ the state that it takes and leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -183,9 +183,16 @@ class CompiledStep:
         if self._carried.packing is None:
             self._begin(groups)
             return
-        counts = [[len(group) for group in each] for each in (groups, self._groups)]
-        raise ValueStructureError(
-            "The variables of the model have changed since its step was compiled.",
-            received=f"groups of {counts[0]} variables, after {counts[1]}.",
-            fix="call model.compile(...) again after freezing or adding layers.",
-        )
+        refuse_changed(groups, self._groups)
+
+
+def refuse_changed(
+    groups: Sequence[Sequence[Any]], before: Sequence[Sequence[Any]]
+) -> NoReturn:
+    """Raises for a model whose variables are others than those of its step."""
+    counts = [[len(group) for group in each] for each in (groups, before)]
+    raise ValueStructureError(
+        "The variables of the model have changed since its step was compiled.",
+        received=f"groups of {counts[0]} variables, after {counts[1]}.",
+        fix="call model.compile(...) again after freezing or adding layers.",
+    )

@@ -68,6 +68,7 @@ class LocalRounds(ScheduledStep):
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
+        self._note(state)
         self._strategy.unfinished[id(self)] = self
         self._waiting.append(jax.tree.map(np.asarray, data))
         groups = len(self._strategy.cluster.workers)

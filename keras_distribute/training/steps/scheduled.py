@@ -27,6 +27,7 @@ from keras_distribute.scheduling.values import (
     RemoteValue,
 )
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
+from keras_distribute.training.steps.compiled_step import refuse_changed
 
 _AHEAD = 2  # Steps of each worker.
 _SECONDS_BETWEEN_LOGS = 0.1  # Metrics are computed operation by operation.
@@ -50,6 +51,8 @@ class ScheduledStep:
         self._step = getattr(trainer, f"{kind}_step")
         self._logs = Logs(strategy, trainer)
         self._kinds_of_logs: dict[int, tuple[list[str], list[str]]] = {}
+        self._state: Any = None
+        self._groups: Sequence[list[Any]] | None = None
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Schedules one step.
@@ -62,6 +65,7 @@ class ScheduledStep:
             What callbacks and `predict` see, which waits when it is looked at, and
             `state`.
         """
+        self._note(state)
         iterators = [data] if isinstance(data, PerWorkerIterator) else []
         return self._scheduled([self._call(data)], iterators), state
 
@@ -74,6 +78,7 @@ class ScheduledStep:
             for each in data:
                 logs, state = self(state, each)
             return logs, state
+        self._note(state)
         left = list(map(self._call, data))
         while left:
             group = [left.pop(0)]
@@ -83,6 +88,21 @@ class ScheduledStep:
                 group.append(left.pop(0))
             logs = self._scheduled(group)
         return logs, state
+
+    def _note(self, state: Any) -> None:
+        """Looks at what Keras hands over: where an epoch begins, or a callback has read
+        the model, it is not what the last step has returned.
+        """
+        if state is self._state:
+            return
+        self._state = state
+        if self._kind == "train":  # Others do not ask what is trained.
+            groups = compat.state_variables(self._trainer, self._kind)
+            weights = list(map(id, groups.weights))
+            if self._groups is None:
+                self._groups = groups
+            elif weights != list(map(id, self._groups[0])):
+                refuse_changed(groups, self._groups)
 
     def _call(self, data: Any) -> Call:
         if isinstance(data, PerWorkerIterator):
