@@ -376,6 +376,23 @@ class Cluster:
             self.served.add([variable])
             return self.served.assign_blocks(variable, blocks)
 
+    def are_assigned(self, variables: Sequence[Any]) -> bool:
+        """Whether no function has changed any of them since all were assigned."""
+        return not any(map(self._is_kept, variables))
+
+    def values_of(self, variables: Sequence[Any]) -> list[Any]:
+        """Their values at one moment: of those that stay here, as NumPy's arrays, which
+        cost nothing.
+        """
+        with self.kept.lock:
+            return [
+                self.kept.value_of(each) if self._is_kept(each) else each.value
+                for each in variables
+            ]
+
+    def _is_kept(self, variable: Any) -> bool:
+        return variable._link is not None and variable._link[0] is self.kept
+
     def synchronize(self) -> None:
         """What is scheduled from now on sees all that has finished."""
         with self._lock:

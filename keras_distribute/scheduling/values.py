@@ -30,18 +30,18 @@ class RemoteValue:
 
     def __init__(self, condition: Condition, look: Callable[[bool], None]) -> None:
         self._condition, self._look = condition, look
-        self._is_set = False
+        self.is_set = False
         self._value: Any = None
         self._error: BaseException | None = None
         self._on_read: Callable[[], None] = lambda: None
 
     def set_value(self, value: Any) -> None:
         """Called with the condition's lock."""
-        self._value, self._is_set = value, True
+        self._value, self.is_set = value, True
 
     def set_error(self, error: BaseException) -> None:
         """Called with the condition's lock."""
-        self._error, self._is_set = error, True
+        self._error, self.is_set = error, True
 
     def get(self) -> Any:
         """Waits for the result, a structure of `jax.Array`s.
@@ -50,7 +50,7 @@ class RemoteValue:
             CancelledError: If another function has failed before.
             Exception: The function's own error.
         """
-        self._condition.wait_until(lambda: self._is_set, self._look)
+        self._condition.wait_until(lambda: self.is_set, self._look)
         self._on_read()
         if self._error is not None:
             raise self._error
@@ -64,7 +64,7 @@ class RemoteValue:
         )
 
     def __repr__(self) -> str:
-        state = "waiting" if not self._is_set else "failed" if self._error else "there"
+        state = "waiting" if not self.is_set else "failed" if self._error else "there"
         return f"<RemoteValue: {state}>"
 
 

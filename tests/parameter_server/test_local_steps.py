@@ -217,6 +217,35 @@ def test_logs_of_a_step_of_the_users_own(make):
             np.testing.assert_allclose(metric, [expected[name]] * 2, rtol=1e-5)
 
 
+def test_logs_of_a_batch_are_those_of_whole_rounds(make):
+    """Each round is of four steps, and ends when the next one has its batches; also
+    where a callback looks at the model, which ends a round."""
+    strategy = make(local_steps=2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    seen: list[Any] = []
+    reads = [False]
+
+    def end(batch: int, logs: Any) -> None:
+        seen.append(logs)
+        if reads[0] and batch == 0:
+            model.get_metrics_result()
+            model.jax_state_sync()
+
+    notes = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    x = np.ones((48, 4))
+    run = model.fit(x, x[:, 0], batch_size=4, epochs=2, verbose=0, callbacks=[notes])
+    assert seen == 2 * ([{}] * 7 + [{"loss": 1.0}] * 5)
+    assert run.history["loss"] == [1.0, 1.0]
+    seen.clear()
+    reads[0] = True
+    model.fit(x, x[:, 0], batch_size=4, verbose=0, callbacks=[notes])
+    assert seen == [{}] + [{"loss": 1.0}] * 11
+
+
 def test_embeddings_and_batches_one_by_one(make):
     """A table travels whole; `train_on_batch` is a round of one step."""
     strategy = make(local_steps=3)

@@ -64,7 +64,7 @@ class LocalRounds(ScheduledStep):
         self._round: _Round | None = None
         self._outer: Any = None
         self._own_logs: dict[str, Any] = {}
-        self._logs = _LogsOfRounds(strategy, trainer, self._own_logs)
+        self._has_ended = False
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
@@ -74,14 +74,23 @@ class LocalRounds(ScheduledStep):
         groups = len(self._strategy.cluster.workers)
         if len(self._waiting) == groups * self._strategy.local_steps:
             self._begin()
-        return self._logs, state
+        return self._logs(), state
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
         """Takes batches."""
         del size
         for batch in data:
             self(state, batch)
-        return self._logs, state
+        return self._logs(), state
+
+    def _logs(self) -> Logs:
+        """The metrics of the rounds that have ended, and what a step of the user's own
+        has returned last.
+        """
+        return Logs(self._results, lambda: self._has_ended, lambda: self._own_logs)
+
+    def _begin_metrics(self) -> None:
+        self._has_ended = False
 
     def finish(self) -> None:
         """Trains on the batches that are left, and waits for the end of that round."""
@@ -128,6 +137,7 @@ class LocalRounds(ScheduledStep):
         (steps, results), self._round = self._round, None
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
+        self._has_ended = True
         found = [result.fetch() for result in results]
         self._keep_slots([each["slots"] for each in found])
         self._own_logs.update(found[-1]["logs"] or {})
@@ -231,24 +241,6 @@ class LocalRounds(ScheduledStep):
             "sums": sums,
             "logs": logs,
         }
-
-
-class _LogsOfRounds(Logs):
-    """The metrics when somebody looks, and what a step of the user's own returned last.
-
-    Args:
-        strategy: Of the model.
-        trainer: The model.
-        own: The logs of the last round.
-    """
-
-    def __init__(self, strategy: Any, trainer: Any, own: dict[str, Any]) -> None:
-        super().__init__(strategy, trainer)
-        self._own = own
-
-    def _now(self) -> Logs:
-        super()._now().update(self._own)
-        return self
 
 
 def _layers_and_metrics(trainer: Any) -> list[Any]:

@@ -3,16 +3,17 @@
 Each batch travels with its step, and counts once; of a `DatasetCreator` each step takes
 the next one of its worker. A worker has two steps at most, so
 that the logs, `stop_training` and the learning rate mean something; nobody waits for
-logs that no callback looks at.
+logs that no callback looks at. Who does waits for the first step of an epoch.
 """
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from keras_distribute import checks
@@ -30,7 +31,6 @@ from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training.steps.compiled_step import refuse_changed
 
 _AHEAD = 2  # Steps of each worker.
-_SECONDS_BETWEEN_LOGS = 0.1  # Metrics are computed operation by operation.
 
 
 class ScheduledStep:
@@ -49,10 +49,12 @@ class ScheduledStep:
             traces.refuse_loss_scaling(trainer.optimizer)
         self._strategy, self._trainer, self._kind = strategy, trainer, kind
         self._step = getattr(trainer, f"{kind}_step")
-        self._logs = Logs(strategy, trainer)
+        self._results = MetricResults(strategy, trainer)
+        self._first: RemoteValue | None = None
         self._kinds_of_logs: dict[int, tuple[list[str], list[str]]] = {}
         self._state: Any = None
         self._groups: Sequence[list[Any]] | None = None
+        self._metrics: list[Any] = []
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Schedules one step.
@@ -93,16 +95,23 @@ class ScheduledStep:
         """Looks at what Keras hands over: where an epoch begins, or a callback has read
         the model, it is not what the last step has returned.
         """
-        if state is self._state:
-            return
-        self._state = state
-        if self._kind == "train":  # Others do not ask what is trained.
-            groups = compat.state_variables(self._trainer, self._kind)
-            weights = list(map(id, groups.weights))
-            if self._groups is None:
-                self._groups = groups
-            elif weights != list(map(id, self._groups[0])):
-                refuse_changed(groups, self._groups)
+        if state is not self._state:
+            if self._kind == "train":  # Others do not ask what is trained.
+                self._check_weights()
+            self._state, self._metrics = state, self._trainer.metrics_variables
+        if self._strategy.cluster.are_assigned(self._metrics):
+            self._begin_metrics()
+
+    def _check_weights(self) -> None:
+        groups = compat.state_variables(self._trainer, self._kind)
+        if self._groups is None:
+            self._groups = groups
+        elif list(map(id, groups.weights)) != list(map(id, self._groups[0])):
+            refuse_changed(groups, self._groups)
+
+    def _begin_metrics(self) -> None:
+        """No step has added anything to the metrics yet."""
+        self._first = None
 
     def _call(self, data: Any) -> Call:
         if isinstance(data, PerWorkerIterator):
@@ -130,9 +139,16 @@ class ScheduledStep:
         result = cluster.schedule(strategy, program, self._traced, calls, iterators)
         if self._kind == "predict":
             return _late(program, result)
+        self._first = self._first or result
+        wait = functools.partial(self._waited_for, self._first)
         if not program.num_results:
-            return self._logs
-        return Logs(strategy, self._trainer, result, of_metrics)
+            return Logs(self._results, wait)
+        return Logs(self._results, wait, result.get, of_metrics)
+
+    def _waited_for(self, first: RemoteValue) -> bool:
+        """Waits for the first step, before which metrics are of none."""
+        cluster = self._strategy.cluster
+        return cluster.queue.wait(lambda: first.is_set, look=cluster.look)
 
     def _kinds_of(self, program: Traced) -> tuple[list[str], list[str]]:
         """The logs that a worker computes from sums of which it knows a part: those
@@ -190,42 +206,58 @@ class ScheduledStep:
         return self._step(state, data)
 
 
-class Logs(dict[str, Any]):
-    """What the metrics are when somebody looks, or what the step has returned.
+class MetricResults:
+    """Computes the results of a model's metrics, in one program: operation by operation
+    they would take as long as a step.
 
     Args:
         strategy: Of the model.
         trainer: The model.
-        result: Of a step of the user's own, which returns other logs.
-        metrics: Those of them that are results of metrics.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self._program = jax.jit(self._computed)
+
+    def __call__(self) -> dict[str, Any]:
+        variables = self._trainer.metrics_variables
+        return self._program(self._strategy.cluster.values_of(variables))
+
+    def _computed(self, values: Sequence[Any]) -> dict[str, Any]:
+        pairs = zip(self._trainer.metrics_variables, values, strict=True)
+        with keras.StatelessScope(list(pairs)):
+            return self._trainer.get_metrics_result()
+
+
+class Logs(dict[str, Any]):
+    """What the metrics are when somebody looks, and what the step has returned.
+
+    Args:
+        results: Computes those of metrics.
+        has_results: Whether a step has ended since the metrics began; it may wait.
+        own: Waits for what the step has returned, of a step of the user's own.
+        names: Those that are taken of metrics; `None`: all that `own` lacks.
     """
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
-        trainer: Any,
-        result: RemoteValue | None = None,
-        metrics: Sequence[str] | None = None,
+        results: Callable[[], dict[str, Any]],
+        has_results: Callable[[], bool],
+        own: Callable[[], dict[str, Any]] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self._strategy, self._trainer, self._result = strategy, trainer, result
-        self._metrics = metrics  # `None`: all.
-        self._time = -np.inf
+        self._results, self._has_results = results, has_results
+        self._own, self._names = own, names
 
     def _now(self) -> Logs:
         """These logs, up to date."""
-        if self._result is not None:
-            result, self._result = self._result, None
-            self.update(result.get())
-        if self._metrics == []:
-            return self
-        is_late = time.monotonic() - self._time > _SECONDS_BETWEEN_LOGS
-        if is_late or not self._strategy.cluster.queue.num_pending:
-            with self._strategy.cluster.kept.lock:  # All of them at one moment.
-                found = self._trainer.get_metrics_result()
-            wanted = found if self._metrics is None else self._metrics
-            self.update({name: found[name] for name in wanted})
-            self._time = time.monotonic()
+        own = {} if self._own is None else self._own()
+        if self._names != [] and self._has_results():
+            found = self._results()
+            names = found.keys() - own if self._names is None else self._names
+            own = {**own, **{name: found[name] for name in names}}
+        self.update(own)
         return self
 
     def __getitem__(self, key: str) -> Any:
