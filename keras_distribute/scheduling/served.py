@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from keras import constraints
 
 from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.frames import Array
@@ -20,6 +21,7 @@ from keras_distribute.servers.rows import joined
 from keras_distribute.variables import Blocks, DrawnVariable, Holder, drawing
 
 Partitioner = Callable[..., Sequence[int]]
+_OF_AXES = constraints.MaxNorm, constraints.MinMaxNorm, constraints.UnitNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +61,22 @@ class Place:
         return self.parts[:1] if self.copies else self.parts
 
 
+def is_constrained_whole(variable: Any) -> bool:
+    """Whether the constraint of a variable may look at several rows of it together."""
+    constraint, ndim = getattr(variable, "constraint", None), len(variable.shape)
+    if constraint is None or type(constraint) is constraints.NonNeg:
+        return False
+    if type(constraint) not in _OF_AXES or constraint.axis is None:
+        return True
+    return bool(np.any(np.atleast_1d(constraint.axis) % ndim == 0))
+
+
 class Served(Holder):
     """The variables that servers have: read by asking, and sent when assigned.
 
     A variable goes to the servers when a function first uses it. With a partitioner its
-    first axis is divided; whole variables, and the parts, go each to the server with
-    the fewest bytes.
+    first axis is divided, unless its constraint looks at more than one row; whole
+    variables, and the parts, go each to the server with the fewest bytes.
 
     Args:
         servers: All of them.
@@ -245,7 +257,7 @@ class Served(Holder):
     def _sizes(self, variable: Any) -> list[int]:
         """The rows of each part; none for a variable that is not divided."""
         shape = tuple(variable.shape)
-        if self._partitioner is None or not shape:
+        if self._partitioner is None or not shape or is_constrained_whole(variable):
             return []
         wanted = list(self._partitioner(shape=shape, dtype=variable._dtype))
         right = len(wanted) == len(shape) and all(n == 1 for n in wanted[1:])

@@ -17,7 +17,12 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.remote.frames import Header
-from keras_distribute.scheduling.served import Part, Place, Served
+from keras_distribute.scheduling.served import (
+    Part,
+    Place,
+    Served,
+    is_constrained_whole,
+)
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.servers.programs import exported
 
@@ -99,9 +104,7 @@ class Updates:
         self._served.add(
             compat.built_variables(optimizer) if together else weights, whole=together
         )
-        if not compat.is_by_element(optimizer):
-            for weight in weights:
-                self._check_whole(optimizer, weight)
+        self._check_parts(optimizer, weights)
         accumulates = compat.accumulation(optimizer) is not None
         servers = sorted(
             {part.server for w in weights for part in self._place(w).parts}
@@ -127,15 +130,30 @@ class Updates:
         assert place is not None
         return place
 
-    def _check_whole(self, optimizer: Any, weight: Any) -> None:
-        if len(self._place(weight).parts) > 1:
-            raise ValueStructureError(
-                f"The optimizer {type(optimizer).__name__} looks at a weight as a "
-                f"whole, and {weight.path!r} is divided.",
-                received=f"{len(self._place(weight).parts)} parts.",
-                fix="an optimizer such as keras.optimizers.Adam, or no "
-                "variable_partitioner.",
-            )
+    def _check_parts(self, optimizer: Any, weights: Sequence[Any]) -> None:
+        """Raises `ValueStructureError` where more is looked at than a server has."""
+        accumulates = compat.accumulation(optimizer) is not None
+        for weight in weights:
+            parts = len(self._place(weight).parts)
+            if parts == 1:
+                continue
+            who, fix = "", ""
+            if not compat.is_by_element(optimizer):
+                who = f"The optimizer {type(optimizer).__name__}"
+                fix = "an optimizer such as keras.optimizers.Adam"
+            elif accumulates and optimizer.clipnorm is not None:
+                who = "clipnorm of accumulated gradients"
+                fix = "clipvalue, or no gradient_accumulation_steps"
+            elif is_constrained_whole(weight):
+                who = f"The constraint {type(weight.constraint).__name__}"
+                fix = "the constraint when the layer is made"
+            if who:
+                raise ValueStructureError(
+                    f"{who} looks at a weight as a whole, and {weight.path!r} is "
+                    "divided.",
+                    received=f"{parts} parts.",
+                    fix=f"{fix}, or no variable_partitioner.",
+                )
 
     def of(
         self, optimizer: Any, weights: Sequence[Any], sizes: Sequence[int | None]

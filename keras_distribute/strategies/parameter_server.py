@@ -56,7 +56,8 @@ class ParameterServerStrategy(Strategy):
             this host.
         variable_partitioner: Divides large variables over the servers: one of
             `kd.experimental.partitioners`, or a function of `shape` and `dtype` that
-            returns the number of parts of each axis.
+            returns the number of parts of each axis. A variable stays whole whose
+            constraint looks at several rows together, as `UnitNorm(axis=0)` does.
         max_staleness: How many pushes a server may have applied between a worker's pull
             and its push; a gradient that is older is computed again. `None`: any.
         lazy_rows: Where a step only looks rows of a table up (`keras.layers.Embedding`,
