@@ -33,7 +33,9 @@ check(
     "_get_variable_index",
     "_iterations",
     "_learning_rate",
+    "_tracker",
     "_trainable_variables",
+    "_untrack_variable",
     "_use_weight_decay",
 )
 check(Variable, "_name", "_path")
@@ -196,14 +198,7 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
     own_rules = any(
         v.constraint is not None or takes_gradient_as_value(v) for v in variables
     )
-    if (
-        by_weight
-        or own_rules
-        or any(
-            name in vars(optimizer)
-            for name in ("update_step", "apply", "stateless_apply")
-        )
-    ):
+    if by_weight or own_rules or own_methods(optimizer):
         return None
     return _order_of(
         [
@@ -234,6 +229,14 @@ def slot_weights(optimizer: Any) -> list[int | None]:
         targets.get(id(getattr(variable, _WEIGHT, None)))
         for variable in optimizer.variables
     ]
+
+
+def own_methods(optimizer: Any) -> list[str]:
+    """The methods that were replaced on this one object, which a copy cannot have: they
+    may know the object itself.
+    """
+    names = [name for name, value in vars(optimizer).items() if callable(value)]
+    return [n for n in names if callable(getattr(type(optimizer), n, None))]
 
 
 def is_by_element(optimizer: Any) -> bool:
@@ -370,14 +373,71 @@ def _like(weights: list[tuple[tuple[int, ...], Any]]) -> list[Any]:
     ]
 
 
+# What Keras's own `__init__` and `build` make.
+_MADE = frozenset(
+    {
+        "built",
+        "_iterations",
+        "_learning_rate",
+        "_tracker",
+        "_trainable_variables",
+        "_trainable_variables_indices",
+        "_variables",
+    }
+)
+
+
+def unbuilt(optimizer: Any, value_of: Callable[[Any], Any]) -> Any:
+    """An optimizer with the attributes of `optimizer`, and variables of its own, which
+    has not been built. Its class is not called: that may take what no attribute or
+    `get_config` says.
+
+    Args:
+        value_of: What a variable begins with, for the one it stands for.
+    """
+    rate = optimizer._learning_rate
+    copy: Any = object.__new__(type(optimizer))
+    rate = float(value_of(rate)) if isinstance(rate, Variable) else rate
+    Optimizer.__init__(copy, rate, name=optimizer.name)
+    own = {id(variable) for variable in optimizer.variables}
+    for name, value in vars(optimizer).items():
+        if name in _MADE:
+            continue
+        if id(value) in own and not hasattr(value, _WEIGHT):
+            value = Variable(
+                value_of(value), dtype=value.dtype, trainable=False, name=value.name
+            )
+        vars(copy)[name] = copy._tracker.track(_emptied(value, own))
+    return copy
+
+
+def _emptied(value: Any, own: set[int]) -> Any:
+    """A container without the variables of these ids."""
+    if id(value) in own:
+        return None
+    if isinstance(value, dict):
+        return {key: _emptied(each, own) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_emptied(each, own) for each in value]
+        if isinstance(value, list):
+            return found
+        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+    return value
+
+
 def _clone(optimizer: Any, weights: list[Any]) -> Any:
     """An optimizer like `optimizer`, built with other weights."""
-    rate = optimizer._learning_rate
-    config = optimizer.get_config() | {
-        "learning_rate": 0.0 if isinstance(rate, Variable) else rate
-    }
-    clone = type(optimizer)(**config)
+    clone = unbuilt(optimizer, lambda variable: np.zeros(variable.shape))
+    first = list(clone.variables)
+    own = [each for name, each in vars(clone).items() if name not in _MADE]
+    lists = [(each, len(each)) for each in own if isinstance(each, list)]
     clone.build(weights)
+    for each, size in lists:
+        if len(each) > size:  # A list of `__init__` that `build` has filled before.
+            del each[:size]
+    for variable in first:
+        if not any(variable is each for each in vars(clone).values()):
+            clone._untrack_variable(variable)  # `build` has made another one.
     return clone
 
 

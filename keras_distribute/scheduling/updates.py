@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import takes_gradient_as_value
-from keras_distribute.errors import ValueStructureError
+from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.remote.frames import Header
 from keras_distribute.scheduling.served import (
     Part,
@@ -94,8 +94,10 @@ class Updates:
         """Places weights, and the optimizer's variables beside them.
 
         Raises:
-            ValueStructureError: For clipping that no server alone can do.
+            StructureTypeError: For an optimizer that no server can have a copy of.
+            ValueStructureError: For what no server alone can do.
         """
+        _check_methods(optimizer)
         self._optimizers[id(optimizer)] = optimizer
         own = compat.slot_weights(optimizer)
         variables = list(zip(optimizer.variables, own, strict=True))
@@ -270,6 +272,18 @@ class Updates:
                 if each.server == server and (part is None or each.start == part.start)
             ][:1]
         return keys
+
+
+def _check_methods(optimizer: Any) -> None:
+    methods = compat.own_methods(optimizer)
+    if methods:
+        kind = type(optimizer).__name__
+        raise StructureTypeError(
+            "Parameter servers have a copy of an optimizer, which has the methods of "
+            f"its class: {', '.join(methods)} of this one is its own.",
+            received=f"{optimizer!r}, with {methods[0]} set on the object.",
+            fix=f"class My{kind}({kind}): def {methods[0]}(self, ...): ...",
+        )
 
 
 def _update(copy: Any, shapes: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import keras
+import numpy as np
 
 from keras_distribute import checks, context
 from keras_distribute._compat import optimizer as compat_optimizer
@@ -205,7 +206,7 @@ class ParameterServerStrategy(Strategy):
         if own not in known:
             outer = self.outer_optimizer
             with self.scope():
-                known[own] = type(outer).from_config(outer.get_config())
+                known[own] = compat_optimizer.unbuilt(outer, np.asarray)
                 compat_optimizer.build(known[own], model.trainable_variables)
         return {"outer_optimizer": known[own]}
 

@@ -1,0 +1,115 @@
+"""Optimizers of the user's own: servers do what these do, or it is an error."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_distribute as kd
+from tests.exactness.harness import fit_only, table
+from tests.parameter_server.test_fit import equals_one_device
+
+X, Y = table(22)
+
+
+class Scaled(keras.optimizers.SGD):
+    """Whose `get_config` lacks an argument that it needs."""
+
+    def __init__(self, scale: float, **options: Any) -> None:
+        super().__init__(0.1, **options)
+        self.scale = scale
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient * self.scale, variable, learning_rate)
+
+
+class Filled(keras.optimizers.Optimizer):
+    """Whose `build` fills what its `__init__` has made, where there is a variable."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.slots: list[Any] = []
+        self.names: list[str] = []
+        self.by_name: dict[str, Any] = {}
+        self.slowness = self.add_variable((), initializer="ones", name="slowness")
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        for variable in variables:
+            slot = self.add_variable_from_reference(variable, "slot")
+            self.slots.append(slot)
+            self.names.append(variable.name)
+            self.by_name[variable.path] = slot
+        self.last = self.slots[-1]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        slot = self.by_name[variable.path]
+        assert slot is self.slots[index]
+        factor = 2.0 if self.names[index] == "kernel" else 0.5
+        slot.assign(0.5 * slot + gradient)
+        step = learning_rate * factor * slot / (self.slowness + 1)
+        variable.assign_sub(step)
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule without `get_config`."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.1 * 0.5 ** ops.cast(step, "float32")
+
+
+OPTIMIZERS = {
+    "scaled": lambda: Scaled(5.0, momentum=0.5),
+    "filled": Filled,
+    "schedule": lambda: keras.optimizers.SGD(Halving()),
+}
+
+
+def model_of(optimizer: Any) -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    return model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_own_optimizers(one_worker, name):
+    equals_one_device(
+        one_worker, lambda: model_of(OPTIMIZERS[name]()), fit_only(X, Y, batch_size=8)
+    )
+
+
+def test_an_own_outer_optimizer(make):
+    """Each model's is its own, and as the one that was passed."""
+    weights = []
+    for outer in (Scaled(2.0), keras.optimizers.SGD(0.2)):
+        strategy = make(1, local_steps=2, outer_optimizer=outer)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = model_of(keras.optimizers.SGD(0.1))
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+        assert not outer.built
+        strategy.close()
+    for ours, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_a_method_of_one_object_is_refused(one_worker):
+    with one_worker.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+        update = optimizer.update_step
+        optimizer.update_step = lambda g, v, rate: update(ops.sign(g), v, rate)
+        model = model_of(optimizer)
+    with pytest.raises(
+        kd.errors.StructureTypeError, match=r"update_step(.|\n)*Fix: class MySGD\(SGD\)"
+    ):
+        model.fit(X, Y, verbose=0)
