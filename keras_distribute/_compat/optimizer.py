@@ -239,6 +239,18 @@ def own_methods(optimizer: Any) -> list[str]:
     return [n for n in names if callable(getattr(type(optimizer), n, None))]
 
 
+def is_of_keras(optimizer: Any) -> bool:
+    """Whether its class is one of Keras's own."""
+    return type(optimizer).__module__.startswith("keras.")
+
+
+def own_state(optimizer: Any) -> list[Any]:
+    """Its variables that belong to no weight, but for the counter and the rate."""
+    known = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    each = zip(optimizer.variables, slot_weights(optimizer), strict=True)
+    return [v for v, weight in each if weight is None and id(v) not in known]
+
+
 def is_by_element(optimizer: Any) -> bool:
     """Whether it treats each element of a weight alone, but for clipping."""
     return type(optimizer) in _BY_ELEMENT

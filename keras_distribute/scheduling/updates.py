@@ -101,8 +101,12 @@ class Updates:
         self._optimizers[id(optimizer)] = optimizer
         own = compat.slot_weights(optimizer)
         variables = list(zip(optimizer.variables, own, strict=True))
-        # State that belongs to nobody knows which weights: they stay together.
-        together = any(w is None and len(v.shape) for v, w in variables)
+        # State that belongs to nobody knows which weights: they stay together. So do
+        # they where an update of the user's own may change a number for each weight.
+        shared = compat.own_state(optimizer)
+        if compat.is_of_keras(optimizer):
+            shared = [variable for variable in shared if len(variable.shape)]
+        together = bool(shared)
         self._served.add(
             compat.built_variables(optimizer) if together else weights, whole=together
         )

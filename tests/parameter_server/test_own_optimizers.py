@@ -57,6 +57,18 @@ class Filled(keras.optimizers.Optimizer):
         variable.assign_sub(step)
 
 
+class Counting(keras.optimizers.Optimizer):
+    """Whose steps become smaller with each weight that is updated."""
+
+    def build(self, variables: Sequence[Any]) -> None:
+        super().build(variables)
+        self.count = self.add_variable((), initializer="ones", name="count")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        variable.assign_sub(learning_rate * gradient / self.count)
+        self.count.assign_add(1.0)
+
+
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule without `get_config`."""
 
@@ -67,6 +79,7 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
 OPTIMIZERS = {
     "scaled": lambda: Scaled(5.0, momentum=0.5),
     "filled": Filled,
+    "counting": lambda: Counting(0.5),
     "schedule": lambda: keras.optimizers.SGD(Halving()),
 }
 
