@@ -9,10 +9,13 @@ excluded from weight decay have no public names.
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from keras import Variable, name_scope, optimizers
@@ -435,6 +438,44 @@ def _emptied(value: Any, own: set[int]) -> Any:
             return found
         return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
     return value
+
+
+_DEPTH = 5  # Of a schedule in a list of an optimizer, and what it has, at most.
+
+
+def settings(optimizer: Any) -> Any:
+    """What a copy of an optimizer has as constants, to compare: it changes with each
+    attribute that is set, also of its schedule. Variables do not count.
+    """
+    of_class = _MADE - {"_learning_rate"}
+    own = {name: each for name, each in vars(optimizer).items() if name not in of_class}
+    return _comparable(own, _DEPTH)
+
+
+def _comparable(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if isinstance(value, Variable):
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return kind, repr(value)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        return kind, array.shape, str(array.dtype), array.tobytes()
+    if depth and isinstance(value, dict):
+        return tuple(
+            (_comparable(key, 0), _comparable(each, depth - 1))
+            for key, each in value.items()
+        )
+    if depth and isinstance(value, list | tuple):
+        return tuple(_comparable(each, depth - 1) for each in value)
+    if depth and isinstance(value, set | frozenset):
+        return frozenset(_comparable(each, 0) for each in value)
+    if depth and hasattr(value, "__dict__") and not inspect.isroutine(value):
+        return kind, _comparable(vars(value), depth - 1)
+    try:
+        return weakref.ref(value)  # Of another object with the same id it is not.
+    except TypeError:
+        return id(value)
 
 
 def _clone(optimizer: Any, weights: list[Any]) -> Any:

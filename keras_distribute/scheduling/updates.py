@@ -4,8 +4,11 @@ program.
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +57,10 @@ class Updates:
     ) -> None:
         self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
         self._communication_dtype = communication_dtype
-        self._numbers: dict[Any, int] = {}
+        # Of each optimizer, as long as it is there.
+        self._numbers = weakref.WeakKeyDictionary[Any, dict[Any, int]]()
+        self._next = itertools.count(1)
         self._lock = threading.Lock()
-        self._optimizers: dict[int, Any] = {}  # So that no other one gets its id.
         self.sent: dict[tuple[int, int], tuple[Header, list[Any]]] = {}
 
     def forget(self) -> None:
@@ -98,7 +102,6 @@ class Updates:
             ValueStructureError: For what no server alone can do.
         """
         _check_methods(optimizer)
-        self._optimizers[id(optimizer)] = optimizer
         own = compat.slot_weights(optimizer)
         variables = list(zip(optimizer.variables, own, strict=True))
         # State that belongs to nobody knows which weights: they stay together. So do
@@ -190,13 +193,15 @@ class Updates:
         parts: Sequence[tuple[int, Part]],
     ) -> int:
         own = tuple((part.key, sizes[i]) for i, part in parts)
-        key = id(optimizer), server, own
         with self._lock:  # The threads of several workers ask at once.
-            if key not in self._numbers:
-                number = len(self._numbers) + 1
+            # One that has other settings since gets another program.
+            key = server, own, compat.settings(optimizer)
+            numbers = self._numbers.setdefault(optimizer, {})
+            if key not in numbers:
+                number = next(self._next)
                 self._send(optimizer, weights, sizes, server, parts, number)
-                self._numbers[key] = number
-            return self._numbers[key]
+                numbers[key] = number
+            return numbers[key]
 
     def _send(
         self,
@@ -253,22 +258,30 @@ class Updates:
     ) -> list[int]:
         """Where the state of the optimizer is that each variable of its copy stands
         for.
+
+        Raises:
+            ValueStructureError: Where there is no such state.
         """
         targets = {id(w): i for i, w in enumerate(compat.built_variables(optimizer))}
-        own = compat.slot_weights(optimizer)
-        of_weight: dict[int | None, list[Any]] = {}
+        own, copied = compat.slot_weights(optimizer), compat.slot_weights(copy)
+        if own.count(None) != copied.count(None):
+            raise _state_error(optimizer, "what belongs to no weight")
+        # With other settings an optimizer may need some of its slots only.
+        kept: dict[Any, list[Any]] = {}
         for variable, weight in zip(optimizer.variables, own, strict=True):
-            of_weight.setdefault(weight, []).append(variable)
-        taken: dict[int | None, int] = {}
+            kept.setdefault(_slot(variable, weight), []).append(variable)
+        taken = collections.Counter[Any]()
         keys: list[int] = []
-        for weight in compat.slot_weights(copy):
+        for variable, weight in zip(copy.variables, copied, strict=True):
             index = part = None
             if weight is not None:
                 index, part = targets[id(weights[parts[weight][0]])], parts[weight][1]
-            turn = taken.get(weight, 0)
-            taken[weight] = turn + 1
-            variable = of_weight[index][turn]
-            place = self._place(variable)
+            found = kept.get(_slot(variable, index), [])
+            turn = taken[_slot(variable, weight)]
+            taken[_slot(variable, weight)] += 1
+            if turn >= len(found):
+                raise _state_error(optimizer, variable.name)
+            place = self._place(found[turn])
             server = parts[0][1].server
             keys += [
                 each.key
@@ -276,6 +289,22 @@ class Updates:
                 if each.server == server and (part is None or each.start == part.start)
             ][:1]
         return keys
+
+
+def _slot(variable: Any, weight: int | None) -> Any:
+    """Which of a weight's slots; what belongs to none may have any name."""
+    return weight, None if weight is None else variable.name
+
+
+def _state_error(optimizer: Any, what: str) -> ValueStructureError:
+    return ValueStructureError(
+        f"An update by {type(optimizer).__name__} needs other state than the optimizer "
+        f"was built with: {what}.",
+        received=f"{optimizer!r}, whose settings have changed since, or gradients of "
+        "some of its weights.",
+        fix="a new optimizer: model.compile(optimizer, ...); or gradients of all "
+        "weights that it was built with.",
+    )
 
 
 def _check_methods(optimizer: Any) -> None:

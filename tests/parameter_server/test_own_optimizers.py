@@ -9,7 +9,7 @@ import pytest
 from keras import layers, ops
 
 import keras_distribute as kd
-from tests.exactness.harness import fit_only, table
+from tests.exactness.harness import assert_same_outcome, fit_only, observe, table
 from tests.parameter_server.test_fit import equals_one_device
 
 X, Y = table(22)
@@ -124,5 +124,59 @@ def test_a_method_of_one_object_is_refused(one_worker):
         model = model_of(optimizer)
     with pytest.raises(
         kd.errors.StructureTypeError, match=r"update_step(.|\n)*Fix: class MySGD\(SGD\)"
+    ):
+        model.fit(X, Y, verbose=0)
+
+
+def settings_of_sgd(optimizer: Any) -> None:
+    optimizer.momentum = 0.0
+    optimizer.weight_decay = 0.3
+
+
+def another_schedule(optimizer: Any) -> None:
+    optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.5)
+
+
+def a_schedule_that_changes(optimizer: Any) -> None:
+    optimizer._learning_rate.decay_rate = 0.25
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay
+CHANGES: dict[str, Any] = {
+    "settings": (lambda: keras.optimizers.SGD(0.1, momentum=0.9), settings_of_sgd),
+    "rate": (lambda: keras.optimizers.Adam(0.1), another_schedule),
+    "schedule": (lambda: Scaled(2.0, momentum=0.5), another_schedule),
+    "in_it": (lambda: keras.optimizers.SGD(SCHEDULE(0.1, 1, 0.9)), None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_that_change(one_worker, name):
+    """After `compile` with the same optimizer, its slots go on with the new ones."""
+    make_optimizer, change = CHANGES[name]
+
+    def run(model: keras.Model) -> Any:
+        optimizer, fit = model.optimizer, fit_only(X, Y, batch_size=8)
+        first = fit(model)
+        (change or a_schedule_that_changes)(optimizer)
+        model.compile(optimizer, model.loss)
+        return first, fit(model)
+
+    def build() -> keras.Model:
+        return model_of(make_optimizer())
+
+    outcome = observe(build, run, one_worker, fit_in_scope=True)
+    assert_same_outcome(outcome, observe(build, run))
+
+
+def test_slots_that_were_not_built(one_worker):
+    with one_worker.scope():
+        model = model_of(keras.optimizers.SGD(0.1))
+    model.fit(X, Y, verbose=0)
+    model.optimizer.momentum = 0.9
+    with one_worker.scope():
+        model.compile(model.optimizer, model.loss)
+    with pytest.raises(
+        kd.errors.ValueStructureError, match=r"SGD needs other.*_momentum(.|\n)*Fix"
     ):
         model.fit(X, Y, verbose=0)

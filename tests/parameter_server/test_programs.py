@@ -46,6 +46,7 @@ def test_a_program_that_takes_all_is_made_once(monkeypatch, function, used, time
 def test_threads_of_several_workers_make_an_update_once(monkeypatch):
     """Each with a number of its own."""
     updates, sent = Updates([], None, False, None), []
+    adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
 
     def send(optimizer, weights, sizes, server, parts, number):
         time.sleep(0.05)
@@ -60,14 +61,14 @@ def test_threads_of_several_workers_make_an_update_once(monkeypatch):
 
     threads = [
         threading.Thread(target=ask, args=(i, optimizer))
-        for i, optimizer in enumerate(["adam", "sgd", "adam", "sgd"])
+        for i, optimizer in enumerate([adam, sgd, adam, sgd])
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
     assert sorted(number for _, number in sent) == [1, 2]
-    assert {optimizer for optimizer, _ in sent} == {"adam", "sgd"}
+    assert {optimizer for optimizer, _ in sent} == {adam, sgd}
     assert found[0] == found[2] != found[1] == found[3]
 
 
