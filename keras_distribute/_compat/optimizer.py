@@ -388,10 +388,11 @@ def _like(weights: list[tuple[tuple[int, ...], Any]]) -> list[Any]:
     ]
 
 
-# What Keras's own `__init__` and `build` make.
+# What Keras's own `__init__` and `build` make, and a cache.
 _MADE = frozenset(
     {
         "built",
+        "_exclude_from_weight_decay_cache",
         "_iterations",
         "_learning_rate",
         "_tracker",
