@@ -433,11 +433,12 @@ def _emptied(value: Any, own: set[int]) -> Any:
         return None
     if isinstance(value, dict):
         return {key: _emptied(each, own) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        found = [_emptied(each, own) for each in value]
-        if isinstance(value, list):
-            return found
-        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+    if isinstance(value, list):
+        return [_emptied(each, own) for each in value]
+    if isinstance(value, tuple):  # It may be a named one.
+        return jax.tree.map(
+            lambda each: _emptied(each, own), value, is_leaf=lambda x: x is not value
+        )
     return value
 
 

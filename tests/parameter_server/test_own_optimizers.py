@@ -46,6 +46,7 @@ class Filled(keras.optimizers.Optimizer):
             self.names.append(variable.name)
             self.by_name[variable.path] = slot
         self.last = self.slots[-1]
+        self.pair = (self.slots[0], None), self.last
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
