@@ -425,6 +425,30 @@ def test_arrays_that_another_program_has_deleted(strategy):
         strategy.run(count)
 
 
+def test_a_state_that_a_step_has_deleted(strategy):
+    """Of a loop that keeps the arrays by itself, and goes back to old ones."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.make_train_function()
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([jnp.array(v.value) for v in group] for group in groups)
+    batch = X, X[:, :1]
+    for _ in range(3):  # From the second call on without Python.
+        before = state
+        _, state = model.train_function(state, iter([batch]))
+    deleted = r"array of shape \(2, 1\)(.|\n)*Fix: the state that the last step"
+    with pytest.raises(errors.ContextError, match=deleted):
+        model.train_function(before, iter([batch]))
+    model.train_function(state, iter([batch]))
+
+
 def test_reduce_inside_a_step_of_fit(strategy):
     class Model(keras.Sequential):
         def compute_loss(

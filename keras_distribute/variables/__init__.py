@@ -20,7 +20,7 @@ from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.blocks import Blocks
 from keras_distribute.variables.choice import choose_class
 from keras_distribute.variables.drawing import DrawnVariable
-from keras_distribute.variables.holding import Holder, lost_error
+from keras_distribute.variables.holding import Holder, first_deleted, lost_error
 from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.on_devices import Part, Standing, standing
 from keras_distribute.variables.reading import read_before
@@ -43,6 +43,7 @@ __all__ = [
     "check_assigned",
     "check_same_values",
     "choose_class",
+    "first_deleted",
     "given_away",
     "lost_error",
     "read_before",

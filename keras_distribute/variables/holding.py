@@ -67,8 +67,7 @@ class Holder:
 
         Raises:
             ContextError: If another program was given an array of the state, and has
-                deleted it. JAX does not look where it calls programs from C++: the
-                process would end.
+                deleted it.
         """
         launches.settle()
         self._thread = threading.get_ident()
@@ -82,7 +81,9 @@ class Holder:
             self._is_shown = True
         state = self.landing[-1][1]
         if self._is_shown:
-            self._check_alive(state)
+            deleted = first_deleted(state)
+            if deleted is not None:
+                raise _lost(self._name_at(deleted, state[deleted]))
             self._is_shown = False
         if self._rest is not None:
             state = list(map(self._rest.mesh.brought, state))
@@ -158,11 +159,6 @@ class Holder:
         self._is_shown = True
         return array
 
-    def _check_alive(self, state: Sequence[Any]) -> None:
-        for index, array in enumerate(state):
-            if array is not None and array.is_deleted():
-                raise _lost(self._name_at(index, array))
-
     def _name_at(self, index: int, array: Any) -> str:
         """What one of the arrays of the state is."""
         del index
@@ -203,6 +199,16 @@ def _copied(array: jax.Array) -> jax.Array:
     # Of several processes this one alone reads: no program of all of them may run.
     parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def first_deleted(state: Sequence[Any]) -> int | None:
+    """Where an array is that no program may be given any more: JAX does not look where
+    it calls a program from C++, and the process would end.
+    """
+    for index, array in enumerate(state):
+        if array is not None and array.is_deleted():
+            return index
+    return None
 
 
 def lost_error(variable: Any) -> ContextError:

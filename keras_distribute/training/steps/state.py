@@ -17,8 +17,15 @@ from keras_distribute._compat import trees
 from keras_distribute.devices.launches import Landing, launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
+from keras_distribute.errors import ContextError
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
-from keras_distribute.variables import DistributedVariable, Holder, Part, Standing
+from keras_distribute.variables import (
+    DistributedVariable,
+    Holder,
+    Part,
+    Standing,
+    first_deleted,
+)
 
 
 class StateGroup(Sequence[Any]):
@@ -231,7 +238,22 @@ class ArrayState:
         self.landing: Landing = [(None, leaves)]
 
     def take(self) -> list[Any]:
-        return self.landing[-1][1]
+        """The arrays.
+
+        Raises:
+            ContextError: If one is deleted.
+        """
+        arrays = self.landing[-1][1]
+        deleted = first_deleted(arrays)
+        if deleted is not None:
+            raise ContextError(
+                "A step deletes the state that it is given; one of its arrays is "
+                "deleted already.",
+                received=f"an array of shape {arrays[deleted].shape}.",
+                fix="the state that the last step has returned: logs, state = "
+                "model.train_function(state, iterator).",
+            )
+        return arrays
 
     def landed(self) -> Any:
         return self.landing[-1][0]
