@@ -234,24 +234,28 @@ def slot_weights(optimizer: Any) -> list[int | None]:
     ]
 
 
+def shares_state(optimizer: Any) -> bool:
+    """Whether it has state that belongs to no weight and may depend on which weights
+    there are. Scalars of Keras's own optimizers are the same for any weights.
+    """
+    name = type(optimizer).__name__
+    is_keras = type(optimizer) is getattr(optimizers, name, None)
+    common = optimizer._iterations, optimizer._learning_rate
+    return any(
+        weight is None and not any(variable is each for each in common)
+        for variable, weight in zip(
+            optimizer.variables, slot_weights(optimizer), strict=True
+        )
+        if variable.shape or not is_keras
+    )
+
+
 def own_methods(optimizer: Any) -> list[str]:
     """The methods that were replaced on this one object, which a copy cannot have: they
     may know the object itself.
     """
     names = [name for name, value in vars(optimizer).items() if callable(value)]
     return [n for n in names if callable(getattr(type(optimizer), n, None))]
-
-
-def is_of_keras(optimizer: Any) -> bool:
-    """Whether its class is one of Keras's own."""
-    return type(optimizer).__module__.startswith("keras.")
-
-
-def own_state(optimizer: Any) -> list[Any]:
-    """Its variables that belong to no weight, but for the counter and the rate."""
-    known = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    each = zip(optimizer.variables, slot_weights(optimizer), strict=True)
-    return [v for v, weight in each if weight is None and id(v) not in known]
 
 
 def is_by_element(optimizer: Any) -> bool:

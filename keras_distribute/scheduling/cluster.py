@@ -68,7 +68,7 @@ class Cluster:
         communication_dtype: In which gradients travel; `None`: in that of the weight.
 
     Attributes:
-        dropped: The numbers of datasets and iterators that are gone.
+        dropped: The numbers of programs, datasets and iterators that are gone.
         recorded: The functions that were scheduled, while updates are recorded.
 
     Raises:
@@ -204,6 +204,8 @@ class Cluster:
     ) -> Traced:
         platforms = self._platforms()
         with launches.tracing, self._lock, _seen_as(platforms):
+            self.served.drop_gone()
+            self.updates.drop_gone()
             program = traced(
                 strategy,
                 function,
@@ -221,6 +223,7 @@ class Cluster:
             pushed = [variable for _, variable in program.pushed]
             tables = [lookup.variable for lookup in program.lookups]
             self.served.add([*program.reads, *pushed, *tables])
+            weakref.finalize(program, self.dropped.append, program.number)
             return program
 
     def _warn_of_tables(self, program: Traced) -> None:

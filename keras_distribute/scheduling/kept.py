@@ -5,6 +5,7 @@ sends along, and changes when they have returned.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -16,6 +17,15 @@ from keras_distribute.variables import Holder
 _T = TypeVar("_T")
 
 
+class Cell(Generic[_T]):
+    """The place of a variable, which has its value, and nobody else has: so it goes
+    with the variable.
+    """
+
+    def __init__(self, value: _T) -> None:
+        self.value = value
+
+
 class OnCoordinator(Holder, Generic[_T]):
     """Variables whose values are here, each as a `_T`; one that is assigned leaves it,
     and is taken again when it is used.
@@ -23,7 +33,7 @@ class OnCoordinator(Holder, Generic[_T]):
 
     def __init__(self) -> None:
         super().__init__(())
-        self._values: dict[int, tuple[Any, _T]] = {}
+        self.changed = weakref.WeakValueDictionary()
 
     def _first(self, value: Array) -> _T:
         """What a variable begins with."""
@@ -33,20 +43,18 @@ class OnCoordinator(Holder, Generic[_T]):
         """What who reads the variable sees."""
         raise NotImplementedError
 
-    def _taken(self, variable: Any) -> _T:
+    def _taken(self, variable: Any) -> Cell[_T]:
         """What is here of a variable, which is taken if it is not."""
         link = variable._link
         if link is None or link[0] is not self:
-            self._values[id(variable)] = (
-                variable,
-                self._first(np.asarray(variable.value)),
-            )
-            variable._link_to(self, id(variable))
+            cell = Cell(self._first(np.asarray(variable.value)))
+            variable._link_to(self, cell)
             self.changed.clear()
-        return self._values[id(variable)][1]
+            return cell
+        return link[1]
 
     def _array(self, place: Any, variable: Any) -> Any:
-        return variable._as_stored(jnp.asarray(self._value(self._values[place][1])))
+        return variable._as_stored(jnp.asarray(self._value(place.value)))
 
 
 class Kept(OnCoordinator[Array]):
@@ -61,20 +69,18 @@ class Kept(OnCoordinator[Array]):
     def value_of(self, variable: Any) -> Array:
         """The value, to send."""
         with self.lock:
-            return self._taken(variable)
+            return self._taken(variable).value
 
     def add(self, variable: Any, change: Array) -> None:
         """Adds to a variable."""
         with self.lock:
-            old = self._taken(variable)
-            new = np.asarray(old + change, old.dtype)
-            self._values[id(variable)] = variable, new
+            cell = self._taken(variable)
+            cell.value = np.asarray(cell.value + change, cell.value.dtype)
 
     def set(self, variable: Any, value: Array) -> None:
         """Sets a variable."""
         with self.lock:
-            self._taken(variable)
-            self._values[id(variable)] = variable, value
+            self._taken(variable).value = value
 
     def _first(self, value: Array) -> Array:
         return value

@@ -48,17 +48,18 @@ class GroupSlots(OnCoordinator[list[Array]]):
 
     def value_of(self, variable: Any, group: int) -> Array:
         """What a group begins its next round with."""
-        return self._taken(variable)[group]
+        return self._taken(variable).value[group]
 
     def values_of(self, variable: Any) -> list[Array] | None:
         """What each group has; `None` for a variable that is none of theirs."""
         link = variable._link
-        own = link is not None and link[0] is self
-        return list(self._values[id(variable)][1]) if own else None
+        if link is None or link[0] is not self:
+            return None
+        return list(link[1].value)
 
     def set(self, variable: Any, group: int, value: Array) -> None:
         """Notes what a group has ended a round with."""
-        self._taken(variable)[group] = value
+        self._taken(variable).value[group] = value
 
     def _first(self, value: Array) -> list[Array]:
         return [value] * self._groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Part:
     key: int
     start: int = 0
     stop: int | None = None
+    num_bytes: int = 0
 
     def shape_in(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of these rows of an array."""
@@ -76,7 +78,8 @@ class Served(Holder):
 
     A variable goes to the servers when a function first uses it. With a partitioner its
     first axis is divided, unless its constraint looks at more than one row; whole
-    variables, and the parts, go each to the server with the fewest bytes.
+    variables, and the parts, go each to the server with the fewest bytes. Once nobody
+    has a variable any more, its place is free.
 
     Args:
         servers: All of them.
@@ -88,7 +91,8 @@ class Served(Holder):
     ) -> None:
         super().__init__(())
         self._servers, self._partitioner = servers, partitioner
-        self._places: dict[int, tuple[Any, Place]] = {}
+        self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
+        self._gone: list[Part] = []
         self._bytes = [0] * len(servers)
         self._keys = 0
         self._lost: set[int] = set()
@@ -96,11 +100,29 @@ class Served(Holder):
     def place_of(self, variable: Any) -> Place | None:
         """Where a variable is; `None` for one that no function has used."""
         found = self._places.get(id(variable))
-        return None if found is None else found[1]
+        return None if found is None or found[0]() is not variable else found[1]
 
     def places(self) -> list[tuple[Any, Place]]:
         """All variables, with their places."""
-        return list(self._places.values())
+        found = [(known(), place) for known, place in list(self._places.values())]
+        return [(variable, place) for variable, place in found if variable is not None]
+
+    def drop_gone(self) -> None:
+        """Lets the servers drop the values of variables that nobody has any more."""
+        for key, (known, _) in list(self._places.items()):
+            if known() is None:
+                self._free(key)
+        gone, self._gone = self._gone, []
+        for server in {part.server for part in gone}:
+            keys = [part.key for part in gone if part.server == server]
+            self._servers[server].call({"op": "drop", "keys": keys, "programs": []})
+
+    def _free(self, key: int) -> None:
+        """Frees the place of a variable that is gone."""
+        for part in self._places.pop(key)[1].parts:
+            self._bytes[part.server] -= part.num_bytes
+            self._gone.append(part)
+        self._lost.discard(key)
 
     def lose(self) -> None:
         """Notes that the servers have no values any more."""
@@ -130,7 +152,7 @@ class Served(Holder):
         new = [v for v in variables if self.place_of(v) is None]
         if not new:
             return
-        together = self._emptiest() if whole else None
+        together = self._server_of(variables) if whole else None
         for variable in new:
             sizes = [] if whole else self._sizes(variable)
             servers = [together] * (len(sizes) or 1)
@@ -251,6 +273,12 @@ class Served(Holder):
             own = {"key": part.key, "start": start, "stop": stop}
             self._servers[part.server].call({**told, **own}, arrays)
 
+    def _server_of(self, variables: Sequence[Any]) -> int:
+        """Where some variables are, if they are anywhere."""
+        places = [self.place_of(variable) for variable in variables]
+        servers = [part.server for place in places if place for part in place.parts]
+        return servers[0] if servers else self._emptiest()
+
     def _emptiest(self) -> int:
         return min(range(len(self._servers)), key=self._bytes.__getitem__)
 
@@ -278,11 +306,14 @@ class Served(Holder):
         self._keys += 1
         part = Part(server, self._keys, start, stop)
         size = math.prod(part.shape_in(variable.shape))
-        self._bytes[server] += size * np.dtype(variable._dtype).itemsize
-        return part
+        size *= np.dtype(variable._dtype).itemsize
+        self._bytes[server] += size
+        return dataclasses.replace(part, num_bytes=size)
 
     def _put(self, variable: Any, place: Place, is_new: bool = True) -> None:
-        self._places[id(variable)] = variable, place
+        if id(variable) in self._places and self.place_of(variable) is None:
+            self._free(id(variable))  # Of another one, which had this id.
+        self._places[id(variable)] = weakref.ref(variable), place
         if is_new:
             self.changed[id(variable)] = variable
 

@@ -57,8 +57,10 @@ class Updates:
     ) -> None:
         self._servers, self._served, self._lazy_rows = servers, served, lazy_rows
         self._communication_dtype = communication_dtype
-        # Of each optimizer, as long as it is there.
-        self._numbers = weakref.WeakKeyDictionary[Any, dict[Any, int]]()
+        # Of each optimizer, as long as it is there, with the state that it takes.
+        self._numbers = weakref.WeakKeyDictionary[
+            Any, dict[Any, tuple[int, list[Any]]]
+        ]()
         self._next = itertools.count(1)
         self._lock = threading.Lock()
         self.sent: dict[tuple[int, int], tuple[Header, list[Any]]] = {}
@@ -67,6 +69,16 @@ class Updates:
         """Notes that the servers have no programs any more."""
         self._numbers.clear()
         self.sent.clear()
+
+    def drop_gone(self) -> None:
+        """Lets the servers drop the programs of optimizers that nobody has any more."""
+        with self._lock:
+            known = {n for own in self._numbers.values() for n, _ in own.values()}
+            gone = [each for each in self.sent if each[1] not in known]
+            for server, number in gone:
+                told = {"op": "drop", "keys": [], "programs": [number]}
+                self._servers[server].call(told)
+                del self.sent[server, number]
 
     def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
         """Why an optimizer has to be given the gradient of a whole table; `None` where
@@ -104,16 +116,12 @@ class Updates:
         _check_methods(optimizer)
         own = compat.slot_weights(optimizer)
         variables = list(zip(optimizer.variables, own, strict=True))
-        # State that belongs to nobody knows which weights: they stay together. So do
-        # they where an update of the user's own may change a number for each weight.
-        shared = compat.own_state(optimizer)
-        if compat.is_of_keras(optimizer):
-            shared = [variable for variable in shared if len(variable.shape)]
-        together = bool(shared)
-        self._served.add(
-            compat.built_variables(optimizer) if together else weights, whole=together
-        )
+        together = compat.shares_state(optimizer)
+        all_weights = compat.built_variables(optimizer)
+        self._served.add(all_weights if together else weights, whole=together)
         self._check_parts(optimizer, weights)
+        if together:
+            self._check_together(optimizer, all_weights)
         accumulates = compat.accumulation(optimizer) is not None
         servers = sorted(
             {part.server for w in weights for part in self._place(w).parts}
@@ -126,13 +134,12 @@ class Updates:
                 fix="clipnorm, or no gradient_accumulation_steps, or one parameter "
                 "server.",
             )
-        targets = compat.built_variables(optimizer)
         used = {id(weight) for weight in weights}
         for variable, weight in variables:
             if weight is None:
                 self._served.add_copies(variable, servers)
-            elif id(targets[weight]) in used:
-                self._served.add_slot(variable, targets[weight])
+            elif id(all_weights[weight]) in used:
+                self._served.add_slot(variable, all_weights[weight])
 
     def _place(self, variable: Any) -> Place:
         place = self._served.place_of(variable)
@@ -163,6 +170,18 @@ class Updates:
                     received=f"{parts} parts.",
                     fix=f"{fix}, or no variable_partitioner.",
                 )
+
+    def _check_together(self, optimizer: Any, weights: Sequence[Any]) -> None:
+        """Raises `ValueStructureError` for weights that were placed apart before."""
+        servers = {part.server for w in weights for part in self._place(w).parts}
+        if len(servers) > 1:
+            raise ValueStructureError(
+                f"{type(optimizer).__name__} has state that belongs to all weights "
+                "together, which have to be on one server.",
+                received=f"weights on {len(servers)} servers, where other functions "
+                "have used them before.",
+                fix="train before evaluate and predict, or use one parameter server.",
+            )
 
     def of(
         self, optimizer: Any, weights: Sequence[Any], sizes: Sequence[int | None]
@@ -200,8 +219,8 @@ class Updates:
             if key not in numbers:
                 number = next(self._next)
                 self._send(optimizer, weights, sizes, server, parts, number)
-                numbers[key] = number
-            return numbers[key]
+                numbers[key] = number, optimizer.variables
+            return numbers[key][0]
 
     def _send(
         self,

@@ -239,7 +239,7 @@ class Worker(threading.Thread):
         return channel.send(header, [*closure.kept, *closure.args(self.index)])
 
     def _drop(self, channel: Channel) -> None:
-        """Lets the worker drop datasets and iterators that the user has dropped."""
+        """Lets the worker drop programs, datasets and iterators that are gone."""
         new = self._owner.dropped[self._num_dropped :]
         self._num_dropped += len(new)
         gone = self._sent.intersection(new)

@@ -155,6 +155,7 @@ class Runner(Task):
         for number in header["ids"]:
             self._iterators.pop(number, None)
             self._datasets.pop(number, None)
+            self._functions.pop(number, None)
         return None
 
     def _run(self, header: Header, arrays: list[Array]) -> Answer:

@@ -240,6 +240,15 @@ class Store(Task):
         self._values.updates[header["id"]] = update_of(header, arrays)
         return {}, []
 
+    def _drop(self, header: Header, arrays: list[Array]) -> Answer:
+        """Drops values, and programs of updates, that nobody asks for any more."""
+        del arrays
+        for key in header["keys"]:
+            self._values.pop(key, None)
+        for number in header["programs"]:
+            self._values.updates.pop(number, None)
+        return self._state(), []
+
     def _fence(self, header: Header, arrays: list[Array]) -> Answer:
         """From now on pushes of a worker's earlier lives are refused."""
         del arrays
@@ -304,6 +313,7 @@ Store.operations = {
     "pull_rows": Store._pull_rows,
     "set_rows": Store._set_rows,
     "program": Store._program,
+    "drop": Store._drop,
     "fence": Store._fence,
     "push": Store._push,
     "log": Store._keep_log,

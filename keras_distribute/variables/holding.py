@@ -17,7 +17,7 @@ Ctrl-C does, finds a value either before or after it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ class Holder:
         device = None if placement is None else placement.parameter_device
         self._rest = None if device is None else placement
         self.landing: launches.Landing = []
-        self.changed = dict(variables)
+        self.changed: MutableMapping[Place, Any] = dict(variables)
         self.is_running = False
         self._thread: int | None = None
         self._is_shown = False  # Whether somebody has arrays of the state, too.

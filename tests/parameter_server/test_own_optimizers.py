@@ -58,16 +58,19 @@ class Filled(keras.optimizers.Optimizer):
         variable.assign_sub(step)
 
 
-class Counting(keras.optimizers.Optimizer):
-    """Whose steps become smaller with each weight that is updated."""
+class Counting(keras.optimizers.SGD):
+    """Each update of a weight is smaller than the one before, of whichever weight."""
 
     def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
         super().build(variables)
-        self.count = self.add_variable((), initializer="ones", name="count")
+        self.count = self.add_variable((), initializer="zeros", name="count")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        variable.assign_sub(learning_rate * gradient / self.count)
         self.count.assign_add(1.0)
+        rate = learning_rate / (1.0 + self.count)
+        super().update_step(gradient, variable, rate)
 
 
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
@@ -80,7 +83,7 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
 OPTIMIZERS = {
     "scaled": lambda: Scaled(5.0, momentum=0.5),
     "filled": Filled,
-    "counting": lambda: Counting(0.5),
+    "counting": lambda: Counting(0.5, momentum=0.5),
     "schedule": lambda: keras.optimizers.SGD(Halving()),
 }
 
@@ -181,3 +184,25 @@ def test_slots_that_were_not_built(one_worker):
         kd.errors.ValueStructureError, match=r"SGD needs other.*_momentum(.|\n)*Fix"
     ):
         model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("optimizer", [Counting, keras.optimizers.Adafactor])
+def test_state_of_all_weights_where_they_are_apart(one_worker, optimizer):
+    with one_worker.scope():
+        model = model_of(optimizer(0.1))
+    model.evaluate(X, Y, verbose=0)
+    with pytest.raises(
+        kd.errors.ValueStructureError, match=r"all weights(.|\n)*on 2 servers(.|\n)*Fix"
+    ):
+        model.fit(X, Y, verbose=0)
+
+
+def test_two_models_of_one_layer(one_worker):
+    """The second one's weights go where the first one's are."""
+    with one_worker.scope():
+        shared = layers.Dense(4)
+        for _ in range(2):
+            model = keras.Sequential([keras.Input((6,)), shared, layers.Dense(3)])
+            model.compile(Counting(0.1), "mse")
+            model.fit(X, X[:, :3], batch_size=8, verbose=0)
+            assert float(model.optimizer.count) == 3 * 4
