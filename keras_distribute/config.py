@@ -20,6 +20,7 @@ from keras_distribute._compat import jax_internals, libtpu
 from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
+_BY_USER = "NPROC in the environment"
 _COUNT = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
@@ -145,7 +146,7 @@ def check_pool(num_devices: int) -> None:
         DeviceError: When JAX started its CPU client, with too few threads, before we
             could choose their number.
     """
-    threads = max(_chosen.pool_size, _threads_asked_for(), os.cpu_count() or 1)
+    threads = _chosen.pool_size or _threads_asked_for() or os.cpu_count() or 1
     if num_devices > threads:
         raise DeviceError(
             f"Training on {num_devices} CPU devices with XLA's pool of {threads} "
@@ -164,6 +165,15 @@ def pool() -> tuple[int, str]:
     return _chosen.pool_size, _chosen.pool_reason
 
 
+def threads_of_one_of(num_processes: int) -> int:
+    """How many threads each of several processes has that compute at the same time on
+    the CPUs of this host: what the user says by `NPROC`, or its share of the cores.
+    With more, they would take the cores from each other.
+    """
+    asked = _threads_asked_for() if _chosen.pool_reason == _BY_USER else 0
+    return asked or max(1, (os.cpu_count() or 1) // num_processes)
+
+
 def _threads_asked_for() -> int:
     """What `NPROC` says; XLA takes what is no number for none, and so do we."""
     text = os.environ.get("NPROC", "")
@@ -171,11 +181,11 @@ def _threads_asked_for() -> int:
 
 
 def _size_pool(num_devices: int) -> None:
-    cores = os.cpu_count() or 1
-    needed = max(cores, _THREADS_PER_DEVICE * num_devices) if num_devices > 1 else 0
-    if needed > _threads_asked_for() and needed > cores:
+    asked, cores = _threads_asked_for(), os.cpu_count() or 1
+    needed = _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0
+    if needed > (asked or cores):
         os.environ["NPROC"] = str(needed)
         _chosen.pool_reason = f"keras_distribute, for {num_devices} CPU devices"
-    elif _threads_asked_for() > cores and not _chosen.pool_size:
-        _chosen.pool_reason = "NPROC in the environment"
-    _chosen.pool_size = max(cores, _threads_asked_for())
+    elif asked and not _chosen.pool_size:
+        _chosen.pool_reason = _BY_USER
+    _chosen.pool_size = _threads_asked_for() or cores

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from keras_distribute import config
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.ports import free_ports
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
@@ -31,9 +32,14 @@ def addresses(num_workers: int, num_ps: int, with_chief: bool = False) -> Jobs:
 
 
 def environment_of(jobs: Jobs, job: str, index: int, token: str) -> dict[str, str]:
-    """What a task is told: who all are, who it is, and the token."""
-    config = {"cluster": jobs, "task": {"type": job, "index": index}}
-    return {"TF_CONFIG": json.dumps(config), signing.TOKEN: token}
+    """What a task is told: who all are, who it is, the token, and how many threads."""
+    told = {"cluster": jobs, "task": {"type": job, "index": index}}
+    environment = {"TF_CONFIG": json.dumps(told), signing.TOKEN: token}
+    if job == "chief":
+        return environment
+    # Servers compute in between, and need few.
+    sharing = len(jobs["worker"]) + (len(jobs["ps"]) if job == "ps" else 0)
+    return environment | {"NPROC": str(config.threads_of_one_of(sharing))}
 
 
 class Roles:

@@ -1,5 +1,5 @@
-"""Asynchronous training computed again, in one process: the proof that what the servers
-have is what their log says.
+"""Asynchronous training computed again, one step after the other: the proof that what
+the servers have is what their log says.
 """
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from keras_distribute import checks
-from keras_distribute.errors import ContextError, DeviceError
+from keras_distribute.errors import ContextError, UnavailableError
+from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.programs import Traced
@@ -28,7 +28,8 @@ class RecordedUpdates:
 
     In which order workers push is chance; but servers log it, with the values that each
     push was computed from. The same programs on the same batches, in that order, give
-    the same bits on the same kind of machine.
+    the same bits on the same kind of machine, with as many threads: a worker computes
+    each step again, and this process the updates.
 
     Args:
         strategy: Whose updates.
@@ -42,7 +43,8 @@ class RecordedUpdates:
     Raises:
         StructureTypeError: For another strategy.
         ContextError: For functions with batches that workers read themselves.
-        DeviceError: From `replayed`, where a worker had more devices than this process.
+        UnavailableError: From `replayed`, without a worker of as many devices as had
+            the one that computed a step.
 
     Example:
         >>> import keras, numpy as np, keras_distribute as kd
@@ -108,10 +110,69 @@ class RecordedUpdates:
 
     def replayed(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of all variables on servers, by their paths, computed again."""
-        replay = _Replay(self._cluster, self._closures, self._first, self._told)
+        computers = _Computers(self._cluster)
+        replay = _Replay(
+            self._cluster, computers, self._closures, self._first, self._told
+        )
         replay.begin(self._versions, self._writes)
-        replay.run(self.log)
+        try:
+            replay.run(self.log)
+        finally:
+            computers.close()
         return replay.values()
+
+
+class _Computers:
+    """Workers that compute steps again: results depend on their devices and threads."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._channels: dict[int, Channel] = {}
+        self._told: set[tuple[int, int]] = set()
+
+    def outputs(
+        self,
+        worker: int,
+        program: Traced,
+        layout: Mapping[str, Any],
+        given: Sequence[Any],
+    ) -> list[Array]:
+        """What a program makes on a worker, or on one like it."""
+        index = self._present(worker)
+        channel = self._channel(index)
+        told = {"id": program.number, "coordinator": self._cluster.coordinator}
+        if (index, program.number) not in self._told:
+            channel.send({"op": "program", "layout": layout, **told}, program.blobs)
+            self._told.add((index, program.number))
+        _, found = channel.call({"op": "compute", **told}, list(map(np.asarray, given)))
+        return [np.array(array) for array in found]
+
+    def close(self) -> None:
+        """Ends the conversations with workers."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _present(self, worker: int) -> int:
+        """That worker, if it is there, or another one with as many devices."""
+        workers = self._cluster.workers
+        wanted = workers[worker].num_devices
+        for each in (workers[worker], *workers):
+            if each.is_ready and each.num_devices == wanted:
+                return each.index
+        raise UnavailableError(
+            "To the bit, updates are computed again on as many devices as a worker "
+            "had.",
+            received=f"no worker with {wanted} device(s), as worker:{worker} had.",
+            fix="replayed() before strategy.close(), while the workers are there.",
+        )
+
+    def _channel(self, index: int) -> Channel:
+        if index not in self._channels:
+            worker = self._cluster.workers[index]
+            self._channels[index] = Channel(
+                worker.address, worker.name, self._cluster.credentials, timeout=5.0
+            )
+        return self._channels[index]
 
 
 class _Replay:
@@ -120,16 +181,17 @@ class _Replay:
     def __init__(
         self,
         cluster: Cluster,
+        computers: _Computers,
         closures: dict[int, Closure],
         first: Sequence[dict[int, Array]],
         told: Sequence[list[tuple[list[int], list[Array]]]],
     ) -> None:
-        self._cluster, self._closures = cluster, closures
+        self._cluster, self._computers, self._closures = cluster, computers, closures
         self._values = [_Remembered(values) for values in first]
         self._told = [list(each) for each in told]
         self._states: list[dict[_State, dict[int, Array]]] = []
         self._now: list[_State] = []
-        self._functions: dict[tuple[int, int], Function] = {}
+        self._functions: dict[int, Function] = {}
         self._layouts: dict[int, Header] = {}
         self._kept: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[Any, tuple[Sequence[Any], list[rows.Found]]] = {}
@@ -191,7 +253,7 @@ class _Replay:
                 received="a function that takes next(iterator).",
                 fix="pass the batch as an argument, or use fit.",
             )
-        function = self._function(closure, worker)
+        function = self._function(closure.program)
         layout = function.layout
         key = number, step, tuple(map(tuple, pulled))
         if key not in self._outputs:
@@ -205,7 +267,9 @@ class _Replay:
             looked_up = function.looked_up([*kept, *args])
             reads = _reads(layout, states, looked_up)
             places = [each.places for each in looked_up]
-            outputs = function.program(*reads, *kept, *args, *places)
+            outputs = self._computers.outputs(
+                worker, closure.program, layout, [*reads, *kept, *args, *places]
+            )
             self._outputs[key] = outputs, looked_up
             if layout["changes"]:
                 changes = outputs[len(outputs) - len(layout["changes"]) :]
@@ -213,22 +277,11 @@ class _Replay:
                 self._kept[number, step + 1] = new
         return self._outputs[key]
 
-    def _function(self, closure: Closure, worker: int) -> Function:
-        program = closure.program
-        num_devices = self._cluster.workers[worker].num_devices
-        key = program.number, num_devices
-        if key not in self._functions:
-            if num_devices > jax.local_device_count():
-                raise DeviceError(
-                    "To the bit, updates are computed again on as many devices as a "
-                    "worker had.",
-                    received=f"{num_devices} devices of worker:{worker}, "
-                    f"{jax.local_device_count()} here.",
-                    fix=f"kd.config.set_cpu_devices({num_devices}) in this program.",
-                )
+    def _function(self, program: Traced) -> Function:
+        if program.number not in self._functions:
             layout = self._layout(program)
-            self._functions[key] = function_of(layout, program.blobs, num_devices)
-        return self._functions[key]
+            self._functions[program.number] = function_of(layout, program.blobs, 1)
+        return self._functions[program.number]
 
     def _layout(self, program: Traced) -> Header:
         if program.number not in self._layouts:

@@ -133,10 +133,16 @@ class Runner(Task):
         return {**found, "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
-        self._functions[header["id"]] = function_of(
-            header["layout"], arrays, jax.local_device_count()
-        )
+        if header["id"] not in self._functions:  # A replay may have told it, too.
+            self._functions[header["id"]] = function_of(
+                header["layout"], arrays, jax.local_device_count()
+            )
         return None
+
+    def _compute(self, header: Header, arrays: list[Array]) -> Answer:
+        """What a program makes of values of the coordinator, which replays a step."""
+        made = self._functions[header["id"]].program(*arrays)
+        return {}, list(map(np.asarray, made))
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
         # Who has the token of the job may run code: it is the user's own.
@@ -381,6 +387,7 @@ def changed(
 Runner.operations = {
     "begin": Runner._begin,
     "program": Runner._take_program,
+    "compute": Runner._compute,
     "dataset": Runner._take_dataset,
     "iterator": Runner._take_iterator,
     "drop": Runner._drop,

@@ -261,6 +261,12 @@ def test_what_sets_the_thread_pool(monkeypatch):
     config._size_pool(2)
     assert config.pool() == (4096, "NPROC in the environment")
     chosen.pool_size = 0
+    monkeypatch.setenv("NPROC", "1")  # XLA takes it, however many cores there are.
+    config._size_pool(1)
+    assert config.pool() == (1, "NPROC in the environment")
+    config._size_pool(2)
+    assert config.pool() == (8, "keras_distribute, for 2 CPU devices")
+    chosen.pool_size = 0
     monkeypatch.setenv("NPROC", "")
     config._size_pool(500)
     assert config.pool() == (2000, "keras_distribute, for 500 CPU devices")

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
+from keras_distribute import config
 from keras_distribute.launch.job import Job
-from keras_distribute.launch.roles import Roles
+from keras_distribute.launch.roles import Roles, addresses, environment_of
 
 BEGIN = """
     import os, signal, sys
@@ -141,6 +142,24 @@ def test_workers_have_the_gpus_of_the_host(monkeypatch, gpus, shares):
     for job in ("ps", "chief"):
         told = roles._devices_of(job, 0)
         assert told["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "threads"),
+    [(2, "", "1 1"), (16, "", "4 2"), (16, "3", "3 3"), (None, "", "1 1")],
+)
+def test_tasks_share_the_cores_of_the_host(monkeypatch, cores, asked, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(config, "_chosen", config._Chosen())
+    monkeypatch.setenv("NPROC", asked)
+    config._size_pool(1)
+    jobs = addresses(4, 3, with_chief=True)
+    told = {job: environment_of(jobs, job, 0, "token") for job in jobs}
+    assert f"{told['worker']['NPROC']} {told['ps']['NPROC']}" == threads
+    assert "NPROC" not in told["chief"]
+    if not asked:  # What this process takes for itself is none of the tasks' business.
+        config._size_pool(500)
+        assert environment_of(jobs, "worker", 0, "token") == told["worker"]
 
 
 def test_the_exit_code_is_the_chiefs(tmp_path):

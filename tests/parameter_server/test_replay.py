@@ -60,6 +60,24 @@ def computed_again(cluster, workers, partitioner):
     strategy.close()
 
 
+def test_convolutions(strategy):
+    """Sums of their gradients depend on how many threads a process has."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(32, 12, 12, 3)).astype("float32"), np.arange(32) % 4
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((12, 12, 3)), layers.Conv2D(8, 3), layers.Flatten()]
+        )
+        model.add(layers.Dense(4))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    with kd.testing.RecordedUpdates(strategy) as updates:
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    again = updates.replayed()
+    for variable in model.weights:
+        np.testing.assert_array_equal(again[variable.path], variable.numpy())
+
+
 def test_several_steps_in_a_function(strategy):
     x, y = table(64)
     with strategy.scope():
