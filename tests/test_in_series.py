@@ -219,6 +219,13 @@ def test_conditions_and_loops_that_communicate(strategies, plain):
                 lambda c: 0.4 * c + 0.1 * lax.pmean(c, AXIS),
                 jnp.abs(x),
             ),
+            jax.vmap(
+                lambda row: lax.while_loop(
+                    lambda c: lax.pmax(jnp.max(c), AXIS) > 0.1,
+                    lambda c: 0.4 * c + 0.1 * lax.pmean(c, AXIS),
+                    row,
+                )
+            )(jnp.abs(x)),
             jax.grad(
                 lambda x: jnp.sum(lax.scan(jax.checkpoint(body), x[0], x)[0]),
             )(x),
@@ -258,6 +265,11 @@ def test_a_replica_knows_its_number_everywhere(strategies, plain):
             lax.cond(jnp.sum(x) > 0, lambda: x * number(), lambda: x - number()),
             lax.scan(lambda c, row: (c + number(), row * number()), x[0], x),
             lax.while_loop(lambda c: c < number(), lambda c: c + number() / 2, 0.0),
+            jax.vmap(
+                lambda v: lax.while_loop(
+                    lambda c: c < number(), lambda c: c + 1 + jnp.abs(v), v
+                )
+            )(x[0]),
             jax.checkpoint(lambda x: x * number() * np.arange(3.0))(x),
             lax.map(lambda row: jax.jit(lambda r: r * number())(row), x),
         ]

@@ -109,10 +109,9 @@ class Communication:
 
     def _while(self, eqn: Any, given: list[Value]) -> list[Value]:
         """A loop whose length is the same on every replica."""
-        params, flags = (
-            eqn.params,
-            replication_proof.equal_results(eqn, [v.is_equal for v in given]),
-        )
+        eqn, given = jaxprs.with_one_test(eqn, given)
+        params = eqn.params
+        flags = replication_proof.equal_results(eqn, [v.is_equal for v in given])
         begin = params["cond_nconsts"]
         end = begin + params["body_nconsts"]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 ORIGIN = core.DebugInfo(
@@ -56,6 +58,38 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
     num_carry = whole(eqn.outvars, body.outvars)
     return whole(eqn.invars, body.invars) - num_carry, num_carry
+
+
+def with_one_test(eqn: Any, given: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A loop of unknown length, and its operands, with one test for all that it goes
+    through: `jax.vmap` leaves it with a test of each, whose values then stay.
+    """
+    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    if test.out_avals[0].shape == ():
+        return eqn, list(given)
+    tested = eqn.params["cond_nconsts"]
+    fixed = tested + eqn.params["body_nconsts"]
+
+    def goes_on(*inputs: Any) -> Any:
+        return jnp.any(evaluated(test, inputs)[0])
+
+    def step(*inputs: Any) -> list[Any]:
+        before = inputs[fixed:]
+        goes = evaluated(test, [*inputs[:tested], *before])[0]
+        return [
+            lax.select(lax.broadcast_in_dim(goes, a.shape, range(goes.ndim)), a, b)
+            for a, b in zip(evaluated(body, inputs[tested:]), before, strict=True)
+        ]
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    params = {
+        **eqn.params,
+        "cond_jaxpr": jax.make_jaxpr(goes_on)(*shapes[:tested], *shapes[fixed:]),
+        "body_jaxpr": jax.make_jaxpr(step)(*shapes),
+        "body_nconsts": fixed,
+    }
+    invars = [*eqn.invars[:tested], *eqn.invars]
+    return eqn.replace(invars=invars, params=params), [*given[:tested], *given]
 
 
 def bound(eqn: Any, given: Sequence[Any]) -> list[Any]:

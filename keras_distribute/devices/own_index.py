@@ -17,6 +17,7 @@ from keras_distribute.devices.jaxprs import (
     called,
     evaluated,
     scan_counts,
+    with_one_test,
 )
 from keras_distribute.errors import ContextError
 
@@ -96,6 +97,7 @@ def _scan(eqn: Any, given: Sequence[Any], rule: Rule) -> Sequence[Any]:
 
 
 def _while(eqn: Any, given: Sequence[Any], rule: Rule) -> Sequence[Any]:
+    eqn, given = with_one_test(eqn, given)
     params = eqn.params
     goes_on = _function(params["cond_jaxpr"], rule)
     body = _function(params["body_jaxpr"], rule)

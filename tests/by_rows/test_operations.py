@@ -250,6 +250,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ),
     "a loop over rows": (lambda x: lax.map(lambda v: v * 2 + 1, x), (X,), (0,)),
     "a loop of unknown length": (halved, (X,), (0,)),
+    "a loop of unknown length for each row": (
+        lambda x, w: jax.vmap(
+            lambda v: lax.while_loop(
+                lambda c: jnp.max(c) > w[0], lambda c: c / 2 + w[1] * v / 9, v
+            )
+        )(x),
+        (X, np.array([0.5, 0.1], "float32")),
+        (0, None),
+    ),
     "a condition": (
         lambda f, x: lax.cond(f > 0, jnp.sin, lambda v: v * 2, x),
         (np.float32(1), X),

@@ -164,6 +164,7 @@ class Control:
 
     def while_(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A loop whose length is the same on all replicas."""
+        eqn, values = jaxprs.with_one_test(eqn, values)
         params = eqn.params
         num_tested, num_body = params["cond_nconsts"], params["body_nconsts"]
         begin = values[num_tested + num_body :]
