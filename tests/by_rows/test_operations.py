@@ -367,6 +367,24 @@ def test_draws_are_those_of_one_device(kind: str, shape: tuple[int, ...]) -> Non
     assert f"[{','.join(map(str, shape))}]" not in text
 
 
+@pytest.mark.parametrize("replicas", [4, 3])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_draws_from_a_key_of_each_row(impl: str, replicas: int) -> None:
+    """Where the rows are those of the keys, and where each key draws for all rows."""
+
+    def function(x: Any) -> Any:
+        keys = jax.random.split(jax.random.key(5, impl=impl), N)
+        drawn = jax.vmap(lambda key: jax.random.uniform(key, (N,)))(keys)
+        few = jax.vmap(lambda key: jax.random.uniform(key, (2, N)))(keys[:3])
+        short = jax.vmap(lambda key: jax.random.uniform(key, (4,)))(keys)
+        return x[:, :1] * drawn, x[:, 0] * drawn, x[:, 0] * few, x * short
+
+    rows = normal(N, 4)
+    found, *_ = run(function, (rows,), (0,), replicas)
+    for a, b in zip(found, function(rows), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_draw_of_another_kind_is_cut() -> None:
     def function(key: Any, x: Any) -> Any:
         key = jax.random.wrap_key_data(key, impl="rbg")

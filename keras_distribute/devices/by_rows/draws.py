@@ -21,14 +21,17 @@ def part_of_draw(
     Threefry draws each element from the key and the element's index (Salmon et al.,
     2011, https://doi.org/10.1145/2063384.2063405; `jax_threefry_partitionable`).
     """
-    del depth
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
     key = replica.whole(operands[0])
-    own = replica.divided_at(shape, dim)
-    by_index = _draws_by_index() and "fry" in str(key.dtype)
+    is_threefry = "fry" in str(key.dtype)
+    if is_threefry and dim < key.ndim:  # Each key draws by itself.
+        keys = replica.part(operands[0], dim, depth)
+        return replica.apply(eqn, [keys])[0].array
+    by_index = _draws_by_index() and is_threefry
     if not by_index or math.prod(shape) >= 1 << 32 or key.ndim:
         whole = replica.apply(eqn, [key])[0].array
-        return replica.sliced(whole, own[dim], dim)
+        return replica.sliced(whole, replica.divided(whole.shape[dim]), dim)
+    own = replica.divided_at(shape, dim)
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     counts = sum(
         lax.broadcasted_iota("uint32", own, i) * jnp.uint32(stride)
