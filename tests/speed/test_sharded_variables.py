@@ -15,7 +15,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_distribute as kd
 from keras_distribute.devices.launches import Executable
@@ -221,6 +221,34 @@ def test_a_layer_may_read_penalties_of_divided_weights():
         return keras.Model(ids, layers.Dense(VOCABULARY)(hidden))
 
     assert_like_one_device(mirrored(4, **SMALL), build, keras.optimizers.SGD)
+
+
+class Running(layers.Layer):
+    """Each row gets what is left of those before it, the first one a weight."""
+
+    def build(self, input_shape: Any) -> None:
+        self.start = self.add_weight(shape=input_shape[-1:])
+
+    def call(self, inputs: Any) -> Any:
+        start = ops.convert_to_tensor(self.start)
+        return ops.scan(lambda left, row: (left / 2 + row, left), start, inputs)[1]
+
+
+def test_a_loop_over_the_rows_of_all_replicas() -> None:
+    def weights(strategy: kd.Strategy) -> list[Any]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((8,)), Running(), layers.Dense(4), layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        return model.get_weights()
+
+    expected = weights(kd.get_strategy())
+    for ours, theirs in zip(weights(mirrored(4, **SMALL)), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_an_own_step_gathers_what_its_layers_read():
