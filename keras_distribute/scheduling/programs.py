@@ -130,14 +130,19 @@ class Traced:
         sizes = {id(lookup.variable): lookup.size for lookup in self.lookups}
         return sizes.get(id(weight))
 
-    def rebuilt(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, from the arrays of a worker."""
-        left = iter(arrays)
-        leaves = [
-            jnp.asarray(next(left)) if leaf is None else leaf.value
-            for leaf in self.leaves
-        ]
-        return jax.tree.unflatten(self.structure, leaves)
+    def results(self, arrays: Sequence[Any]) -> Callable[[], Any]:
+        """What the function returns, from the arrays of a worker, when it is called.
+        Results may be kept for long, and keep neither a model nor an optimizer.
+        """
+        return functools.partial(
+            _rebuilt, self.structure, self.leaves, arrays[: self.num_results]
+        )
+
+
+def _rebuilt(structure: Any, leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    left = iter(arrays)
+    found = [jnp.asarray(next(left)) if leaf is None else leaf.value for leaf in leaves]
+    return jax.tree.unflatten(structure, found)
 
 
 def traced(

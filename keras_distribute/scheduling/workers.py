@@ -9,8 +9,8 @@ import logging
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -290,8 +290,7 @@ class Worker(threading.Thread):
         program = closure.program
         copies = [np.array(array) for array in arrays]
         closure.finish(program, copies[program.num_results :])
-        results: Callable[[], Any] = lambda: program.rebuilt(copies)  # noqa: E731
-        self._owner.queue.finished(closure, results)
+        self._owner.queue.finished(closure, program.results(copies))
 
     def _lost(self, error: DistributeError | None) -> None:
         """Gives the work of a worker that is gone to the others."""

@@ -72,3 +72,21 @@ def test_another_model_has_the_id_of_one_that_is_gone(one_worker):
     assert not any(one_worker.cluster.served.place_of(v) for v in others)
     assert total(others) == sum(range(50, 150))
     assert min(one_worker.cluster.served._bytes) == 200
+
+
+def test_a_result_is_kept(one_worker):
+    """It keeps nothing of the model that it was computed with."""
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    found = []
+
+    def scheduled() -> Any:
+        with one_worker.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        found.extend(map(weakref.ref, [model, *model.variables]))
+        return coordinator.schedule(lambda: {"sum": keras.ops.sum(model(X))})
+
+    result = scheduled()
+    coordinator.join()
+    gc.collect()
+    assert not [each() for each in found if each() is not None]
+    assert result.fetch().keys() == {"sum"}
