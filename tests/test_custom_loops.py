@@ -29,9 +29,11 @@ def distributed(strategy, array):
     )
 
 
-def make_model(**batch_norm):
+def make_model(spectral=False, **batch_norm):
     keras.utils.set_random_seed(3)
     layers = [keras.Input((5,)), keras.layers.Dense(6, activation="tanh")]
+    if spectral:
+        layers[1] = keras.layers.SpectralNormalization(layers[1])
     if batch_norm:
         layers.append(keras.layers.BatchNormalization(**batch_norm))
     return keras.Sequential([*layers, keras.layers.Dense(2)])
@@ -386,6 +388,14 @@ def test_synchronized_is_a_keras_argument():
         layer(X[0], training=True),
         keras.layers.BatchNormalization()(X[0], training=True),
     )
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_spectral_normalization(n):
+    """Its state follows from the kernel, and is the same on all replicas."""
+    make = OPTIMIZERS["momentum"]
+    one = train(kd.get_strategy(), make, steps=2, spectral=True)
+    assert_equal(train(mirrored(n), make, steps=2, spectral=True), one)
 
 
 def test_recurrent_layers():

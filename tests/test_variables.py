@@ -276,6 +276,34 @@ def test_without_aggregation_equal_values_may_be_assigned(strategy):
     assert [float(s) for s in shards(variable)] == [3.0 + n * (n - 1) / 2] * n
 
 
+class Scale(keras.layers.Layer):
+    """A weight that is divided by what the layer keeps of it."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.weight = self.add_weight((), "ones", name="weight")
+        self.norm = self.add_weight((), "ones", name="norm", trainable=False, **kwargs)
+
+    def call(self, x):
+        self.norm.assign(2 * self.norm + self.weight)
+        self.weight.assign(self.weight / self.norm)
+        return x
+
+
+def test_weights_that_are_assigned_what_follows_from_state():
+    strategy = mirrored(2)
+    with strategy.scope():
+        layer, mended = Scale(), Scale(aggregation="only_first_replica")
+    with pytest.raises(
+        errors.AggregationError,
+        match=r"(?s)scale/weight.*Received: .* computed from scale/norm, of which each"
+        r".*Fix: .*add_weight\(.*aggregation=\"only_first_replica\"\)",
+    ):
+        strategy.run(layer, args=(np.ones(2),))
+    strategy.run(mended, args=(np.ones(2),))
+    assert float(mended.weight) == pytest.approx(1 / 3)
+
+
 def test_without_aggregation_differing_values_are_an_error():
     strategy = mirrored(2)
     with strategy.scope():

@@ -1,8 +1,11 @@
-"""Layers that know of replicas: batch normalization and random streams.
+"""Layers that know of replicas: batch normalization, spectral normalization and random
+streams.
 
 - `BatchNormalization.__init__` refuses `synchronized=True` on JAX, `ops.moments`
   likewise; `call` is where statistics are taken. Goes when Keras has per-replica
   statistics on JAX.
+- `SpectralNormalization` computes its state from its kernel, so that it is the same on
+  all replicas. Goes when Keras says so by an aggregation.
 - `SeedGenerator.next` is where every random layer gets its seed.
 - `in_symbolic_scope` tells that a layer is only asked for shapes, with made-up sizes in
   place of unknown ones.
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras import backend, ops
-from keras.layers import BatchNormalization
+from keras.layers import BatchNormalization, SpectralNormalization
 from keras.random import SeedGenerator
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
@@ -32,7 +35,8 @@ def install(
     global_sum: Callable[[Any], Any],
     replica_seed: Callable[[Any], Any],
 ) -> None:
-    """Hooks for batch normalization's statistics and for seeds.
+    """Hooks for batch normalization's statistics and for seeds, and the state of
+    spectral normalization.
 
     Args:
         around_call: `around_call(layer, original, inputs, training, mask)` in place of
@@ -46,6 +50,7 @@ def install(
     init, call = BatchNormalization.__init__, BatchNormalization.call
     moments = jax_nn.moments
     next_seed = SeedGenerator.next
+    add_weight = SpectralNormalization.add_weight
 
     def new_init(
         self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
@@ -66,10 +71,16 @@ def install(
     def new_next(self: Any, ordered: bool = True) -> Any:
         return replica_seed(next_seed(self, ordered))
 
+    def new_add_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("name") == "vector_u":
+            kwargs.setdefault("aggregation", "only_first_replica")
+        return add_weight(self, *args, **kwargs)
+
     replaced.replace(BatchNormalization, "__init__", new_init)
     replaced.replace(BatchNormalization, "call", new_call)
     replaced.replace(BatchNormalization, "_moments", _masked_moments(global_sum))
     replaced.replace(jax_nn, "moments", new_moments)
+    replaced.replace(SpectralNormalization, "add_weight", new_add_weight)
     replaced.replace(SeedGenerator, "next", new_next)
 
 

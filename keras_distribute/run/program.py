@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from keras_distribute import checks
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices import replication_proof
@@ -171,14 +172,33 @@ class _Program:
         """Raises where the replicas would assign different values to mirrored
         variables.
         """
-        same = [not split for split in [*self._local, *self._split]]
+        differing = self._differing(self._local)
+        if differing:
+            raise _differing_error(differing, self._causes())
+
+    def _differing(self, local: Sequence[bool]) -> list[Any]:
+        """The mirrored variables to which replicas would assign different values, where
+        they have components of their own of those variables that are `local`.
+        """
+        same = [not split for split in [*local, *self._split]]
         equal = replication_proof.equal_on_all_replicas(self._trace.program, same)
         assigned = zip(self.written, equal[len(self._trace.shapes) :], strict=True)
-        differing = [
+        return [
             self.variables[i] for i, same in assigned if not same and not self._local[i]
         ]
-        if differing:
-            raise _differing_error(differing)
+
+    def _causes(self) -> list[Any]:
+        """The variables whose components alone make the assigned values differ; none
+        where something else does.
+        """
+        count = len(self.variables)
+        if self._differing([False] * count):
+            return []
+        return [
+            variable
+            for i, variable in enumerate(self.variables)
+            if self._local[i] and self._differing([j == i for j in range(count)])
+        ]
 
     def _of_one_replica(self) -> Callable[..., Any]:
         """The traced program on what one replica gets: of values with an axis for the
@@ -348,15 +368,32 @@ def _per_replica(array: jax.Array, shapes: Any) -> PerReplica:
     return PerReplica(padded=array, shapes=shapes)
 
 
-def _differing_error(variables: list[Any]) -> AggregationError:
+def _differing_error(variables: list[Any], causes: list[Any]) -> AggregationError:
     lines = ", ".join(f"{v.path} {tuple(v.shape)}" for v in variables)
+    received = (
+        "an assignment in a program over all replicas, to variables with "
+        'aggregation="none".'
+    )
+    fix = (
+        'combine the value first, kd.get_replica_context().all_reduce("SUM", '
+        "value), or create the variable with "
+        'aggregation="sum", "mean" or "only_first_replica", or with '
+        'synchronization="on_read".'
+    )
+    if causes:
+        names = checks.listed([variable.path for variable in causes], most=10)
+        received = (
+            f"values that are computed from {names}, of which each replica has a "
+            "component of its own."
+        )
+        fix = (
+            "have one value on all replicas: self.add_weight(..., trainable=False, "
+            'aggregation="only_first_replica") for state that follows from weights '
+            'alone, aggregation="mean" for other state.'
+        )
     return AggregationError(
         f"The replicas would assign different values to {len(variables)} mirrored "
         f"variable(s):\n    {lines}",
-        received="an assignment in a program over all replicas, to variables with "
-        'aggregation="none".',
-        fix='combine the value first, kd.get_replica_context().all_reduce("SUM", '
-        "value), or create the variable with "
-        'aggregation="sum", "mean" or "only_first_replica", or with '
-        'synchronization="on_read".',
+        received=received,
+        fix=fix,
     )
