@@ -42,7 +42,9 @@ from keras_distribute.variables import (
     Part,
     Standing,
     SyncOnReadVariable,
+    check_assigned,
     check_same_values,
+    is_due,
 )
 
 _MANY_FUNCTIONS = 8
@@ -167,6 +169,7 @@ class _Program:
             [self.variables[i] for i in self.written], strategy.placement
         )
         self._executables: dict[Any, Executable] = {}
+        self._calls = 0
 
     def _check_equal(self) -> None:
         """Raises where the replicas would assign different values to mirrored
@@ -265,6 +268,9 @@ class _Program:
         return chosen if own is None else {**own, **(chosen or {})}
 
     def __call__(self, arrays: list[Any]) -> Any:
+        if self._calls and is_due(self._calls):
+            check_assigned(self.variables)
+        self._calls += 1
         holder = self._holder
         program = self._executable(arrays)
         program.compile()  # Before `lock` is taken: others may run programs meanwhile.

@@ -21,10 +21,11 @@ from keras_distribute.strategies.base import (
 )
 from keras_distribute.training import calls, feeds
 from keras_distribute.training.steps.group_size import GroupSize
-from keras_distribute.variables import DistributedVariable
+from keras_distribute.variables import DistributedVariable, is_due
 from keras_distribute.variables import check_assigned as check_variables
 
 _ATTRIBUTE = "_keras_distribute_strategy"
+_CALLS = "_keras_distribute_calls"  # How many there were with a single batch.
 _KINDS = {"fit": "train", "evaluate": "test", "predict": "predict"}  # Of functions.
 
 
@@ -145,6 +146,14 @@ def check_assigned(trainer: Any) -> None:
     optimizer = getattr(trainer, "optimizer", None)
     slots = [] if optimizer is None else optimizer.variables
     check_variables([*trainer.variables, *slots])
+
+
+def check_assigned_by_now(trainer: Any) -> None:
+    """`check_assigned` before some of the calls with a single batch."""
+    count = vars(trainer).get(_CALLS, 0)
+    vars(trainer)[_CALLS] = count + 1
+    if count and is_due(count):
+        check_assigned(trainer)
 
 
 def refuse_empty() -> None:

@@ -269,6 +269,8 @@ def called(
         if frame is not None:
             context.in_force.thread.frames = [*frames, frame]
         calls.stack.calls = [*outer, Call(trainer, name)]
+        if strategy is not None and name in ("train_on_batch", "test_on_batch"):
+            adoption.check_assigned_by_now(trainer)
         with building:
             return method(*args, **kwargs)
     finally:

@@ -25,7 +25,11 @@ from keras_distribute.variables.mirrored import MirroredVariable
 from keras_distribute.variables.on_devices import Part, Standing, standing
 from keras_distribute.variables.reading import read_before
 from keras_distribute.variables.resting import RestingVariable
-from keras_distribute.variables.same_values import check_assigned, check_same_values
+from keras_distribute.variables.same_values import (
+    check_assigned,
+    check_same_values,
+    is_due,
+)
 from keras_distribute.variables.sync_on_read import SyncOnReadVariable
 from keras_distribute.variables.thread import accumulators_created, given_away
 
@@ -45,6 +49,7 @@ __all__ = [
     "choose_class",
     "first_deleted",
     "given_away",
+    "is_due",
     "lost_error",
     "read_before",
     "standing",

@@ -12,6 +12,8 @@ from keras_distribute.errors import VariableScopeError
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.mirrored import MirroredVariable
 
+_CALLS = 256  # After which what was assigned in a loop is compared again.
+
 
 def check_same_values(variables: Sequence[DistributedVariable]) -> None:
     """Raises where the processes have given mirrored variables different values; across
@@ -55,6 +57,17 @@ def check_assigned(variables: Iterable[Any]) -> None:
     chosen = [mirrored[i] for i in together]
     own = [v.take_checksum() for v in chosen]
     _refuse_differing(chosen, agreement.exchange("the values of variables", own, count))
+
+
+def is_due(calls: int) -> bool:
+    """Whether what was assigned is compared before the next call in a loop of the
+    user's own: soon after the first one, then less and less often, since the processes
+    wait for each other there.
+
+    Args:
+        calls: How many there were.
+    """
+    return calls % _CALLS == 0 or calls & (calls - 1) == 0
 
 
 def _over_processes(variables: Iterable[Any]) -> tuple[list[MirroredVariable], int]:

@@ -524,6 +524,39 @@ def different_assignments(strategy):
         except kd.errors.VariableScopeError as error:
             found[name] = f"{type(error).__name__}: {error}"
         model.optimizer.learning_rate = 0.1
+    return found | assignments_between_steps(strategy)
+
+
+def assignments_between_steps(strategy):
+    """The same, where no `fit` begins: what is said, and before which step."""
+    with strategy.scope():
+        model = linear()
+        total = keras.Variable(0.0, name="total")
+    found = {}
+
+    def add():
+        total.assign_add(1.0)
+
+    for name, step, assign in (
+        (
+            "own rate between",
+            lambda: model.train_on_batch(X[:8], Y[:8]),
+            lambda: setattr(model.optimizer, "learning_rate", 0.7),
+        ),
+        (
+            "own value between",
+            lambda: strategy.run(add),
+            lambda: total.assign(7.0),
+        ),
+    ):
+        for i in range(9):
+            if i == 5 and kd.is_chief():
+                assign()
+            try:
+                step()
+            except kd.errors.VariableScopeError as error:
+                found[name] = f"{i} {type(error).__name__}: {error}"
+                break
     return found
 
 

@@ -56,6 +56,14 @@ def errors():
             "VariableScopeError: The processes have given different values to 2 mirrored.*kernel.*bias",
         ),
         (
+            "own rate between",
+            "8 VariableScopeError: The processes have given different.*learning_rate",
+        ),
+        (
+            "own value between",
+            "8 VariableScopeError: The processes have given different.*total",
+        ),
+        (
             "other values",
             "VariableScopeError: The processes have given different values to 1 mirrored.*wrong",
         ),
