@@ -178,9 +178,10 @@ class Updates:
             raise ValueStructureError(
                 f"{type(optimizer).__name__} has state that belongs to all weights "
                 "together, which have to be on one server.",
-                received=f"weights on {len(servers)} servers, where other functions "
-                "have used them before.",
-                fix="train before evaluate and predict, or use one parameter server.",
+                received=f"weights on {len(servers)} servers, where evaluate, predict, "
+                "another optimizer or other functions have used them before.",
+                fix="one parameter server; or make the model anew, and train it before "
+                "anything else: new.set_weights(model.get_weights()), new.fit(...)",
             )
 
     def of(
