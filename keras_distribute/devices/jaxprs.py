@@ -126,6 +126,53 @@ def evaluated(
     return list(map(value_of, jaxpr.outvars))
 
 
+def with_programs(
+    eqn: Any, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]
+) -> Any:
+    """An operation with others in the place of the programs that it holds. Those that
+    combine two numbers, as in a reduction, are left alone.
+    """
+
+    def is_program(value: Any) -> bool:
+        return isinstance(value, core.ClosedJaxpr)
+
+    def holds(value: Any) -> bool:
+        several = value if isinstance(value, tuple) else (value,)
+        return any(map(is_program, several))
+
+    def changed(value: Any) -> Any:
+        return change(value) if is_program(value) else value
+
+    found = {
+        name: jax.tree.map(changed, value, is_leaf=is_program)
+        for name, value in eqn.params.items()
+        if holds(value)
+    }
+    if eqn.primitive.name in RECOMPUTED:
+        closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+        found["jaxpr"] = change(closed).jaxpr
+    return eqn.replace(params={**eqn.params, **found}) if found else eqn
+
+
+def traced_again(
+    program: core.ClosedJaxpr, change: Callable[[Any], Any]
+) -> core.ClosedJaxpr:
+    """A program of changed operations, as it is traced where this is called."""
+
+    def rule(eqn: Any, given: list[Any]) -> list[Any]:
+        return bound(change(eqn), given)
+
+    return _traced(program, rule)
+
+
+def _traced(
+    program: core.ClosedJaxpr, rule: Callable[[Any, list[Any]], list[Any]]
+) -> core.ClosedJaxpr:
+    return jax.make_jaxpr(lambda *inputs: evaluated(program, inputs, rule))(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals)
+    )
+
+
 def inlined(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same function without calls."""
 
@@ -133,9 +180,7 @@ def inlined(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
         inner = called(eqn)
         return bound(eqn, given) if inner is None else evaluated(inner, given, rule)
 
-    return jax.make_jaxpr(lambda *inputs: evaluated(program, inputs, rule))(
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals)
-    )
+    return _traced(program, rule)
 
 
 def part_of(

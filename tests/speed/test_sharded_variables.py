@@ -223,23 +223,45 @@ def test_a_layer_may_read_penalties_of_divided_weights():
     assert_like_one_device(mirrored(4, **SMALL), build, keras.optimizers.SGD)
 
 
-class Running(layers.Layer):
+def running(weight: Any, inputs: Any) -> Any:
     """Each row gets what is left of those before it, the first one a weight."""
+    return ops.scan(lambda left, row: (left / 2 + row, left), weight, inputs)[1]
+
+
+def running_again(weight: Any, inputs: Any) -> Any:
+    return jax.checkpoint(running)(weight, inputs)
+
+
+def solved(weight: Any, inputs: Any) -> Any:
+    """By an operation of JAX that holds several programs."""
+
+    def solution(row: Any) -> Any:
+        return jax.scipy.sparse.linalg.cg(
+            lambda v: 2 * v + weight * ops.sum(weight * v), row, maxiter=3
+        )[0]
+
+    return jax.vmap(solution)(inputs)
+
+
+class Through(layers.Layer):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
 
     def build(self, input_shape: Any) -> None:
         self.start = self.add_weight(shape=input_shape[-1:])
 
     def call(self, inputs: Any) -> Any:
-        start = ops.convert_to_tensor(self.start)
-        return ops.scan(lambda left, row: (left / 2 + row, left), start, inputs)[1]
+        return self.function(ops.convert_to_tensor(self.start), inputs)
 
 
-def test_a_loop_over_the_rows_of_all_replicas() -> None:
+@pytest.mark.parametrize("function", [running, running_again, solved])
+def test_loops_that_need_the_rows_of_all_replicas(function: Any) -> None:
     def weights(strategy: kd.Strategy) -> list[Any]:
         keras.utils.set_random_seed(3)
         with strategy.scope():
             model = keras.Sequential(
-                [keras.Input((8,)), Running(), layers.Dense(4), layers.Dense(1)]
+                [keras.Input((8,)), Through(function), layers.Dense(4), layers.Dense(1)]
             )
             model.compile("sgd", "mse")
         x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")

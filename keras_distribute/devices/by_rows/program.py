@@ -274,20 +274,17 @@ class _Evaluation:
     def __init__(self, sums: dict[str, Total], watch: Watch | None) -> None:
         self._sums, self._watch = sums, watch
         control = Control(self.run)
-        self._holders: dict[str, Rule] = {
-            "cond": control.cond,
-            "scan": control.scan,
-            "while": control.while_,
-            **dict.fromkeys(jaxprs.RECOMPUTED, control.recomputed),
-        }
         self._rules: dict[str, Rule] = {
             **_RULES,
-            **self._holders,
             "name": self._named,
+            "cond": control.cond,
             "optimization_barrier": _unchanged,
             "reshard": lambda replica, eqn, values: values,
             "sharding_constraint": _constrained,
+            "scan": control.scan,
             "shard_map": control.mapped,
+            "while": control.while_,
+            **dict.fromkeys(jaxprs.RECOMPUTED, control.recomputed),
         }
 
     def run(
@@ -331,7 +328,7 @@ class _Evaluation:
             if any(value.is_part_of_state for value in operands):
                 whole = list(map(replica.state_whole, operands))
                 return self._results(eqn, whole, replica)
-            results = self._gathered(replica, eqn, operands)
+            results = _gathered(replica, eqn, operands)
         parts = [value for value in operands if value.rows is not None]
         of_state = bool(parts) and all(value.of_state for value in parts)
         for result, var in zip(results, eqn.outvars, strict=True):
@@ -343,23 +340,6 @@ class _Evaluation:
             result.zero = is_zero(eqn, operands)
             result.of_state |= of_state and result.rows is not None
         return results
-
-    def _gathered(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
-        """The results of an operation that mixes the rows of small values: each replica
-        computes all of them, and goes on with its part.
-        """
-        rule = self._holders.get(eqn.primitive.name)
-        try:
-            if differs(eqn):
-                raise RowsMixError
-            if rule is None:
-                results = replica.same(eqn, values)
-            else:  # What it holds was traced on another mesh.
-                results = rule(replica, eqn, [Value(replica.whole(v)) for v in values])
-        except RowsMixError:
-            scope = str(eqn.source_info.name_stack)
-            raise MixedRows(eqn.primitive.name, scope) from None
-        return [_own_rows(replica, result) for result in results]
 
     def _named(self, replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         """A value that the caller has a way to sum."""
@@ -384,6 +364,20 @@ def _by_default(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
     if differs(eqn) or any(v.rows is not None for v in values):
         raise RowsMixError
     return replica.same(eqn, values)
+
+
+def _gathered(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
+    """The results of an operation that mixes the rows of small values: each replica
+    computes all of them, and goes on with its part.
+    """
+    try:
+        if differs(eqn):
+            raise RowsMixError
+        results = replica.same(eqn, values)
+    except RowsMixError:
+        scope = str(eqn.source_info.name_stack)
+        raise MixedRows(eqn.primitive.name, scope) from None
+    return [_own_rows(replica, result) for result in results]
 
 
 def _own_rows(replica: Replica, value: Value) -> Value:

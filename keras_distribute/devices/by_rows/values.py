@@ -200,10 +200,7 @@ class Replica:
             partial: Whether the results are to be summed.
             params: In place of the operation's own.
         """
-        for name in _SHARDINGS:
-            if eqn.params.get(name) is not None:  # On a mesh with the replicas' axis.
-                params[name] = None
-        eqn = eqn.replace(params={**eqn.params, **params}, ctx=self._here(eqn.ctx))
+        eqn = self._moved(eqn.replace(params={**eqn.params, **params}))
         return [
             Value(result, rows, partial) for result in jaxprs.bound(eqn, list(arrays))
         ]
@@ -360,6 +357,19 @@ class Replica:
         sizes = list(shape)
         sizes[dim] = self.divided(sizes[dim])
         return tuple(sizes)
+
+    def _moved(self, eqn: Any) -> Any:
+        """An operation, and what the programs that it holds consist of, as it is traced
+        here.
+        """
+        params = {
+            name: None if name in _SHARDINGS else value  # With the replicas' axis.
+            for name, value in eqn.params.items()
+        }
+        eqn = eqn.replace(params=params, ctx=self._here(eqn.ctx))
+        return jaxprs.with_programs(
+            eqn, lambda held: jaxprs.traced_again(held, self._moved)
+        )
 
     def _here(self, context: Any) -> Any:
         """What JAX notes of the place where an operation is traced: the mesh is another
