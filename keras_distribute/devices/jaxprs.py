@@ -148,9 +148,9 @@ def with_programs(
         for name, value in eqn.params.items()
         if holds(value)
     }
-    if eqn.primitive.name in RECOMPUTED:
-        closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
-        found["jaxpr"] = change(closed).jaxpr
+    again = called(eqn) if eqn.primitive.name in RECOMPUTED else None
+    if again is not None:
+        found["jaxpr"] = change(again).jaxpr
     return eqn.replace(params={**eqn.params, **found}) if found else eqn
 
 

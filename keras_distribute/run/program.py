@@ -268,7 +268,7 @@ class _Program:
         return chosen if own is None else {**own, **(chosen or {})}
 
     def __call__(self, arrays: list[Any]) -> Any:
-        if self._calls and is_due(self._calls):
+        if is_due(self._calls):
             check_assigned(self.variables)
         self._calls += 1
         holder = self._holder

@@ -152,7 +152,7 @@ def check_assigned_by_now(trainer: Any) -> None:
     """`check_assigned` before some of the calls with a single batch."""
     count = vars(trainer).get(_CALLS, 0)
     vars(trainer)[_CALLS] = count + 1
-    if count and is_due(count):
+    if is_due(count):
         check_assigned(trainer)
 
 

@@ -67,7 +67,7 @@ def is_due(calls: int) -> bool:
     Args:
         calls: How many there were.
     """
-    return calls % _CALLS == 0 or calls & (calls - 1) == 0
+    return calls > 0 and (calls % _CALLS == 0 or calls & (calls - 1) == 0)
 
 
 def _over_processes(variables: Iterable[Any]) -> tuple[list[MirroredVariable], int]:
