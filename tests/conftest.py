@@ -1,15 +1,12 @@
 """Eight virtual CPU devices for every test, set up before JAX starts; what makes
-compiling cheap; which cases of long tests run; and which files begin.
+compiling cheap; and which tests run, in which order (`selection`).
 """
 
 import functools
 import gc
-import math
 import os
 import pathlib
 import sys
-import zlib
-from collections import defaultdict
 from importlib import metadata
 
 from packaging.version import Version
@@ -39,6 +36,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests import selection
+
 try:
     from jax._src.interpreters import mlir
 except ImportError:
@@ -46,95 +45,41 @@ except ImportError:
 
 LIGHT = str(pathlib.Path(__file__).with_name("light"))
 
-# Files of few tests that take long: begun last, they would be the tail of a run.
-LONGEST = [
-    "programs/test_programs.py",
-    "engines/test_ray_train.py",
-    "engines/test_ray_servers.py",
-    "engines/test_slurm.py",
-    "engines/test_mpi.py",
-    "parameter_server/test_kill_matrix.py",
-    "checkpoint/test_killed.py",
-    "checkpoint/test_preemption.py",
-    "processes/test_launch.py",
-    "processes/test_liveness.py",
-    "compat/test_keras_suites.py",
-    "exactness/test_peers.py",
-    "exactness/test_property.py",
-    "exactness/test_saving.py",
-    "exactness/test_edges.py",
-    "dry_run/test_dry_run.py",
-    "batch_size/test_find_batch_size.py",
-    "checkpoint/test_backup.py",
-    "test_ragged_run.py",
-    "test_interruptions.py",
-    "test_tutorials.py",
-    "test_docs.py",
-]
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        type=int,
+        choices=range(selection.PARTS + 1),
+        help="of the tests that take long, the part to run; 0 for all. Another each"
+        " day if all tests are asked for, and all of them if not.",
+    )
 
 
 def pytest_configure(config):
     """Files run in the order of `pytest_collection_modifyitems`; pytest-xdist would
-    begin with those of the most tests.
+    begin with those of the most tests. Its workers are given the part of the long tests
+    that was chosen here.
     """
+    if config.option.part is None:
+        config.option.part = selection.part_of_today(config)
     os.environ["TESTS_PROCESS"] = str(os.getpid())
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
+def pytest_report_header(config):
+    part = config.option.part
+    return f"of the long tests: part {part} of {selection.PARTS}" if part else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Of the cases of each test that is marked `sampled(n)` one in `n` runs, always the
-    same (`sample`); with `EVERY_CASE` all. The longest files come first.
-    """
-    here = pathlib.Path(__file__).parent
-    order = {here / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
-    if os.environ.get("EVERY_CASE"):
-        return
-    cases = defaultdict(list)
-    for item in items:
-        if mark := item.get_closest_marker("sampled"):
-            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    left_out = set()
-    for (_, n), of_one_test in cases.items():
-        chosen = sample(of_one_test, math.ceil(len(of_one_test) / n))
-        left_out.update(set(of_one_test).difference(chosen))
+    items[:] = selection.in_order(items)
+    left_out = selection.left_out(items, config.option.part)
     if left_out:
-        config.hook.pytest_deselected(
-            items=[item for item in items if item in left_out]
-        )
+        config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-
-
-def sample(cases, number):
-    """So many of the cases, chosen so that as many as possible of the values of each
-    parameter occur: one after the other, that which adds the most values to those that
-    have been chosen.
-    """
-    values = {case: values_of(case) for case in cases}
-    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
-    seen, chosen = set(), []
-    for _ in range(number):
-        best = max(left, key=lambda case: len(values[case] - seen))
-        left.remove(best)
-        chosen.append(best)
-        seen |= values[best]
-    return chosen
-
-
-def values_of(case):
-    """Each parameter of a case, with its value, or with what tells it from others."""
-    parameters = case.callspec.params if hasattr(case, "callspec") else {}
-    return {(name, told_apart(value)) for name, value in parameters.items()}
-
-
-def told_apart(value):
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
 
 
 def pytest_collection_finish():
