@@ -194,6 +194,13 @@ class Cluster:
             )
         return program
 
+    def _drop_gone(self) -> None:
+        """Lets the servers drop what belongs to models that nobody has any more."""
+        keys, programs = self.served.take_gone(), self.updates.take_gone()
+        for server in keys.keys() | programs.keys():
+            told = {"keys": keys.get(server, []), "programs": programs.get(server, [])}
+            self.servers[server].call({"op": "drop", **told})
+
     def _made(
         self,
         strategy: Any,
@@ -204,8 +211,7 @@ class Cluster:
     ) -> Traced:
         platforms = self._platforms()
         with launches.tracing, self._lock, _seen_as(platforms):
-            self.served.drop_gone()
-            self.updates.drop_gone()
+            self._drop_gone()
             program = traced(
                 strategy,
                 function,

@@ -107,15 +107,16 @@ class Served(Holder):
         found = [(known(), place) for known, place in list(self._places.values())]
         return [(variable, place) for variable, place in found if variable is not None]
 
-    def drop_gone(self) -> None:
-        """Lets the servers drop the values of variables that nobody has any more."""
+    def take_gone(self) -> dict[int, list[int]]:
+        """The keys of variables that nobody has any more, of each server, once."""
         for key, (known, _) in list(self._places.items()):
             if known() is None:
                 self._free(key)
-        gone, self._gone = self._gone, []
-        for server in {part.server for part in gone}:
-            keys = [part.key for part in gone if part.server == server]
-            self._servers[server].call({"op": "drop", "keys": keys, "programs": []})
+        gone: dict[int, list[int]] = {}
+        for part in self._gone:
+            gone.setdefault(part.server, []).append(part.key)
+        self._gone = []
+        return gone
 
     def _free(self, key: int) -> None:
         """Frees the place of a variable that is gone."""

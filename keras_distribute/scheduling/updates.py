@@ -70,15 +70,15 @@ class Updates:
         self._numbers.clear()
         self.sent.clear()
 
-    def drop_gone(self) -> None:
-        """Lets the servers drop the programs of optimizers that nobody has any more."""
+    def take_gone(self) -> dict[int, list[int]]:
+        """The programs of optimizers that nobody has any more, of each server, once."""
+        gone: dict[int, list[int]] = {}
         with self._lock:
             known = {n for own in self._numbers.values() for n, _ in own.values()}
-            gone = [each for each in self.sent if each[1] not in known]
-            for server, number in gone:
-                told = {"op": "drop", "keys": [], "programs": [number]}
-                self._servers[server].call(told)
+            for server, number in [each for each in self.sent if each[1] not in known]:
+                gone.setdefault(server, []).append(number)
                 del self.sent[server, number]
+        return gone
 
     def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
         """Why an optimizer has to be given the gradient of a whole table; `None` where
