@@ -273,6 +273,17 @@ def test_accumulation_communicates_only_when_it_updates():
     )
 
 
+def test_an_eager_update_builds_an_optimizer_that_accumulates():
+    with mirrored(2).scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+        values = []
+        for gradient in (1.0, 3.0):
+            optimizer.apply_gradients([(keras.ops.full((2,), gradient), variable)])
+            values.append(np.asarray(variable))
+    np.testing.assert_array_equal(values, [[1, 2], [0, 1]])
+
+
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
 )

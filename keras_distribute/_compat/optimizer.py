@@ -110,11 +110,16 @@ def built_variables(optimizer: Any) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def accumulates(optimizer: Any) -> bool:
+    """Whether it accumulates gradients, also before it is built."""
+    return bool(optimizer.gradient_accumulation_steps)
+
+
 def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
-    """The number of micro-steps, their counter and the accumulators; `None` without
-    accumulation.
+    """Of one that is built, the number of micro-steps, their counter and the
+    accumulators; `None` without accumulation.
     """
-    if not optimizer.gradient_accumulation_steps:
+    if not accumulates(optimizer):
         return None
     return (
         optimizer.gradient_accumulation_steps,
@@ -125,7 +130,7 @@ def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
 
 def inner_accumulates(optimizer: Any) -> bool:
     """Whether the optimizer inside a loss-scaling one accumulates gradients."""
-    return bool(optimizer.inner_optimizer.gradient_accumulation_steps)
+    return accumulates(optimizer.inner_optimizer)
 
 
 def index_of(optimizer: Any, variable: Any) -> int:

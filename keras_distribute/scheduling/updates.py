@@ -88,7 +88,7 @@ class Updates:
             return "it has a constraint, which looks at all of it"
         if not compat.is_by_element(optimizer):
             return f"{type(optimizer).__name__} looks at a weight as a whole"
-        if compat.accumulation(optimizer) is not None:
+        if compat.accumulates(optimizer):
             return "its gradients are accumulated"
         with context.entered(context.default_strategy().top_frame):
             if self._lazy_rows or compat.leaves_zero_gradients(optimizer, weight):
@@ -122,7 +122,7 @@ class Updates:
         self._check_parts(optimizer, weights)
         if together:
             self._check_together(optimizer, all_weights)
-        accumulates = compat.accumulation(optimizer) is not None
+        accumulates = compat.accumulates(optimizer)
         servers = sorted(
             {part.server for w in weights for part in self._place(w).parts}
         )
@@ -148,7 +148,7 @@ class Updates:
 
     def _check_parts(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Raises `ValueStructureError` where more is looked at than a server has."""
-        accumulates = compat.accumulation(optimizer) is not None
+        accumulates = compat.accumulates(optimizer)
         for weight in weights:
             parts = len(self._place(weight).parts)
             if parts == 1:

@@ -59,7 +59,7 @@ def apply_gradients(
         return taker(optimizer, grads, variables)
     if not in_replica():
         # A step of the user's own may have another optimizer beside the model's.
-        accumulates = compat.accumulation(optimizer) is not None
+        accumulates = compat.accumulates(optimizer)
         if context.frame().accumulates and accumulates:
             targets = compat.built_variables(optimizer)
             if variables is not None:
@@ -78,7 +78,7 @@ def apply_gradients(
         grads = _combined(grads, targets)
         with _updating():
             return _apply_scaled(optimizer, grads, targets)
-    if compat.accumulation(optimizer) is not None:
+    if compat.accumulates(optimizer):
         return _accumulate(optimizer, grads, targets, original)
     grads = _combined(grads, targets)
     with _updating():

@@ -264,7 +264,7 @@ def _stacked(batches: Sequence[Any]) -> list[Any]:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if compat_optimizer.accumulation(optimizer) is not None:
+    if compat_optimizer.accumulates(optimizer):
         raise StructureTypeError(
             "Gradients are not accumulated over local steps: a round may end between "
             "two updates.",
