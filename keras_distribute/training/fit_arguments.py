@@ -44,7 +44,8 @@ def check_fit_arguments(x: Any, arguments: Mapping[str, Any]) -> None:
         raise InputError(
             "There is nothing to train, evaluate or predict on.",
             received=f"x={checks.shown(x)}.",
-            fix="model.fit(x, y) of arrays, or model.fit(dataset)",
+            fix="an array for each input that is not optional, model.fit(x, y), or "
+            "model.fit(dataset)",
         )
 
 

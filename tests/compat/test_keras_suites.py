@@ -1,5 +1,5 @@
-"""Keras's own trainer, callback, epoch iterator and compile suites, with every test in
-the scope of two replicas.
+"""Keras's own tests of what trains and of what has variables, each in the scope of two
+replicas.
 
 Without `EVERY_CASE` a sample of them. They run in a process of their own (`suites`,
 `scope_plugin`). What passes without a strategy has to pass with one, and the run has to
@@ -97,7 +97,7 @@ def test_importing_the_package_changes_nothing_outside_a_scope() -> None:
 
 def check_outcomes(name: str, found: dict[str, suites.TestResult]) -> None:
     """Asserts that the tests of a suite end as in the baseline."""
-    expected = suites.baseline(name, ONE_IN)
+    expected = suites.baseline(name, found, ONE_IN)
     outcomes = {test: result.outcome for test, result in found.items()}
     print(
         f"{name}: {suites.tally(expected)} without a strategy, {suites.tally(outcomes)} here"
