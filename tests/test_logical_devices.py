@@ -288,6 +288,24 @@ def test_a_custom_loop_has_the_numbers_of_one_device(num_logical: int) -> None:
     assert_close(weights[1], weights[0])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_divided_leaves_replicas_of_different_rows(first: int) -> None:
+    strategy = kd.MirroredStrategy(
+        [f"cpu:{i}" for i in range(4)], num_logical_devices=2
+    )
+    rows = [RNG_ROWS[:first, :4], RNG_ROWS[2:4, :4]]
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: rows[context.replica_id_in_sync_group]
+    )
+
+    def step(x: Any) -> Any:
+        return strategy.experimental_split_to_logical_devices(x * 2, [1, 2])
+
+    result = strategy.run(step, args=(values,))
+    for mine, x in zip(result.values, rows, strict=True):
+        np.testing.assert_array_equal(mine, x * 2)
+
+
 @pytest.mark.parametrize("many", [4, 10**9], ids=["packed", "one by one"])
 @pytest.mark.parametrize("accumulation", [None, 2])
 def test_packed_and_accumulating_steps(

@@ -189,10 +189,13 @@ class _Schedule:
             for node in self._at(variant, level):
                 _compute(node, map(read, node.inputs), own)
             numbers = [place.numbers[variant] for place in self._places[level]]
-            return [
+            values = [
                 _zeros(place) if number is None else _fitted(read(number), place)
                 for number, place in zip(numbers, self._places[level], strict=True)
             ]
+            # Over several logical devices XLA refuses branches that end in a sharding
+            # constraint and in something else.
+            return list(lax.optimization_barrier(values)) if values else []
 
         return branch
 
