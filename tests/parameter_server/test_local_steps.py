@@ -246,6 +246,29 @@ def test_logs_of_a_batch_are_those_of_whole_rounds(make):
     assert seen == [{}] + [{"loss": 1.0}] * 11
 
 
+def test_metrics_know_nothing_of_a_round_that_is_under_way(make):
+    """Also where all of its groups have ended; the loss of batch n is n."""
+    strategy = make(local_steps=2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((1,)), layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    seen: list[Any] = []
+
+    def end(batch: int, logs: Any) -> None:
+        queue = strategy.cluster.queue
+        look = strategy.cluster.look
+        assert queue.wait(lambda: not queue.num_pending, look=look)
+        seen.append(logs.get("loss"))
+
+    notes = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    numbers = np.arange(12.0).repeat(2)[:, None]
+    model.fit(numbers, numbers**0.5, 2, shuffle=False, verbose=0, callbacks=[notes])
+    assert seen[:7] == [None] * 7
+    np.testing.assert_allclose(seen[7:], [1.5] * 4 + [3.5], rtol=1e-6)
+
+
 def test_embeddings_and_batches_one_by_one(make):
     """A table travels whole; `train_on_batch` is a round of one step."""
     strategy = make(local_steps=3)

@@ -140,6 +140,12 @@ class LocalRounds(ScheduledStep):
         self._has_ended = True
         found = [result.fetch() for result in results]
         self._keep_slots([each["slots"] for each in found])
+        # Not as each group ends: the order would depend on chance.
+        variables = _layers_and_metrics(self._trainer)
+        with cluster.kept.lock:
+            for each in found:
+                for i, change in each["own_sums"].items():
+                    cluster.kept.add(variables[i], change)
         self._own_logs.update(found[-1]["logs"] or {})
 
         def mean(name: str, key: Any) -> Any:
@@ -239,6 +245,7 @@ class LocalRounds(ScheduledStep):
             "weights": weights,
             "means": means,
             "sums": sums,
+            "own_sums": steps.own_sums(new),
             "logs": logs,
         }
 

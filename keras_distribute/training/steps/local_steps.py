@@ -83,7 +83,9 @@ class LocalSteps:
             self._kinds.append(kinds.pop() if len(kinds) == 1 else Change.OTHER)
             constants = [constants[i] for _, constants in found]
             total = None
-            if all(constant is not None for constant in constants):
+            # A metric gets all that is added to it at once, when its round ends.
+            is_metric = i >= len(self._state.others)
+            if not is_metric and all(each is not None for each in constants):
                 total = sum(map(_times, constants, lengths))
             self._total_constants.append(total)
 
@@ -127,17 +129,28 @@ class LocalSteps:
         return not self._on_servers[i] and (added or self._kinds[i] is Change.SET)
 
     def own_changes(self, new: TrainState) -> Iterator[tuple[int, Any]]:
-        """The new values of the coordinator's variables, by their places."""
+        """The new values of the coordinator's variables, by their places; without those
+        of `own_sums`.
+        """
         for i, value in enumerate([*new.others, *new.metrics]):
             kind, constant = self._kinds[i], self._total_constants[i]
             if self._on_servers[i] or kind is Change.SAME:
                 continue
             if constant is not None:
                 yield i, self._old[i] + constant
-            elif kind is Change.ADDED:
-                yield i, self._old[i] + value
-            else:
+            elif kind is not Change.ADDED:
                 yield i, value
+
+    def own_sums(self, new: TrainState) -> dict[int, Any]:
+        """What the steps add to variables of the coordinator, by their places, where
+        that depends on their batches.
+        """
+        values = [*new.others, *new.metrics]
+        return {
+            i: value
+            for i, value in enumerate(values)
+            if self._kinds[i] is Change.ADDED and self._is_from_zero(i)
+        }
 
     def of_servers(self, new: TrainState) -> tuple[dict[int, Any], dict[int, Any]]:
         """What has become of the servers' variables: the new values of those that
