@@ -445,6 +445,33 @@ def test_bad_assignments():
     assert variable.numpy().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "sync on read"])
+@pytest.mark.parametrize("operation", ["assign", "assign_add"])
+def test_a_variable_is_not_assigned_in_a_trace(kind, operation):
+    with mirrored(2).scope():
+        variable = keras.Variable(1.0)
+        if kind == "sync on read":
+            variable = keras.metrics.Sum().variables[0]
+    before = float(variable)
+    with pytest.raises(errors.VariableScopeError, match="function that JAX traces"):
+        jax.jit(getattr(variable, operation))(2.0)
+    assert float(variable) == before
+
+
+def test_a_layer_is_made_in_a_trace():
+    @jax.jit
+    def step(x):
+        with keras.StatelessScope():
+            x = keras.layers.BatchNormalization()(x, training=True)
+            return keras.layers.Dropout(0.5, seed=1)(x, training=True)
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    plain = step(x)
+    jax.clear_caches()
+    with mirrored(2).scope():
+        np.testing.assert_array_equal(step(x), plain)
+
+
 def test_every_copy_changes_and_values_survive_later_programs():
     strategy = mirrored(4)
     with strategy.scope():

@@ -47,7 +47,12 @@ class DistributedVariable(compat.Variable):
 
     def _initialize(self, value: Any) -> None:
         self._shape = self._validate_shape(value.shape)
-        self._direct_assign(value)
+        if isinstance(value, jax.core.Tracer):
+            # Made in a function that JAX traces, which has it as long as that: as a
+            # variable of Keras's own.
+            self._value = value
+        else:
+            self._direct_assign(value)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
         self._initialize(
@@ -192,7 +197,8 @@ class DistributedVariable(compat.Variable):
             StructureTypeError: For a value that differs per replica.
             AggregationError: From `Strategy.run`, when the replicas would assign
                 different values to a mirrored variable without aggregation.
-            VariableScopeError: In the scope of another strategy.
+            VariableScopeError: In the scope of another strategy; or in a function that
+                JAX traces, without `keras.StatelessScope`.
         """
         if type(value) not in (int, float) or self.shape or compat.in_stateless_scope():
             return self._assign(self._checked(value))
@@ -239,8 +245,21 @@ class DistributedVariable(compat.Variable):
         if compat.in_stateless_scope():
             compat.add_stateless_update(self, self._write_in_program(value, current))
         else:
+            self._check_outlives_trace(value)
             self._direct_assign(value)
         return value
+
+    def _check_outlives_trace(self, value: Any) -> None:
+        """Raises `VariableScopeError` for a value of a program that JAX traces."""
+        if isinstance(value, jax.core.Tracer):
+            raise VariableScopeError(
+                f"The variable {self.path!r} was assigned in a function that JAX "
+                "traces: the value ends with the trace.",
+                received=f"{value}.",
+                fix="a function that takes and returns the values of variables, by "
+                "model.stateless_call or keras.StatelessScope; or strategy.run in "
+                "place of jax.jit.",
+            )
 
     def _assign_change(self, change: Any) -> Any:
         return self._assign(self._own_dtype_value() + change)

@@ -156,6 +156,7 @@ class SyncOnReadVariable(DistributedVariable):
             return value
         if compat.in_stateless_scope():
             return super()._assign_change(change)
+        self._check_outlives_trace(change)
         with launches.lock:
             stored = self.stored
             assert stored is not None
