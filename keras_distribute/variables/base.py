@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
