@@ -21,8 +21,7 @@ pytestmark = pytest.mark.skipif(
     reason="this Keras ships without its own tests, as its nightlies do",
 )
 
-ONE_IN = 1 if os.environ.get("EVERY_CASE") else 12
-"""Of so many of Keras's tests one runs."""
+ONE_IN = 1 if os.environ.get("EVERY_CASE") else suites.ONE_IN
 
 OUT_SHARDINGS = "keras.src.trainers.trainer_test::JAXTrainerCorrectnessTest::test_jit_fit_with_out_shardings_logic_distributed"
 ORBAX = "keras.src.callbacks.orbax_checkpoint_test::OrbaxCheckpointTest::test_distributed_checkpoint"
