@@ -111,8 +111,8 @@ class Job:
             return
         worker = Worker(index, process, deque(maxlen=_KEPT_LINES))
         started.set_result(worker)
-        self._read(worker)
-        process.wait()
+        with process:  # Waits for its end, and closes the pipe.
+            self._read(worker)
 
     def _environment_of(self, index: int) -> dict[str, str]:
         local_index = index - self._indices.start

@@ -190,6 +190,15 @@ def test_a_process_writes_to_its_end_where_its_lines_cannot_be_shown(tmp_path):
     assert lines[-1] == "a line that fills the pipe 19999\n"
 
 
+def test_processes_that_have_ended_leave_no_open_pipe(tmp_path):
+    job = Job([sys.executable, script(tmp_path, "print('a line')")], 2)
+    job.start()
+    assert job.wait(60)
+    job.stop()
+    assert [list(worker.lines) for worker in job.workers] == [["a line\n"]] * 2
+    assert all(worker.process.stdout.closed for worker in job.workers)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     return trained("nothing", tmp_path_factory.mktemp("uninterrupted"), 0)
