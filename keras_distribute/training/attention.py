@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,11 +67,9 @@ def dot_product_attention(
         # A bias has a gradient of all rows.
         if bias is not None or not is_in_program(mesh) or jnp.ndim(query) != 4:
             return by_keras(flash_attention)
-        given = [query, key, value] if mask is None else [query, key, value, mask]
         own = functools.partial(by_keras, flash_attention)
-        arrays = list(map(jnp.asarray, given))
-        has_rows = [array.shape[0] == arrays[0].shape[0] for array in arrays]
-        return of_rows(mesh, own, arrays, has_rows)
+        given = [query, key, value] if mask is None else [query, key, value, mask]
+        return _of_own_rows(mesh, own, list(map(jnp.asarray, given)))
     if not _is_of_tpus(mesh):
         # Keras asks for the process's devices, not for the strategy's.
         return by_keras(flash_attention or False)
@@ -83,18 +81,27 @@ def dot_product_attention(
         # Keras leaves the cap away.
         cap = attn_logits_soft_cap
         return _capped(query, key, value, bias, mask, factor, is_causal, cap)
+    kernel = functools.partial(
+        compat.splash_attention, is_causal=is_causal, soft_cap=attn_logits_soft_cap
+    )
     scaled = query * jnp.asarray(factor, query.dtype)
+    return _by_kernel_of_tpus(mesh, kernel, scaled, key, value)
 
-    def kernel(*arrays: Any) -> Any:
-        return compat.splash_attention(
-            *arrays,
-            is_causal=is_causal,
-            soft_cap=attn_logits_soft_cap,
-            interpret=mesh.platform != "tpu",
-        )
 
-    heads_first = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
-    return jnp.swapaxes(of_rows(mesh, kernel, heads_first, [True] * 3), 1, 2)
+def _by_kernel_of_tpus(
+    mesh: ReplicaMesh, kernel: Callable[..., Any], *arrays: Any
+) -> Any:
+    own = functools.partial(kernel, interpret=mesh.platform != "tpu")
+    heads_first = [jnp.swapaxes(array, 1, 2) for array in arrays]
+    return jnp.swapaxes(_of_own_rows(mesh, own, heads_first), 1, 2)
+
+
+def _of_own_rows(
+    mesh: ReplicaMesh, function: Callable[..., Any], arrays: Sequence[Any]
+) -> Any:
+    """A function on each replica's rows; a mask may be the same for all rows."""
+    has_rows = [array.shape[0] == arrays[0].shape[0] for array in arrays]
+    return of_rows(mesh, function, arrays, has_rows)
 
 
 def _capped(

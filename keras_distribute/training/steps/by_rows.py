@@ -12,7 +12,7 @@ summed over the replicas on the last micro-step only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,20 +85,13 @@ def step_by_rows(
         places = jax.tree.unflatten(structure, range(len(leaves)))
         kept = _places(places[0], accumulators)
         num_state = len(jax.tree.leaves(state))
-        rows = [
-            0 if i >= num_state and jnp.shape(leaf)[:1] == (batch.rows,) else None
-            for i, leaf in enumerate(leaves)
-        ]
+        rows = _axes_of_rows(leaves, num_state, batch.rows)
         if not any(dim == 0 for dim in rows):  # Data that is sparse, and nothing else.
             return whole(state, data)
         frame = dataclasses.replace(context.frame(), accumulates=bool(kept))
         if divided is not None:
             frame, rows = divided.frame(frame), [*divided.axes, *rows[num_state:]]
-        shapes = [
-            jax.ShapeDtypeStruct(jnp.shape(a)[1 if i in kept else 0 :], a.dtype)
-            for i, a in enumerate(leaves)
-        ]
-        found, returned = traced(step, frame, structure, shapes)
+        found, returned = traced(step, frame, structure, _shapes(leaves, kept))
         # Constants, too, may be on devices of which a replica knows but one.
         consts, count = found.consts, len(found.out_avals)
         leaves, rows = [*leaves, *consts], [*rows, *[None] * len(consts)]
@@ -123,6 +116,26 @@ def step_by_rows(
         return (logs if watch is None else Watched(logs, outputs[count:])), new
 
     return on_rows
+
+
+def _axes_of_rows(
+    leaves: Sequence[Any], num_state: int, num_rows: int
+) -> list[int | None]:
+    """Along which axis each array has the batch's rows. The first are the state, which
+    has none.
+    """
+    return [
+        0 if i >= num_state and jnp.shape(leaf)[:1] == (num_rows,) else None
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def _shapes(leaves: Sequence[Any], kept: Container[int]) -> list[Any]:
+    """Of each array, as a replica sees it: accumulators without the replicas' axis."""
+    return [
+        jax.ShapeDtypeStruct(jnp.shape(leaf)[1 if i in kept else 0 :], leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def _of_one_replica(
