@@ -81,19 +81,22 @@ def dot_product_attention(
         # Keras leaves the cap away.
         cap = attn_logits_soft_cap
         return _capped(query, key, value, bias, mask, factor, is_causal, cap)
-    kernel = functools.partial(
-        compat.splash_attention, is_causal=is_causal, soft_cap=attn_logits_soft_cap
-    )
     scaled = query * jnp.asarray(factor, query.dtype)
-    return _by_kernel_of_tpus(mesh, kernel, scaled, key, value)
+    arrays = scaled, key, value
+    return _by_kernel_of_tpus(mesh, arrays, is_causal, attn_logits_soft_cap)
 
 
 def _by_kernel_of_tpus(
-    mesh: ReplicaMesh, kernel: Callable[..., Any], *arrays: Any
+    mesh: ReplicaMesh, arrays: Sequence[Any], is_causal: bool, soft_cap: float | None
 ) -> Any:
-    own = functools.partial(kernel, interpret=mesh.platform != "tpu")
+    kernel = functools.partial(
+        compat.splash_attention,
+        is_causal=is_causal,
+        soft_cap=soft_cap,
+        interpret=mesh.platform != "tpu",
+    )
     heads_first = [jnp.swapaxes(array, 1, 2) for array in arrays]
-    return jnp.swapaxes(_of_own_rows(mesh, own, heads_first), 1, 2)
+    return jnp.swapaxes(_of_own_rows(mesh, kernel, heads_first), 1, 2)
 
 
 def _of_own_rows(
