@@ -115,6 +115,8 @@ class Frame:
             over the replicas where an optimizer updates.
         gather: From a variable that is divided over the replicas, and what this program
             has of it, to the whole value, in the dtype that is read.
+        taken: By their ids, the variables whose values the step that is traced here
+            takes: elsewhere than in its state they are those of another step.
     """
 
     strategy: AnyStrategy
@@ -131,6 +133,7 @@ class Frame:
     updates: bool = False
     accumulates: bool = False
     gather: Callable[[Any, Any], Any] | None = None
+    taken: frozenset[int] = frozenset()
 
 
 class _Thread(threading.local):
@@ -218,6 +221,11 @@ def gradients_taker() -> Callable[..., None] | None:
         if entry.scheduled is not None:
             return entry.scheduled.take_gradients
     return None
+
+
+def is_taken(variable: Any) -> bool:
+    """Whether a step is being traced that takes the value of this variable."""
+    return any(id(variable) in entry.taken for entry in in_force.thread.frames)
 
 
 def scheduled_trace() -> Any:

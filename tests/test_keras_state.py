@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from keras_distribute.errors import VariableScopeError
 from keras_distribute.training.steps import packed_state
 from tests.support import mirrored_or_default
 
@@ -131,3 +132,40 @@ def test_what_a_callback_assigns_is_what_the_next_step_starts_from(
     ours.fit(X, X[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[Halve()])
     for a, b in zip(ours.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+class ReadsItsRate(keras.Sequential):
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return logs | {"rate": 1 * self.optimizer.learning_rate}, state
+
+
+class ReadsAWeight(keras.Sequential):
+    def predict_step(self, state: Any, data: Any) -> Any:
+        outputs, others = super().predict_step(state, data)
+        return outputs * self.layers[0].bias[0], others
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_that_reads_beside_its_state_is_refused(replicas: int) -> None:
+    """It would go on with the value that its trace has seen; Keras's own ends with a
+    TypeError.
+    """
+    model = built(replicas, ReadsItsRate)
+    with pytest.raises(VariableScopeError, match=r"(?s)learning_rate.*from `state`"):
+        model.fit(X, X[:, :1], batch_size=8, verbose=0)
+    model.compile("sgd", "mse", run_eagerly=True)
+    history = model.fit(X, X[:, :1], batch_size=8, verbose=0).history
+    np.testing.assert_allclose(history["rate"], [0.01])
+
+    model = built(replicas, ReadsAWeight)
+    with pytest.raises(VariableScopeError, match="bias' was read in a step of"):
+        model.predict(X, verbose=0)
+
+    model = built(replicas)
+    kernel = model.layers[0].kernel
+    metric = lambda y, p: keras.ops.sum(kernel) + 0 * p  # noqa: E731
+    model.compile("sgd", "mse", metrics=[metric])
+    with pytest.raises(VariableScopeError, match="kernel' was read in a step of"):
+        model.evaluate(X, X[:, :1], verbose=0)

@@ -182,6 +182,18 @@ class DistributedVariable(compat.Variable):
             if self._initializer is None:
                 raise lost_error(self)
             return self._maybe_autocast(compat.uninitialized_value(self))
+        if context.is_taken(self):
+            raise VariableScopeError(
+                f"The variable {self.path!r} was read in a step of fit, evaluate or "
+                "predict, outside of the state that the step takes: the compiled step "
+                "would have the value of now for ever.",
+                received="a read without keras.StatelessScope: in train_step beside "
+                "stateless_call, in a metric, or of the optimizer's in a loss.",
+                fix="take it from `state`, which has the values of "
+                "model.trainable_variables, model.non_trainable_variables, "
+                "optimizer.variables and model.metrics_variables in this order; read "
+                "it in a callback; or compile(..., run_eagerly=True).",
+            )
         return self._maybe_autocast(self._read_stored())
 
     def assign(self, value: Any) -> Any:

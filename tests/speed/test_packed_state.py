@@ -372,6 +372,94 @@ def test_layers_frozen_without_compiling_again(monkeypatch: Any) -> None:
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["packed", "one by one", "divided", "eager"])
+def test_predictions_after_layers_were_frozen_without_compiling_again(
+    strategy: str, monkeypatch: Any
+) -> None:
+    """Layers of one shape, frozen in turn: their values do not change places."""
+    monkeypatch.setattr(packed_state, "MANY", 4 if strategy == "packed" else 10**9)
+    options = {"shard_variables": True, "min_shard_bytes": 16}
+    placed = kd.MirroredStrategy(
+        ["cpu:0", "cpu:1"], **(options if strategy == "divided" else {})
+    )
+    with placed.scope():
+        blocks = [layers.Dense(6, activation="tanh") for _ in range(5)]
+        model = keras.Sequential([keras.Input((6,)), *blocks, layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=strategy == "eager")
+    for block in blocks[::2]:
+        block.trainable = False
+    expected = model.predict(X, batch_size=8, verbose=0)
+    before = model.evaluate(X, Y, batch_size=8, verbose=0)
+    for _ in range(2):
+        for block in blocks:
+            block.trainable = not block.trainable
+        found = model.predict(X, batch_size=8, verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+        found = model.evaluate(X, Y, batch_size=8, verbose=0)
+        assert found == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.sampled(1)
+def test_programs_before_and_after_freezing_are_kept(
+    packed: bool, compilations: Any
+) -> None:
+    model = built(2, OPTIMIZERS["SGD"])
+    for _ in range(4):
+        model.layers[0].trainable = not model.layers[0].trainable
+        model.predict(X[:40], batch_size=8, verbose=0)
+    before = len(compilations)
+    for _ in range(4):
+        model.layers[0].trainable = not model.layers[0].trainable
+        model.predict(X[:40], batch_size=8, verbose=0)
+    assert len(compilations) == before
+
+
+def test_what_joins_a_model_outside_the_scope_is_refused() -> None:
+    """After a first prediction, and without compiling again."""
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(3)])
+    model.predict(X, verbose=0)
+    model.layers[0].enable_lora(2)
+    with pytest.raises(kd.errors.VariableScopeError, match="enable_lora"):
+        model.predict(X, verbose=0)
+
+
+@pytest.mark.sampled(1)
+def test_a_loss_that_reads_weights_trains_them(packed: bool) -> None:
+    """A penalty that the loss computes, and a weight that it alone reads."""
+
+    class WithScale(layers.Dense):
+        def build(self, shape: Any) -> None:
+            super().build(shape)
+            self.log_scale = self.add_weight(shape=(), name="log_scale")
+
+    def train(replicas: int) -> Any:
+        keras.utils.set_random_seed(3)
+        with mirrored_or_default(replicas).scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    WithScale(4, activation="tanh"),
+                    layers.Dense(4, activation="tanh"),
+                    layers.Dense(3),
+                ]
+            )
+            first = model.layers[0]
+
+            def loss(y: Any, logits: Any) -> Any:
+                own = keras.losses.sparse_categorical_crossentropy(y, logits, True)
+                penalty = keras.ops.sum(first.kernel**2) + first.log_scale
+                return keras.ops.exp(-first.log_scale) * own + penalty
+
+            model.compile(optimizers.Adam(0.01), loss)
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        return {v.path: v.numpy() for v in model.trainable_variables}
+
+    assert_close(train(2), train(0))
+
+
 def test_a_large_weight_of_another_dtype_keeps_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(packed_state, "MANY", 4)
     model = built(2, OPTIMIZERS["SGD"], INSIDE["half"])

@@ -126,7 +126,15 @@ def compiled_step(
         shardings,
         is_local=lambda: plan is not None and not plan_of(trainer, strategy).mixed,
     )
-    return CompiledStep(strategy, packed, groups, plain)
+
+    def anew() -> CompiledStep:
+        _check_variables(strategy, compat.state_variables(trainer, kind))
+        return compiled_step(strategy, trainer, kind)
+
+    # A training step ends with its variables: the optimizer was built for them.
+    return CompiledStep(
+        strategy, packed, groups, plain, None if kind == "train" else anew
+    )
 
 
 def _accumulating(

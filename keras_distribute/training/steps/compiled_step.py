@@ -4,7 +4,7 @@ the state that it takes and leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -35,6 +35,8 @@ class CompiledStep:
         carried: The step.
         groups: The variables behind the state.
         plain: The step on Keras's groups of values; `None` if `carried` is that.
+        anew: Makes the step for the variables that the model has now, which may have
+            been frozen since; `None` for one that goes on with the same.
     """
 
     def __init__(
@@ -43,17 +45,16 @@ class CompiledStep:
         carried: CarriedStep,
         groups: Sequence[list[Any]],
         plain: Step | None = None,
+        anew: Callable[[], CompiledStep] | None = None,
     ) -> None:
         self._mesh, self._strategy = strategy.replica_mesh, strategy
         self._carried, self._plain = carried, plain or carried.step
-        self._on_arrays: CompiledStep | None = None
-        self._begin(groups)
-
-    def _begin(self, groups: Sequence[list[Any]]) -> None:
-        self._groups = groups
+        self._anew, self._on_arrays = anew, None
         self._seen: tuple[State | None, StepState | None] = (None, None)
         self._unchanged: list[Any] | None = None
-        self.programs = StepPrograms(self._strategy, self._carried, groups)
+        self.programs = StepPrograms(strategy, carried, groups)
+        self._known = {_ids(groups): (carried, self.programs)}
+        self._groups = groups
 
     @property
     def unchanged(self) -> list[Any]:
@@ -165,7 +166,7 @@ class CompiledStep:
             with launches.lock:
                 groups = [group.variables for group in state]
                 if holder is None or not holder.is_of(groups):
-                    self._check_groups(groups)
+                    self._turn_to(groups)
                     own = self._carried
                     holder = StepState(
                         groups,
@@ -177,13 +178,25 @@ class CompiledStep:
         assert holder is not None
         return holder
 
-    def _check_groups(self, groups: Sequence[list[Any]]) -> None:
-        if form_of(groups) == form_of(self._groups):
-            return
-        if self._carried.packing is None:
-            self._begin(groups)
-            return
-        refuse_changed(groups, self._groups)
+    def _turn_to(self, groups: Sequence[list[Any]]) -> None:
+        """Has the programs for these variables: a layer may have been frozen since."""
+        key = _ids(groups)
+        if key not in self._known:
+            if self._anew is not None:
+                made = self._anew()
+                self._known |= made._known
+            elif self._carried.packing is not None:
+                refuse_changed(groups, self._groups)
+            else:
+                programs = StepPrograms(self._strategy, self._carried, groups)
+                self._known[key] = self._carried, programs
+        self._carried, self.programs = self._known[key]
+        self._groups, self._unchanged = groups, None
+
+
+def _ids(groups: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], ...]:
+    """Which variables these are, while somebody has them."""
+    return tuple(tuple(map(id, group)) for group in groups)
 
 
 def refuse_changed(

@@ -25,7 +25,7 @@ def loss_and_gradients(
     Args:
         restore: From weights as they are carried to the values of the trainable
             variables.
-        state: With its weights as they are carried: a loss may look at them.
+        state: With its weights as they are carried.
 
     Returns:
         The logs, the gradients, and the state with new `others` and `metrics`.
@@ -33,13 +33,13 @@ def loss_and_gradients(
     x, y, weight = compat.unpack_x_y_sample_weight(data)
 
     def loss_of(weights: list[Any]) -> Any:
-        predictions, others, losses = compat.forward(
-            trainer, restore(weights), state.others, x
-        )
+        # A loss may read weights, too, and is differentiated by them.
+        values = restore(weights)
+        predictions, others, losses = compat.forward(trainer, values, state.others, x)
         loss, (_, others, metrics) = compat.stateless_loss(
             trainer,
             losses,
-            (restore(state.weights), others, state.metrics),
+            (values, others, state.metrics),
             x=x,
             y=y,
             y_pred=predictions,

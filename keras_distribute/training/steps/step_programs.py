@@ -69,6 +69,7 @@ class StepPrograms:
         self._is_whole: dict[Any, bool] = {}  # Of uneven batches.
         self._executables: dict[Any, Executable] = {}
         self.latest: batches.Placed | None = None  # A batch, as shapes.
+        self._taken = frozenset(id(v) for group in groups for v in group)
         labels = tuple([0] * len(group) for group in groups)
         state: Any = labels
         if self._packing is not None:
@@ -243,7 +244,7 @@ class StepPrograms:
         else:
             batch = GlobalBatch(*spread)
             own = mesh.split
-        frame = Frame(strategy, Mode.CROSS, batch=batch)
+        frame = Frame(strategy, Mode.CROSS, batch=batch, taken=self._taken)
 
         def global_step(state: Any, data: Any) -> Any:
             with context.entered(frame):
