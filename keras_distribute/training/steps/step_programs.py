@@ -197,9 +197,7 @@ class StepPrograms:
         self._is_whole[key] = _has(traced.jaxpr, wrong)
         return self._jitted(placed, size) if self._is_whole[key] else made
 
-    def _jitted(
-        self, placed: batches.Placed, size: int
-    ) -> tuple[Any, dict[str, Any]]:
+    def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs'
         structure.
         """
