@@ -104,6 +104,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def is_pipeline(dataset: Any) -> bool:
+    """Whether it is a `tf.data.Dataset`, and not one that `tf.distribute` has
+    distributed, which Keras takes for one.
+    """
+    import tensorflow as tf
+
+    return isinstance(dataset, tf.data.Dataset)
+
+
 def policy_of(dataset: Any) -> int:
     """The value of the `AutoShardPolicy` in the options of a dataset."""
     return int(dataset.options().experimental_distribute.auto_shard_policy.value)

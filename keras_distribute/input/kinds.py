@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 from keras_distribute._compat import adapters as compat
+from keras_distribute._compat.tensorflow import is_pipeline
 from keras_distribute.errors import InputError
 from keras_distribute.input.arrays import ArrayDataset, ArraySource
 from keras_distribute.input.generators import GeneratorSource, Stream
@@ -64,7 +65,10 @@ def source_of_adapter(
         counted = compat.epochs_of(adapter)
         return ArraySource(*compat.arrays_of(adapter), counted=counted)
     if isinstance(adapter, compat.TFDatasetAdapter):
-        return TensorFlowSource(compat.tf_dataset_of(adapter))
+        dataset = compat.tf_dataset_of(adapter)
+        if not is_pipeline(dataset):
+            raise _no_dataset(dataset)
+        return TensorFlowSource(dataset)
     if isinstance(adapter, compat.GrainDatasetAdapter):
         dataset = compat.grain_dataset_of(adapter)
         example = compat.grain_example(adapter)

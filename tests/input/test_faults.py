@@ -250,6 +250,21 @@ def test_what_is_no_dataset(dataset: Any, text: str) -> None:
     assert "kd.ArrayDataset((x, y), batch_size=64)" in str(raised.value)
 
 
+def test_a_dataset_that_tensorflow_has_distributed() -> None:
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    theirs = tf.distribute.get_strategy().experimental_distribute_dataset(data)
+    assert isinstance(theirs, tf.data.Dataset)  # By the default strategy.
+    strategy = tf.distribute.OneDeviceStrategy("cpu:0")
+    for theirs in (
+        strategy.experimental_distribute_dataset(data),
+        strategy.distribute_datasets_from_function(lambda _: data),
+    ):
+        with pytest.raises(errors.InputError, match="Received: a DistributedDataset"):
+            model().fit(theirs, verbose=0)
+
+
 def test_a_distributed_dataset_is_not_distributed_twice() -> None:
     dataset = distributed(kd.ArrayDataset(X, 4), 2)
     with pytest.raises(errors.InputError, match="This dataset is distributed already"):
