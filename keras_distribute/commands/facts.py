@@ -171,7 +171,10 @@ def _strategy(devices: dict[str, Any], cluster: dict[str, Any]) -> str:
     if cluster["problem"] or devices["problem"]:
         return "not known before the problem is solved"
     if "ps" in cluster["tasks"]:
-        return "kd.ParameterServerStrategy() in the chief, kd.Server() elsewhere"
+        return (
+            "kd.ParameterServerStrategy(resolver) in the chief, "
+            "python -m keras_distribute.servers elsewhere"
+        )
     if cluster["num_processes"] > 1:
         return "kd.MultiWorkerMirroredStrategy()"
     if devices["backend"] == "tpu":

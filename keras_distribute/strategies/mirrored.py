@@ -40,14 +40,13 @@ class MirroredStrategy(LogicalDevicesStrategy):
             summed over the replicas in it, and half as many bytes travel. `None`, the
             default, sums them as they are: then the numbers are those of one device. In
             `fit` it has an effect where each replica computes the gradients of its own
-            rows: for models of built-in layers without random numbers, on batches whose
-            rows divide.
+            rows, as `strategy.summary(model)` says, on batches whose rows divide.
         deterministic: Whether weights, logs and predictions have the same bits on any
             number of devices: the batch is cut into `num_replicas` parts, of which each
             device computes its own one after the other, in programs of the same shapes,
             and sums over the replicas follow one binary tree. Differs from TF, whose
-            replicas are devices. Dropout draws per replica; batch normalization is of a
-            replica's rows. `docs/guide/deterministic.md` says what it costs, and what
+            replicas are devices. Batch normalization is of a replica's rows, and in `run`
+            dropout draws per replica. `docs/guide/deterministic.md` says what it costs, and what
             must be equal beside.
         num_replicas: With `deterministic`: a power of two, and a multiple of the number
             of devices; by default 8.

@@ -239,7 +239,8 @@ def test_env_of_parameter_servers():
     for line in (
         r"tasks +1 chief, 2 worker, 1 ps\n",
         r"this task +ps:0\n",
-        r"strategy +kd.ParameterServerStrategy\(\) in the chief, kd.Server\(\) elsewhere",
+        r"strategy +kd.ParameterServerStrategy\(resolver\) in the chief, python -m "
+        r"keras_distribute.servers elsewhere",
     ):
         assert re.search(line, done.stdout), line
 
