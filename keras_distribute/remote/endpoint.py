@@ -77,8 +77,9 @@ class Endpoint:
             peer, *message = self._socket.recv_multipart(copy=False)
             try:
                 decoded = frames.decode([part.buffer for part in message])
-            except ClusterError:
-                return None  # From a task of the job, but of another version.
+            except ClusterError as error:  # From a task of another version.
+                self.send(peer, {"error": describe(error)})
+                return None
             self._upcoming = (peer.bytes, *decoded)
         return self._upcoming and self._upcoming[1:]
 
