@@ -226,11 +226,12 @@ def test_the_end_of_a_dataset_is_an_error(coordinator, behind_a_gate):
     def step(iterator):
         return next(iterator)
 
-    for _ in range(5):
-        coordinator.schedule(step, (iterator,))
+    values = [coordinator.schedule(step, (iterator,)) for _ in range(5)]
     behind_a_gate.open()
-    with pytest.raises(kd.errors.OutOfRangeError, match=r"at its end(.|\n)*repeat"):
-        coordinator.join()
+    for method in (lambda: coordinator.fetch(values), coordinator.join):
+        text = r"at its end(.|\n)*repeat"
+        with pytest.raises(kd.errors.OutOfRangeError, match=text):
+            method()
     coordinator.join()
 
 
