@@ -154,12 +154,16 @@ class ClusterCoordinator:
 
         Raises:
             Exception: The first error of any of them.
+            UnavailableError: Where a parameter server is gone.
         """
         cluster = self._strategy.cluster
         cluster.queue.check()
         done = cluster.queue.num_pending == 0
         if done:
             cluster.synchronize()
+        else:
+            cluster.look(False)
+            cluster.queue.check()
         return done
 
     def fetch(self, val: Any) -> Any:
