@@ -131,12 +131,16 @@ class ClusterCoordinator:
             if isinstance(leaf, PerWorkerIterator):
                 iterators.append(leaf)
                 return leaf.dataset.argument(len(iterators) - 1)
-            return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+            return leaf
 
         args, kwargs = structures.mapped(prepared, (args, kwargs), _is_ours)
         call = Call(args, kwargs, self._strategy.replica_mesh)
         traces.refuse_keys(call.arrays)
-        call.arrays = [own.get(id(array), array) for array in call.arrays]
+        # Read when their turn comes: by then the memory may have been used again.
+        call.arrays = [
+            own.get(id(array), array.copy() if isinstance(array, np.ndarray) else array)
+            for array in call.arrays
+        ]
         return call, iterators
 
     def join(self) -> None:
