@@ -73,10 +73,6 @@ class Channel:
             self.close()
             raise
 
-    def fileno(self) -> Any:
-        """What to poll for answers and for the end of the task; `None` if closed."""
-        return self._poller.sockets
-
     def send(self, header: Header, arrays: Sequence[Any] = ()) -> int:
         """Asks; the answer will have the number that is returned."""
         self._numbers += 1
