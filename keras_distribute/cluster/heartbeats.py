@@ -6,7 +6,8 @@ import re
 import time
 from typing import NamedTuple
 
-_FORM = re.compile(r"(\d{1,15})\|(\d{1,15})\|(\d{1,15})\|(.{0,500})")
+_LONGEST = 500  # Characters of a place.
+_FORM = re.compile(rf"(\d{{1,15}})\|(\d{{1,15}})\|(\d{{1,15}})\|(.{{0,{_LONGEST}}})")
 
 ENDED = "ended"  # The place of a process whose program is over.
 Verdict = tuple[int, str]  # The process that is the reason, and what to say of it.
@@ -36,7 +37,7 @@ class Heartbeat(NamedTuple):
         return cls(int(match[1]), int(match[2]), int(match[3]), match[4])
 
     def to_text(self) -> str:
-        return "|".join(map(str, self))
+        return "|".join(map(str, self._replace(place=self.place[:_LONGEST])))
 
     @property
     def has_ended(self) -> bool:

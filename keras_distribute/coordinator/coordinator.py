@@ -131,12 +131,16 @@ class ClusterCoordinator:
             if isinstance(leaf, PerWorkerIterator):
                 iterators.append(leaf)
                 return leaf.dataset.argument(len(iterators) - 1)
-            return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+            return leaf
 
         args, kwargs = structures.mapped(prepared, (args, kwargs), _is_ours)
         call = Call(args, kwargs, self._strategy.replica_mesh)
         traces.refuse_keys(call.arrays)
-        call.arrays = [own.get(id(array), array) for array in call.arrays]
+        # Read when their turn comes: by then the memory may have been used again.
+        call.arrays = [
+            own.get(id(array), array.copy() if isinstance(array, np.ndarray) else array)
+            for array in call.arrays
+        ]
         return call, iterators
 
     def join(self) -> None:
@@ -154,12 +158,16 @@ class ClusterCoordinator:
 
         Raises:
             Exception: The first error of any of them.
+            UnavailableError: Where a parameter server is gone.
         """
         cluster = self._strategy.cluster
         cluster.queue.check()
         done = cluster.queue.num_pending == 0
         if done:
             cluster.synchronize()
+        else:
+            cluster.look(False)
+            cluster.queue.check()
         return done
 
     def fetch(self, val: Any) -> Any:

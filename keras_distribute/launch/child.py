@@ -20,21 +20,22 @@ def main(folder: Path) -> int:
     result = folder / f"result-{os.environ['KERAS_DISTRIBUTION_PROCESS_ID']}"
     call = pickle.loads((folder / "call").read_bytes())
     sys.path[:] = list(dict.fromkeys([*call["path"], *sys.path]))
-    value: Any = None
     caught: BaseException | None = None
-    error: str | None = None
+    dumps: Any = pickle.dumps
     try:
         if call["function"] is not None:
-            function = pickle.loads(call["function"])
+            import cloudpickle
+
+            function, dumps = pickle.loads(call["function"]), cloudpickle.dumps
         else:
             module = module_of(call["module"], call["file"])
             function = operator.attrgetter(call["name"])(module)
         args, kwargs = pickle.loads(call["arguments"])
-        value = function(*args, **kwargs)
+        said = dumps((function(*args, **kwargs), None))
     except BaseException as failure:
-        caught, error = failure, traceback.format_exc()
+        caught, said = failure, pickle.dumps((None, traceback.format_exc()))
     part = result.with_suffix(".part")
-    part.write_bytes(pickle.dumps((value, error)))
+    part.write_bytes(said)
     part.rename(result)
     if caught is None:
         return 0

@@ -383,7 +383,7 @@ def _report(failed: Worker, job: Job) -> None:
     shown = lines[begins[-1] :] if begins else lines[-_TAIL_LINES:]
     code = failed.exit_code or 1
     how = f"exit code {code}"
-    if 128 < code < 128 + 64:
+    if code - 128 in set(signal.Signals):
         how += f", {signal.Signals(code - 128).name}"
     stopped = [worker.index for worker in job.workers if worker is not failed]
     _say(

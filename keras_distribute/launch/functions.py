@@ -64,7 +64,8 @@ class MultiProcessRunner:
         environment: Further environment variables.
         echo: Whether to print their output, with the number of the process in front.
         by_value: Whether to send the function itself, by `cloudpickle`, and not its
-            name: for a function without a file, such as one of a notebook.
+            name: for a function without a file, such as one of a notebook. Arguments
+            and results may then be of classes without a file.
 
     Raises:
         BackendError: For `by_value` without `cloudpickle`.
@@ -114,18 +115,19 @@ class MultiProcessRunner:
                 received=f"{function!r}.",
                 fix="define it with def at the top of a module.",
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="keras_distribute_"))
-        check_private(self._folder)
         self._timeout, self._num_processes, self._name = timeout, num_processes, name
         module = inspect.getmodule(function)
+        dumps = _dumps_by_value() if by_value else pickle.dumps
         call = {
             "path": [os.getcwd(), *sys.path],
             "module": getattr(module, "__name__", "builtins"),
             "file": getattr(module, "__file__", None),
             "name": name,
-            "arguments": pickle.dumps((tuple(args), dict(kwargs or {}))),
-            "function": _pickled(function) if by_value else None,
+            "arguments": dumps((tuple(args), dict(kwargs or {}))),
+            "function": dumps(function) if by_value else None,
         }
+        self._folder = Path(tempfile.mkdtemp(prefix="keras_distribute_"))
+        check_private(self._folder)
         (self._folder / "call").write_bytes(pickle.dumps(call))
         self._job = Job(
             [sys.executable, "-m", "keras_distribute.launch.child", str(self._folder)],
@@ -298,7 +300,7 @@ def _environment_of(
     }
 
 
-def _pickled(function: Callable[..., Any]) -> bytes:
+def _dumps_by_value() -> Callable[[Any], bytes]:
     try:
         import cloudpickle
     except ImportError as error:
@@ -307,7 +309,7 @@ def _pickled(function: Callable[..., Any]) -> bytes:
             received=f"{error}.",
             fix="pip install cloudpickle",
         ) from error
-    return cloudpickle.dumps(function)
+    return cloudpickle.dumps
 
 
 def _logs(results: Sequence[ProcessResult]) -> str:

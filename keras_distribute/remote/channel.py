@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_distribute import errors
 from keras_distribute.cluster import signing
-from keras_distribute.errors import RemoteError, UnavailableError
+from keras_distribute.errors import DistributeError, RemoteError, UnavailableError
 from keras_distribute.remote import frames
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.engine import monitor, zmq
@@ -24,7 +24,8 @@ class Channel:
     time.
 
     ZeroMQ connects again by itself when a task comes back, and forgets what was under
-    way: so a channel whose task was gone once is over.
+    way: so a channel whose task was gone once is over. So is one whose `call` Ctrl-C
+    has interrupted, maybe in the middle of a message.
 
     Args:
         address: Of the task.
@@ -33,7 +34,7 @@ class Channel:
         timeout: Seconds to wait for the task, which may start later.
 
     Attributes:
-        is_over: Whether the task was gone once.
+        is_over: Whether the task was gone once, or a call was interrupted.
 
     Raises:
         UnavailableError: If it does not answer, or cannot prove that it has the token.
@@ -71,10 +72,6 @@ class Channel:
         except BaseException:
             self.close()
             raise
-
-    def fileno(self) -> Any:
-        """What to poll for answers and for the end of the task; `None` if closed."""
-        return self._poller.sockets
 
     def send(self, header: Header, arrays: Sequence[Any] = ()) -> int:
         """Asks; the answer will have the number that is returned."""
@@ -134,7 +131,13 @@ class Channel:
             UnavailableError: When there is none within `timeout` seconds; otherwise as
                 `receive`.
         """
-        return self.answer(self.send(header, arrays), timeout)
+        try:
+            return self.answer(self.send(header, arrays), timeout)
+        except DistributeError:
+            raise
+        except BaseException:
+            self.is_over = True
+            raise
 
     def answer(
         self, number: int, timeout: float | None = None
@@ -145,7 +148,7 @@ class Channel:
             reply = self.receive(timeout)
             if reply is None:
                 raise self._error(f"it has not answered for {timeout:.3g} s")
-            if reply[0] == number:
+            if reply[0] in (number, 0):  # 0: of a message that the task could not read.
                 self._early = others
                 return self._checked(reply[1], reply[2])
             others[reply[0]] = reply[1:]

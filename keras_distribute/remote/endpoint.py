@@ -50,25 +50,16 @@ class Endpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
-    def serve(
-        self,
-        handle: Handle,
-        until: Callable[[], bool],
-        idle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def serve(self, handle: Handle, until: Callable[[], bool]) -> None:
         """Answers until `until()`.
 
         Args:
             handle: From who asks, a header and arrays to the header and arrays of the
-                answer; `None` where the answer comes later, or never. What it raises is
-                told to who asks.
+                answer; `None` where there is none. What it raises is told to who asks.
             until: Asked between messages.
-            idle: Called several times a second while there is nothing to do.
         """
         while not until():
-            if self.upcoming(200) is None:
-                idle()
-            else:
+            if self.upcoming(200) is not None:
                 self._serve_one(handle)
 
     def upcoming(self, ms: int = 0) -> tuple[Header, list[Array]] | None:
@@ -77,8 +68,9 @@ class Endpoint:
             peer, *message = self._socket.recv_multipart(copy=False)
             try:
                 decoded = frames.decode([part.buffer for part in message])
-            except ClusterError:
-                return None  # From a task of the job, but of another version.
+            except ClusterError as error:  # From a task of another version.
+                self._send(peer.bytes, {"error": describe(error)})
+                return None
             self._upcoming = (peer.bytes, *decoded)
         return self._upcoming and self._upcoming[1:]
 
@@ -96,10 +88,9 @@ class Endpoint:
         except Exception as error:
             answer = {"error": describe(error)}, []
         if answer is not None:
-            self.send(peer, {**answer[0], "number": number}, answer[1])
+            self._send(peer, {**answer[0], "number": number}, answer[1])
 
-    def send(self, peer: Peer, header: Header, arrays: Sequence[Any] = ()) -> None:
-        """Sends an answer that comes later."""
+    def _send(self, peer: Peer, header: Header, arrays: Sequence[Any] = ()) -> None:
         parts: list[Any] = [peer, *frames.encode(header, arrays)]
         self._socket.send_multipart(parts, copy=False)
 

@@ -115,12 +115,13 @@ class Server:
         """
         assert self._channel is not None
         try:
-            return self._channel.call(header, arrays)
+            if not self._channel.is_over:  # As after Ctrl-C.
+                return self._channel.call(header, arrays)
         except UnavailableError:
             if not self._channel.is_over:
                 raise
-            self._channel = self._channel.again(_SECONDS_TO_COME_BACK)
-            return self._channel.call(header, arrays)
+        self._channel = self._channel.again(_SECONDS_TO_COME_BACK)
+        return self._channel.call(header, arrays)
 
     def close(self) -> None:
         """Says no more."""

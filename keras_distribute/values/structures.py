@@ -41,7 +41,8 @@ def mapped(
 ) -> Any:
     """`jax.tree.map` over one structure, likewise."""
     leaves, form = flatten(structure, is_leaf)
-    return jax.tree.unflatten(form, list(map(function, leaves)))
+    # Not by `map`, which takes an `OutOfRangeError` for the end of the leaves.
+    return jax.tree.unflatten(form, [function(leaf) for leaf in leaves])
 
 
 def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:

@@ -39,7 +39,7 @@ def test_the_pods_of_kubernetes_in_the_order_of_their_names():
     def answer(method, path, query, body):
         asked.append((method, path, query["labelSelector"]))
         pods = {
-            "job-name=a": [pod("a-1", 2), pod("a-0", 1)],
+            "job-name=a": [pod("a-10-2xz", 2), pod("a-9-b7x", 1)],
             "job-name=b": [pod("b-0", 3)],
             "job-name=ps": [],
         }

@@ -86,11 +86,23 @@ def test_fetch_of_a_structure(coordinator):
     assert plain["deep"][0]["a"] == (3.0, 6.0)
 
 
-def test_arguments_by_name_and_numpy_arrays_are_copied(coordinator):
+class Shared:
+    """An array of another library, which shares its memory."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._array, dtype)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, Shared])
+def test_arguments_by_name_and_arrays_are_copied(strategy, coordinator, kind):
     x = np.ones(3, "float32")
-    values = [coordinator.schedule(lambda x, y: x + y, (x,), {"y": x})]
-    x[:] = 5.0
-    np.testing.assert_array_equal(values[0].fetch(), [2.0, 2.0, 2.0])
+    with strategy.cluster.queue._condition.lock:  # No worker takes it before the end.
+        value = coordinator.schedule(lambda x, y: x + y, (kind(x),), {"y": kind(x)})
+        x[:] = 5.0
+    np.testing.assert_array_equal(value.fetch(), [2.0, 2.0, 2.0])
 
 
 def test_an_assignment(strategy, coordinator):
@@ -226,11 +238,12 @@ def test_the_end_of_a_dataset_is_an_error(coordinator, behind_a_gate):
     def step(iterator):
         return next(iterator)
 
-    for _ in range(5):
-        coordinator.schedule(step, (iterator,))
+    values = [coordinator.schedule(step, (iterator,)) for _ in range(5)]
     behind_a_gate.open()
-    with pytest.raises(kd.errors.OutOfRangeError, match=r"at its end(.|\n)*repeat"):
-        coordinator.join()
+    for method in (lambda: coordinator.fetch(values), coordinator.join):
+        text = r"at its end(.|\n)*repeat"
+        with pytest.raises(kd.errors.OutOfRangeError, match=text):
+            method()
     coordinator.join()
 
 

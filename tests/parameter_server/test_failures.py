@@ -116,17 +116,26 @@ def test_fit_goes_on_where_a_worker_dies(own_cluster):
     strategy.close()
 
 
-@pytest.mark.parametrize("method", ["fit", "predict", "fetch"])
+@pytest.mark.parametrize("method", ["fit", "predict", "fetch", "done"])
 def test_a_server_that_is_gone_while_no_worker_is_there(method, own_cluster):
     strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1))
     x, y = table(40)
     with strategy.scope():
         model = classifier("sgd")
     counting = Counting(strategy)
+
+    def done():
+        counting.scheduled(1)
+        while not counting.coordinator.done():
+            assert time.monotonic() - start < 15
+            time.sleep(0.1)
+
+    start = time.monotonic()
     calls = {
         "fit": lambda: model.fit(x, y, batch_size=5, verbose=0),
         "predict": lambda: model.predict(x, batch_size=5, verbose=0),
         "fetch": lambda: counting.scheduled(1)[0].fetch(),
+        "done": done,
     }
     calls[method]()
     own_cluster.kill("worker", 0)

@@ -17,6 +17,8 @@ from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Endpoint
 from keras_distribute.remote.engine import msgpack, zmq
+from keras_distribute.scheduling.servers import Server
+from tests.interruptions import Interrupter
 
 TOKEN = "the token of a job, which is long"
 
@@ -148,6 +150,44 @@ def test_the_message_that_comes_next_can_be_looked_at(task):
     assert first[0]["op"] == "first"
     assert ahead[0] is second[0]
     assert ahead[1] is second[1]
+    channel.close()
+
+
+@pytest.mark.parametrize("inside", ["zmq/sugar", "keras_distribute/remote/channel"])
+def test_ctrl_c_leaves_no_half_of_a_message(task, inside):
+    """At any place of a question or its answer: the next one has its own answer."""
+    lost = []
+    task._handle = lambda peer, header, arrays: ({**header, "platform": "cpu"}, arrays)
+    server = Server(0, task.address, task.credentials, lost.append)
+    server.begin("me", 10.0)
+    large = np.ones(frames.LARGEST_FRAME // 512)
+
+    def call(number):
+        header, arrays = server.call({"op": "x", "n": number}, [large, large + number])
+        assert header["n"] == number
+        np.testing.assert_array_equal(arrays, [large, large + number])
+
+    places = Interrupter(None, inside=inside)
+    assert not places(lambda: call(-1))
+    assert places.count >= 10
+    for place in range(places.count):
+        interrupter = Interrupter(place, inside=inside)
+        assert interrupter(lambda: call(-1))
+        call(place)
+        assert not server._channel._early, interrupter.where
+    assert not lost
+    server.close()
+
+
+def test_a_message_that_cannot_be_read_is_an_error(task):
+    """As of a task of another version, whose `encode` is another."""
+    channel = task.channel()
+    first = channel.send({"op": "first"})
+    channel._socket.send_multipart([b"of another version"])
+    assert channel.answer(first)[0]["op"] == "first"
+    with pytest.raises(kd.errors.ClusterError, match="that is none(.|\n)*same version"):
+        channel.answer(first + 1, timeout=5.0)
+    assert channel.call({"op": "next"})[0]["op"] == "next"
     channel.close()
 
 

@@ -104,12 +104,18 @@ def test_the_first_failure_ends_the_job_with_its_code_and_traceback(tmp_path, ca
     assert out.rstrip().endswith("KeyError: 'missing'")
 
 
-def test_restarts_are_counted_and_end(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("exit_code", "shown"), [(7, "7"), (143, "143, SIGTERM"), (170, "170")]
+)
+def test_restarts_are_counted_and_end(tmp_path, capsys, exit_code, shown):
     path = script(
-        tmp_path, "print('try', os.environ['KERAS_DISTRIBUTE_RESTARTS'])\nsys.exit(7)\n"
+        tmp_path,
+        "print('try', os.environ['KERAS_DISTRIBUTE_RESTARTS'])\n"
+        f"sys.exit({exit_code})\n",
     )
     code, out = run(["--nproc", "1", "--max-restarts", "2", path], capsys)
-    assert code == 7
+    assert code == exit_code
+    assert out.count(f"process 0 failed first (exit code {shown});") == 3
     assert re.findall(r"\[0\] try (\d)", out) == ["0", "1", "2"]
     assert "starts the job again, for the 2nd time of 2" in out
     succeeds = script(

@@ -213,6 +213,12 @@ def test_whoever_has_begun_one_program_more_has_been_left():
     )
 
 
+def test_a_long_place_is_cut():
+    """Such as the path of a variable."""
+    beat = Heartbeat(5, 1, 2, "at the reading of " + "x" * 600)
+    assert Heartbeat.parse(beat.to_text()) == (5, 1, 2, beat.place[:500])
+
+
 class Clock:
     now = 0.0
 

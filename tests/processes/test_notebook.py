@@ -1,5 +1,9 @@
 """`kd.notebook_launcher`: functions that are in no file, in several processes."""
 
+import dataclasses
+import tempfile
+import threading
+
 import jax
 import pytest
 
@@ -26,6 +30,28 @@ def test_what_a_function_uses_is_sent_along_and_the_processes_train_together(cap
     )
     out = capsys.readouterr().out
     assert "[0] here is 0" in out and "[1] here is 1" in out
+
+
+def test_arguments_and_results_may_be_of_classes_of_the_notebook():
+    @dataclasses.dataclass
+    class Config:
+        size: int
+
+    def doubled(config):
+        assert isinstance(config, Config)
+        return Config(2 * config.size)
+
+    found = kd.notebook_launcher(doubled, (Config(7),), 1, cpu_devices=1)
+    assert found == Config(14)
+
+
+def test_what_cannot_be_sent_is_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        kd.testing.run_in_processes(print, 1, threading.Lock())
+    with pytest.raises(kd.errors.ClusterError, match=r"Received: Trace(.|\n)*pickle"):
+        kd.testing.run_in_processes(threading.Lock, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_fails_ends_all():

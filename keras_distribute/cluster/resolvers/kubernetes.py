@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any
 
 from keras_distribute import checks
@@ -22,7 +23,8 @@ _Location = KubernetesExecutableLocation
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes for the addresses of pods by their labels, in order of names.
+    """Asks Kubernetes for the addresses of pods by their labels, in order of names, in
+    which numbers count as numbers: pods of an indexed job are in order of their index.
 
     It cannot say which of them this process is: set `task_type` and `task_id`, or take
     them from the index of an indexed job, `int(os.environ["JOB_COMPLETION_INDEX"])`.
@@ -86,7 +88,7 @@ class KubernetesClusterResolver(ClusterResolver):
         addresses: list[str] = []
         for selector in selectors:
             pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
-            for pod in sorted(pods.items, key=lambda pod: pod.metadata.name):
+            for pod in sorted(pods.items, key=_numbered):
                 if pod.status.phase != "Running":
                     raise ClusterError(
                         f"The pod {pod.metadata.name!r} is not running; its phase is "
@@ -98,6 +100,12 @@ class KubernetesClusterResolver(ClusterResolver):
                 host = f"[{host}]" if ":" in host else host
                 addresses.append(f"{host}:{self._port}")
         return addresses
+
+
+def _numbered(pod: Any) -> list[Any]:
+    """The name of a pod with its numbers as such: `train-10-x` follows `train-9-x`."""
+    texts = re.split(r"(\d+)", pod.metadata.name)
+    return [int(text) if i % 2 else text for i, text in enumerate(texts)]
 
 
 def _logged_in(location: KubernetesExecutableLocation) -> Any:
