@@ -174,6 +174,10 @@ class ArraySource(Shuffled):
         return self._batch_size
 
     @property
+    def num_rows(self) -> int:
+        return self.rows
+
+    @property
     def example(self) -> Any:
         return compat.take(self.arrays, slice(0, 0))
 

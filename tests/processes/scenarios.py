@@ -468,6 +468,7 @@ def different_programs():
         ((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data
     )
     tried("other rows", lambda: list(dataset))
+    errors |= different_rows(strategy)
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
     tried("own function", lambda: fit_by_own_function(strategy))
@@ -480,6 +481,43 @@ def different_programs():
     kd.barrier("same place")
     tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
     return errors, on_chief, os.getpid()
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches of so many rows each."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return (np.zeros((self.rows[index], 5), "float32"),)
+
+
+def different_rows(strategy):
+    """What is said where the processes take as many steps, but of other rows, and how
+    many batches they have got before.
+    """
+    chief, found = kd.is_chief(), {}
+    for name, data in {
+        "arrays of other rows": kd.ArrayDataset(np.arange(32 if chief else 30), 4),
+        "arrays of other batches": kd.ArrayDataset(
+            *((np.arange(32), 4) if chief else (np.arange(16), 2))
+        ),
+        "another first batch": Rows(4 if chief else 2, 4),
+        "another last batch": Rows(4, 4, 4 if chief else 2),
+        "another batch": Rows(*[4] * 9, 4 if chief else 2, *[4] * 30),
+    }.items():
+        taken = 0
+        try:
+            for _ in strategy.experimental_distribute_dataset(data):
+                taken += 1
+        except kd.errors.InputError as error:
+            found[name] = f"{taken} {type(error).__name__}: {error}"
+    return found
 
 
 def fit_with_orbax(strategy):
