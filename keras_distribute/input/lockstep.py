@@ -147,10 +147,10 @@ class _AgreedReader(Reader):
         self._inner.followed = self.followed
         topic = self._layout.topic("reading")
         self._channel = channel = agreement.Channel(topic, self._layout._num_processes)
-        # A shuffle that draws from NumPy's stream has to be the same everywhere.
-        if len(set(channel.exchange(processes.numpy_stream()))) > 1:
-            states = channel.exchange(processes.numpy_state())
-            processes.set_numpy_stream(states[0])
+        # A shuffle that draws from a global stream has to be the same everywhere.
+        if self._same and len(set(channel.exchange(processes.random_streams()))) > 1:
+            states = channel.exchange(processes.random_states())
+            processes.set_random_states(states[0])
         self._inner.start(ahead)
 
     def __next__(self) -> Batch:

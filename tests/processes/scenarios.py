@@ -4,6 +4,7 @@ returns what its test compares.
 
 import gc
 import os
+import random
 import time
 import traceback
 
@@ -182,6 +183,42 @@ def loops_broken_off(broken_off):
     """
     strategy = kd.MultiWorkerMirroredStrategy()
     return [loop_broken_off(strategy, taken) for taken in broken_off]
+
+
+def orders():
+    """The batches of each epoch where the chief draws in between; and whether processes
+    with data of their own keep the streams that they have seeded.
+    """
+    strategy = kd.MultiWorkerMirroredStrategy()
+    streams = random.getstate(), np.random.get_state()
+    taken = [[]]
+
+    class Batches(Squares):
+        def __getitem__(self, index):
+            taken[-1].append(index)
+            return super().__getitem__(index)
+
+    class Draws(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            taken.append([])
+
+        def on_epoch_end(self, epoch, logs=None):
+            if kd.is_chief():
+                random.random()
+
+    with strategy.scope():
+        model = linear()
+    model.fit(Batches(), epochs=3, verbose=0, callbacks=[Draws()])
+    random.seed(kd.process_index())
+    np.random.seed(kd.process_index())
+    options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    data = ((np.zeros(4),) for _ in range(2))
+    for _ in strategy.experimental_distribute_dataset(data, options):
+        pass
+    own = random.random(), np.random.rand()
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
+    return taken, own
 
 
 def loop_broken_off(strategy, taken):
