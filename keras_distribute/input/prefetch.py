@@ -22,6 +22,7 @@ import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import adapters as compat
+from keras_distribute._compat import scopes
 from keras_distribute.devices import timing
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, copy_arrays, in_use
@@ -183,7 +184,7 @@ class _Work:
         self._reader.start(self._ahead + 2)
         self._position = self._position_now()
         if self._ahead:
-            args = (context.frames(), compat.thread_state())
+            args = (context.frames(), scopes.thread_state())
             name = "keras_distribute input"
             self._thread = threading.Thread(
                 target=self._run, args=args, name=name, daemon=True
@@ -236,7 +237,7 @@ class _Work:
         return _Ready(batch, prepared, self._position_now())
 
     def _run(self, frames: list[Any], state: dict[str, Any]) -> None:
-        compat.set_thread_state(state)
+        scopes.set_thread_state(state)
         with context.inherited(frames):
             while self._wait_for_room():
                 with self._reading:

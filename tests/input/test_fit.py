@@ -348,6 +348,33 @@ def test_a_pipeline_sees_the_strategy_and_the_policy_of_its_caller() -> None:
     assert set(seen) == {(strategy, "mixed_bfloat16")}
 
 
+def test_a_scope_that_a_pipeline_opens_is_its_own() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Augments(keras.layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            inside.set()
+            go_on.wait(60)
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    def batches() -> Any:
+        yield X[:8], Y[:8]
+        Augments(name="augments")(X[:8])
+
+    strategy = mirrored(2)
+    with strategy.scope():
+        make()  # Opens scopes in this thread, too.
+        iterator = iter(strategy.experimental_distribute_dataset(batches()))
+        next(iterator)
+        assert inside.wait(60)
+        average = keras.Variable(1.0, trainable=False, name="average")
+        go_on.set()
+    assert next(iterator, None) is None
+    assert isinstance(average, kd.MirroredVariable) and average.path == "average"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_a_wrong_number_of_steps_ahead(value: Any) -> None:
     with pytest.raises(
