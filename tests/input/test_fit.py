@@ -432,6 +432,41 @@ def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None
     assert seen == list(range(9))
 
 
+def test_the_form_of_a_generator_that_is_being_read() -> None:
+    """Asked for in the middle it reads nothing; nothing is lost."""
+    strategy = mirrored(2)
+    generator = numbers(9)
+    iterator = iter(strategy.experimental_distribute_dataset(generator))
+    seen = firsts([next(iterator)])
+    time.sleep(0.05)  # Reads ahead.
+    assert iterator.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+    seen += firsts([next(iterator)])
+    iterator.close()
+    seen += firsts(strategy.experimental_distribute_dataset(generator))
+    assert seen == list(range(9))
+
+
+def test_the_form_of_a_generator_that_has_given_no_batch_yet() -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        reading.set()
+        go_on.wait(60)
+        yield from numbers(3)
+
+    dataset = mirrored(2).experimental_distribute_dataset(slow())
+    seen: list[int] = []
+    loop = threading.Thread(target=lambda: seen.extend(firsts(dataset)), daemon=True)
+    loop.start()
+    assert reading.wait(60)
+    with pytest.raises(errors.InputError, match="is known only when one has been read"):
+        _ = dataset.element_spec
+    go_on.set()
+    loop.join(60)
+    assert seen == [0, 1, 2]
+    assert dataset.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+
+
 @pytest.mark.parametrize("mode", kd.InputReplicationMode)
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
 @pytest.mark.parametrize("count", [5, 7, 8, 9])
