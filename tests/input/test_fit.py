@@ -5,6 +5,7 @@ not change.
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from typing import Any
@@ -465,6 +466,38 @@ def test_the_form_of_a_generator_that_has_given_no_batch_yet() -> None:
     loop.join(60)
     assert seen == [0, 1, 2]
     assert dataset.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+
+
+def test_an_interrupted_close_can_be_repeated() -> None:
+    """As by a second Ctrl-C, while it waits for the thread that reads."""
+    strategy = mirrored(2)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        for i, batch in enumerate(numbers(9)):
+            if i == 3:
+                reading.set()
+                go_on.wait(60)
+            yield batch
+
+    def interrupt() -> None:
+        assert reading.wait(60)
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    generator = slow()
+    iterator = iter(strategy.experimental_distribute_dataset(generator))
+    seen = firsts(next(iterator) for _ in range(2))
+    assert reading.wait(60)  # One batch is ready, and the next one is being read.
+    signals = threading.Thread(target=interrupt)
+    signals.start()
+    with pytest.raises(KeyboardInterrupt):
+        iterator.close()
+    signals.join()
+    go_on.set()
+    iterator.close()
+    seen += firsts(strategy.experimental_distribute_dataset(generator))
+    assert seen == list(range(9))
 
 
 @pytest.mark.parametrize("mode", kd.InputReplicationMode)
