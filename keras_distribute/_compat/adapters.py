@@ -22,7 +22,6 @@ import jax
 import keras
 import numpy as np
 from keras import tree
-from keras.src.backend.common import global_state
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import (
@@ -265,15 +264,3 @@ def next_group(batches: Iterator[Any], size: int) -> Any:
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf of a batch is one of JAX's sparse arrays."""
     return isinstance(leaf, jax.experimental.sparse.JAXSparse)
-
-
-def thread_state() -> dict[str, Any]:
-    """Keras's global state of this thread: the dtype policy, the distribution, the
-    global seed generator.
-    """
-    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
-
-
-def set_thread_state(state: dict[str, Any]) -> None:
-    """Gives this thread the state of another one."""
-    vars(global_state.GLOBAL_STATE_TRACKER).update(state)

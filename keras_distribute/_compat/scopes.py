@@ -11,6 +11,8 @@ user's or Keras's code as a whole puts the stacks back to how they were.
 
 from __future__ import annotations
 
+from typing import Any
+
 from keras.src.backend.common import global_state
 
 from keras_distribute._compat import jax_internals
@@ -50,3 +52,16 @@ class Opened:
         for stack, entries in self._stacks:
             stack[:] = entries
         jax_internals.go_back_to(self._trace)
+
+
+def thread_state() -> dict[str, Any]:
+    """Keras's state of this thread but for what is open: the dtype policy, the
+    distribution, the global seed generator.
+    """
+    state = vars(global_state.GLOBAL_STATE_TRACKER)
+    return {name: state[name] for name in state if name not in (*_SCOPES, *_STACKS)}
+
+
+def set_thread_state(state: dict[str, Any]) -> None:
+    """Gives this thread the state of another one."""
+    vars(global_state.GLOBAL_STATE_TRACKER).update(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import ipaddress
 import os
 import pickle
@@ -317,24 +316,23 @@ def _agree_on_seeds() -> None:
     all take the chief's.
     """
     own = compat.global_seed()
-    streams = f"{numpy_stream()} {random.getstate()}".encode()
-    digest = hashlib.sha256(streams).hexdigest()
     drawn = own if own is not None else random.SystemRandom().randrange(2**31)
-    said = agreement.exchange("seeds", (own, digest, drawn), process_count())
-    if own is None or len({(seed, digest) for seed, digest, _ in said}) > 1:
+    said = agreement.exchange("seeds", (own, random_streams(), drawn), process_count())
+    if own is None or len({(seed, streams) for seed, streams, _ in said}) > 1:
         compat.set_all(said[0][2])
 
 
-def numpy_stream() -> int:
-    """A checksum of the state of NumPy's global stream."""
-    return zlib.crc32(pickle.dumps(numpy_state()))
+def random_streams() -> int:
+    """A checksum of the states of NumPy's and of Python's global stream."""
+    return zlib.crc32(pickle.dumps(random_states()))
 
 
-def numpy_state() -> Any:
-    """The state of NumPy's global stream."""
-    return np.random.get_state()
+def random_states() -> Any:
+    """The states of NumPy's and of Python's global stream."""
+    return np.random.get_state(), random.getstate()
 
 
-def set_numpy_stream(state: Any) -> None:
-    """Gives NumPy's global stream a state."""
-    np.random.set_state(state)
+def set_random_states(states: Any) -> None:
+    """Gives both global streams a state."""
+    np.random.set_state(states[0])
+    random.setstate(states[1])

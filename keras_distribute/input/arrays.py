@@ -60,7 +60,7 @@ class ArrayDataset:
         leaves: list[Any] = jax.tree.leaves(
             arrays, is_leaf=lambda leaf: hasattr(leaf, "shape")
         )
-        formed = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+        formed = all(hasattr(leaf, "shape") and _dtypes(leaf) for leaf in leaves)
         if not leaves or not formed or not compat.can_convert_arrays(arrays):
             raise InputError(
                 "An ArrayDataset is made of arrays.",
@@ -68,11 +68,12 @@ class ArrayDataset:
                 f"{sorted({type(leaf).__name__ for leaf in leaves})}.",
                 fix="kd.ArrayDataset((x, y), batch_size=64)",
             )
-        text = [leaf for leaf in leaves if getattr(leaf.dtype, "kind", "f") in "OSU"]
-        if text:
+        dtypes = [dtype for leaf in leaves for dtype in _dtypes(leaf)]
+        others = [dtype for dtype in dtypes if getattr(dtype, "kind", "f") in "OSUMm"]
+        if others:
             raise InputError(
-                "Arrays of text or objects have no place on a device.",
-                received=f"an array of dtype {text[0].dtype}.",
+                "Arrays of text, times or objects have no place on a device.",
+                received=f"an array of dtype {others[0]}.",
                 fix="numbers; tf.data can hold text, and turn it into numbers.",
             )
         lengths = {int(leaf.shape[0]) if leaf.shape else -1 for leaf in leaves}
@@ -172,6 +173,10 @@ class ArraySource(Shuffled):
     @property
     def batch_size(self) -> int:
         return self._batch_size
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows
 
     @property
     def example(self) -> Any:
@@ -301,6 +306,11 @@ class _ArrayReader(Reader):
 
 def _num_batches(rows: int, batch_size: int, drop_remainder: bool) -> int:
     return rows // batch_size if drop_remainder else -(-rows // batch_size)
+
+
+def _dtypes(array: Any) -> list[Any]:
+    """The dtype of an array, or those of the columns of a table."""
+    return [array.dtype] if hasattr(array, "dtype") else [*getattr(array, "dtypes", [])]
 
 
 def _random_state(state: Any) -> Any:

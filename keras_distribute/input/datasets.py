@@ -311,9 +311,7 @@ class Optional:
 
 
 def _spec_of(example: Any) -> Any:
-    def spec(leaf: Any) -> ElementSpec | None:
-        if type(leaf).__name__ == "NoneTensorSpec":
-            return None
+    def spec(leaf: Any) -> ElementSpec:
         if not hasattr(leaf, "shape"):
             raise _no_arrays(leaf)
         shape = tuple(leaf.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -44,10 +46,10 @@ class GeneratorSource(Source):
 
     @property
     def example(self) -> Any:
-        try:
-            return self.peek().data
-        except StopIteration:
-            return super().example
+        if not self._stream.readers:
+            with contextlib.suppress(StopIteration):
+                return self.peek().data
+        return super().example
 
     def open(self) -> Reader:
         return _GeneratorReader(len(self._seen), self._batches, self._stream)
@@ -67,6 +69,7 @@ class _GeneratorReader(IteratorReader):
     def start(self, ahead: int) -> None:
         super().start(ahead)
         self._stream.remember(ahead)
+        self._stream.readers.add(self)
 
     def __next__(self) -> Batch:
         data = next(self._iterator)
@@ -77,15 +80,20 @@ class _GeneratorReader(IteratorReader):
         return Batch(data, rows_of(data))
 
     def close(self, unread: int) -> None:
+        self._stream.readers.discard(self)
         self._stream.give_back(min(unread, self._taken))
 
 
 class Stream:
     """What was prefetched from a generator and not used, for what reads it next, such
     as another `fit`.
+
+    Attributes:
+        readers: The passes that are under way, perhaps in other threads.
     """
 
     def __init__(self) -> None:
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given: deque[Any] = deque(maxlen=1)
         self._returned: deque[Any] = deque()
 
@@ -106,8 +114,8 @@ class Stream:
             yield item
 
     def remember(self, count: int) -> None:
-        """Keeps the last `count` batches that were read, to give them back."""
-        self._given = deque(self._given, maxlen=max(count, 1))
+        """Keeps at least the last `count` batches that were read, to give them back."""
+        self._given = deque(self._given, maxlen=max(count, self._given.maxlen or 1))
 
     def give_back(self, count: int) -> None:
         """Takes back the last `count` batches."""

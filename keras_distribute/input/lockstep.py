@@ -2,12 +2,16 @@
 
 Ahead of each step every process tells the others the shapes of its batch, or that it
 has none left. A process without data goes on with batches of no rows until all have
-ended, so that all take every step. Where each keeps its rows of the same batches, and
-all know how many these are, they agree once for each pass instead.
+ended, so that all take every step.
+
+Where each keeps its rows of the same batches, they only compare how many rows these
+have: before the first pass, if that is known; of each batch, if not even their number
+is; else of many batches at once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,17 +29,19 @@ from keras_distribute.input.splitting import piece_sizes
 Spec = tuple[tuple[int, ...], str]
 Specs = list[Spec]
 
+# Of how many batches of a known number the rows are compared at once: to speak with the
+# others takes as long as a small step, and there may be many of them.
+_COMPARED_AT_ONCE = 16
+
 
 class Announcement(NamedTuple):
     """What a process tells the others of its next batch.
 
     Args:
-        rows: The rows of the batch.
         specs: For each replica of the process the shapes and dtypes of its piece.
         structure: The structure of a piece, with zeros for leaves.
     """
 
-    rows: int
     specs: list[Specs]
     structure: Any
 
@@ -49,13 +55,15 @@ class AgreedLayout:
         self.whole = layout.whole
         self._in_rounds = isinstance(layout, RoundLayout)
         self._same_batches = isinstance(layout, SplitLayout)
-        topic = self.topic("its length")
-        counts = agreement.exchange(topic, layout.num_steps, num_processes)
-        known = [count for count in counts if count is not None]
+        rows = self.source.num_rows
+        known = None if rows is None else (self.source.batch_size, rows)
+        own = (layout.num_steps, known)
+        told = agreement.exchange(self.topic("its length"), own, num_processes)
+        counts = [count for count, _ in told if count is not None]
         # The steps of one pass, which ends when the last process has no data left.
-        self.num_steps = max(known) if len(known) == num_processes else None
-        if self._same_batches and len(set(counts)) > 1:
-            raise self.different("a dataset", [f"{count} batches" for count in counts])
+        self.num_steps = max(counts) if len(counts) == num_processes else None
+        if self._same_batches and len(set(told)) > 1:
+            raise self.different("a dataset", [_in_words(*each) for each in told])
 
     def open(self) -> Reader:
         """A pass that yields one batch for each step."""
@@ -91,7 +99,7 @@ class AgreedLayout:
                 fix="tf.sparse.to_dense in the pipeline.",
             )
         structure = jax.tree.map(lambda _: 0, pieces[0])
-        return Announcement(batch.rows, [_specs(piece) for piece in pieces], structure)
+        return Announcement([_specs(piece) for piece in pieces], structure)
 
     def without_rows(self, announced: Announcement) -> Batch:
         """A batch without rows, like the one that another process has announced."""
@@ -123,8 +131,12 @@ class _AgreedReader(Reader):
         self._inner = inner = layout._layout.open()
         self.describe_as(inner)
         self.seek, self.position, self.form = inner.seek, inner.position, inner.form
-        self._agrees_once = layout._same_batches and layout.num_steps is not None
+        self._same = same = layout._same_batches
+        self._agrees_once = same and layout.source.num_rows is not None
         self._channel: agreement.Channel | None = None
+        # The batches whose rows were compared, and the rows of those that were not.
+        self._num_compared = 0
+        self._rows: list[int | None] = []
         self._ended = False
         # Batches without rows, after the last own one.
         self._num_empty = 0
@@ -135,10 +147,10 @@ class _AgreedReader(Reader):
         self._inner.followed = self.followed
         topic = self._layout.topic("reading")
         self._channel = channel = agreement.Channel(topic, self._layout._num_processes)
-        # A shuffle that draws from NumPy's stream has to be the same everywhere.
-        if len(set(channel.exchange(processes.numpy_stream()))) > 1:
-            states = channel.exchange(processes.numpy_state())
-            processes.set_numpy_stream(states[0])
+        # A shuffle that draws from a global stream has to be the same everywhere.
+        if self._same and len(set(channel.exchange(processes.random_streams()))) > 1:
+            states = channel.exchange(processes.random_states())
+            processes.set_random_states(states[0])
         self._inner.start(ahead)
 
     def __next__(self) -> Batch:
@@ -153,31 +165,49 @@ class _AgreedReader(Reader):
 
     def _agree(self, batch: Batch | None) -> Batch:
         """The batch of the next step; `None` where this process has none left."""
-        assert self._channel is not None
         self._unannounced = batch is not None
-        announced = self._channel.exchange(self._layout.announce(batch))
+        if self._same:
+            self._compare(batch)
+        else:
+            batch = self._announced(batch)
         self._unannounced = False
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _compare(self, batch: Batch | None) -> None:
+        """Compares the rows of the batches of all processes: of the first and the last
+        before they are used, since most differences are seen there.
+        """
+        assert self._channel is not None
+        self._rows.append(None if batch is None else batch.rows)
+        num_steps, step = self._layout.num_steps, self._num_compared + len(self._rows)
+        many = num_steps is not None and len(self._rows) < _COMPARED_AT_ONCE
+        if batch is not None and many and step not in (1, num_steps):
+            return
+        said, self._rows, self._num_compared = self._rows, [], step
+        for rows in itertools.zip_longest(*self._channel.exchange(said)):
+            if len(set(rows)) > 1:
+                found = [
+                    "nothing left" if each is None else f"a batch of {each} rows"
+                    for each in rows
+                ]
+                raise self._layout.different("data", found)
+
+    def _announced(self, batch: Batch | None) -> Batch | None:
+        """The batch with the specs of all processes; `None` where no process has one
+        left.
+        """
+        assert self._channel is not None
+        announced = self._channel.exchange(self._layout.announce(batch))
         first = next((each for each in announced if each is not None), None)
         if first is None:
-            raise StopIteration
-        if self._layout._same_batches:
-            return self._check_same(batch, announced)
+            return None
         specs = self._specs_of_all(first, announced)
         if batch is None:
             batch = self._layout.without_rows(first)
             self._num_empty += 1
         return batch._replace(specs=specs)
-
-    def _check_same(
-        self, batch: Batch | None, announced: list[Announcement | None]
-    ) -> Batch:
-        found = [
-            "nothing left" if each is None else f"a batch of {each.rows} rows"
-            for each in announced
-        ]
-        if batch is None or len(set(found)) > 1:
-            raise self._layout.different("data", found)
-        return batch
 
     def _specs_of_all(
         self, first: Announcement, announced: list[Announcement | None]
@@ -236,6 +266,10 @@ def replica_specs(batch: Batch, piece: Any, num_replicas: int) -> list[Specs]:
         return batch.specs
     specs = _specs(piece)
     return [_with_rows(specs, rows) for rows in piece_sizes(batch.rows, num_replicas)]
+
+
+def _in_words(num_steps: int | None, of: tuple[int, int] | None) -> str:
+    return f"{num_steps} batches" + (f" of {of[0]} rows, {of[1]} in all" if of else "")
 
 
 def _specs(piece: Any) -> Specs:

@@ -22,6 +22,7 @@ import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import adapters as compat
+from keras_distribute._compat import scopes
 from keras_distribute.devices import timing
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, copy_arrays, in_use
@@ -171,6 +172,7 @@ class _Work:
         self._reading = threading.Lock()
         self._asked = self._read = 0
         self._running = self._ended = self._stopped = False
+        self._closed = self._thread_left = False
         self._thread: threading.Thread | None = None
         self._position: Position | None = None
         self._no_position: InputError | None = None
@@ -183,7 +185,7 @@ class _Work:
         self._reader.start(self._ahead + 2)
         self._position = self._position_now()
         if self._ahead:
-            args = (context.frames(), compat.thread_state())
+            args = (context.frames(), scopes.thread_state())
             name = "keras_distribute input"
             self._thread = threading.Thread(
                 target=self._run, args=args, name=name, daemon=True
@@ -236,7 +238,15 @@ class _Work:
         return _Ready(batch, prepared, self._position_now())
 
     def _run(self, frames: list[Any], state: dict[str, Any]) -> None:
-        compat.set_thread_state(state)
+        scopes.set_thread_state(state)
+        try:
+            self._read_ahead(frames)
+        finally:
+            with self._changed.lock:
+                self._thread_left = True
+                self._changed.notify_all()
+
+    def _read_ahead(self, frames: list[Any]) -> None:
         with context.inherited(frames):
             while self._wait_for_room():
                 with self._reading:
@@ -292,27 +302,39 @@ class _Work:
 
     def stop(self, wait: bool = False) -> None:
         with self._changed.lock:
-            if self._stopped:
-                return
             self._stopped = True
             self._changed.notify_all()
-        if not wait or not self._running or self._thread is threading.current_thread():
-            return
-        if self._thread is not None:
-            self._reader.interrupt()
-            self._thread.join(_JOIN_SECONDS)
-            if self._thread.is_alive():
-                warnings.warn(
-                    f"{self._reader.kind} did not return a batch for "
-                    f"{_JOIN_SECONDS:.0f} seconds after its reading was ended; its "
-                    "thread is left alone.",
-                    stacklevel=3,
-                )
+            own = self._thread is threading.current_thread()
+            if self._closed or not wait or not self._running or own:
                 return
+            self._closed = True
+        try:
+            reads_on = self._thread is not None and not self._wait_until_left()
+        except BaseException:
+            self._closed = False  # By Ctrl-C: the next call waits again.
+            raise
+        if reads_on:
+            warnings.warn(
+                f"{self._reader.kind} did not return a batch for {_JOIN_SECONDS:.0f} "
+                "seconds after its reading was ended; its thread is left alone.",
+                stacklevel=3,
+            )
+            return
         unread = len(self._ready)
         self._ready.clear()
         self._failure = None
         self._reader.close(unread)
+
+    def _wait_until_left(self) -> bool:
+        """Whether the thread ends soon."""
+        assert self._thread is not None
+        self._reader.interrupt()
+        # An interrupted `join` takes the thread for ended, so that comes last.
+        with self._changed.lock:
+            left = self._changed.wait_for(lambda: self._thread_left, _JOIN_SECONDS)
+        if left:
+            self._thread.join()
+        return left
 
 
 def _packed(batches: list[Batch]) -> list[Any]:

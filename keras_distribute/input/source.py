@@ -163,6 +163,11 @@ class Source:
         return None
 
     @property
+    def num_rows(self) -> int | None:
+        """The rows of one pass, if all batches but the last are known to be full."""
+        return None
+
+    @property
     def example(self) -> Any:
         """A structure like a batch's, of arrays or specs with `shape` and `dtype`, with
         any number of rows.

@@ -45,7 +45,10 @@ class TensorFlowSource(Source):
 
     @property
     def example(self) -> Any:
-        return self.dataset.element_spec
+        def spec(leaf: Any) -> Any:
+            return None if type(leaf).__name__ == "NoneTensorSpec" else leaf
+
+        return jax.tree.map(spec, self.dataset.element_spec)
 
     def open(self) -> Reader:
         return _TensorFlowReader(self)
@@ -115,7 +118,7 @@ class _TensorFlowReader(Reader):
         self._sought = position
 
     def form(self) -> Any:
-        return jax.tree.structure(self._dataset.element_spec)
+        return jax.tree.structure(self._source.example)
 
 
 def _saved(iterator: Any) -> dict[str, bytes]:

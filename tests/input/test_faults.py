@@ -280,12 +280,32 @@ def test_a_distributed_dataset_is_not_distributed_twice() -> None:
         )
 
 
+class Table:
+    """Columns like those of pandas' `DataFrame`, which has no dtype of its own."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.columns = np.stack([*columns.values()], axis=1)
+        self.shape = self.columns.shape
+        self.dtypes = [column.dtype for column in columns.values()]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.columns, dtype)
+
+
+def test_a_table_is_an_array() -> None:
+    table = Table(a=np.arange(4), b=np.arange(4.0) / 2)
+    [batch] = kd.ArrayDataset((table, table.columns[:, 0]), 4)
+    np.testing.assert_array_equal(batch[0], [[0, 0], [1, 0.5], [2, 1], [3, 1.5]])
+
+
 WRONG = [
     {"batch_size": 0},
     {"batch_size": 2.0},
     {"arrays": (X, Y[:3])},
     {"arrays": ()},
     {"arrays": np.array(["a", "b"])},
+    {"arrays": np.array(["2026-01-01", "2026-01-02"], "datetime64[D]")},
+    {"arrays": Table(a=np.arange(2.0), b=np.array(["a", "b"], object))},
 ]
 
 

@@ -5,6 +5,7 @@ not change.
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from typing import Any
@@ -348,6 +349,33 @@ def test_a_pipeline_sees_the_strategy_and_the_policy_of_its_caller() -> None:
     assert set(seen) == {(strategy, "mixed_bfloat16")}
 
 
+def test_a_scope_that_a_pipeline_opens_is_its_own() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Augments(keras.layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            inside.set()
+            go_on.wait(60)
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    def batches() -> Any:
+        yield X[:8], Y[:8]
+        Augments(name="augments")(X[:8])
+
+    strategy = mirrored(2)
+    with strategy.scope():
+        make()  # Opens scopes in this thread, too.
+        iterator = iter(strategy.experimental_distribute_dataset(batches()))
+        next(iterator)
+        assert inside.wait(60)
+        average = keras.Variable(1.0, trainable=False, name="average")
+        go_on.set()
+    assert next(iterator, None) is None
+    assert isinstance(average, kd.MirroredVariable) and average.path == "average"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_a_wrong_number_of_steps_ahead(value: Any) -> None:
     with pytest.raises(
@@ -401,6 +429,73 @@ def test_another_iterator_over_a_generator_goes_on(taken: int, how: str) -> None
     other = iter(dataset)
     seen += firsts(next(other) for _ in range(2))
     other.close()
+    seen += firsts(strategy.experimental_distribute_dataset(generator))
+    assert seen == list(range(9))
+
+
+def test_the_form_of_a_generator_that_is_being_read() -> None:
+    """Asked for in the middle it reads nothing; nothing is lost."""
+    strategy = mirrored(2)
+    generator = numbers(9)
+    iterator = iter(strategy.experimental_distribute_dataset(generator))
+    seen = firsts([next(iterator)])
+    time.sleep(0.05)  # Reads ahead.
+    assert iterator.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+    seen += firsts([next(iterator)])
+    iterator.close()
+    seen += firsts(strategy.experimental_distribute_dataset(generator))
+    assert seen == list(range(9))
+
+
+def test_the_form_of_a_generator_that_has_given_no_batch_yet() -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        reading.set()
+        go_on.wait(60)
+        yield from numbers(3)
+
+    dataset = mirrored(2).experimental_distribute_dataset(slow())
+    seen: list[int] = []
+    loop = threading.Thread(target=lambda: seen.extend(firsts(dataset)), daemon=True)
+    loop.start()
+    assert reading.wait(60)
+    with pytest.raises(errors.InputError, match="is known only when one has been read"):
+        _ = dataset.element_spec
+    go_on.set()
+    loop.join(60)
+    assert seen == [0, 1, 2]
+    assert dataset.element_spec == (kd.ElementSpec((None, 1), "float32"),)
+
+
+def test_an_interrupted_close_can_be_repeated() -> None:
+    """As by a second Ctrl-C, while it waits for the thread that reads."""
+    strategy = mirrored(2)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        for i, batch in enumerate(numbers(9)):
+            if i == 3:
+                reading.set()
+                go_on.wait(60)
+            yield batch
+
+    def interrupt() -> None:
+        assert reading.wait(60)
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    generator = slow()
+    iterator = iter(strategy.experimental_distribute_dataset(generator))
+    seen = firsts(next(iterator) for _ in range(2))
+    assert reading.wait(60)  # One batch is ready, and the next one is being read.
+    signals = threading.Thread(target=interrupt)
+    signals.start()
+    with pytest.raises(KeyboardInterrupt):
+        iterator.close()
+    signals.join()
+    go_on.set()
+    iterator.close()
     seen += firsts(strategy.experimental_distribute_dataset(generator))
     assert seen == list(range(9))
 

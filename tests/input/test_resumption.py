@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_distribute as kd
 from keras_distribute import errors
@@ -65,6 +66,23 @@ def test_goes_on_with_the_next_batch(kind: str, ahead: int) -> None:
         assert next_pass[0] == [
             ids(element) for element in _skipped(distributed(kind), 1)
         ]
+
+
+def test_an_element_with_none_goes_on() -> None:
+    def made() -> Any:
+        pipeline = tf.data.Dataset.range(20).batch(4).map(lambda x: (x, None, x))
+        return strategy().experimental_distribute_dataset(pipeline)
+
+    assert made().element_spec[1] is None
+    iterator = iter(made())
+    next(iterator)
+    state = iterator.get_state()
+    rest = [ids(element) for element in iterator]
+    resumed = iter(made())
+    resumed.set_state(state)
+    elements = list(resumed)
+    assert [ids(element) for element in elements] == rest and len(rest) == 4
+    assert all(element[1] is None for element in elements)
 
 
 def _skipped(dataset: Any, passes: int) -> Any:

@@ -4,6 +4,7 @@ returns what its test compares.
 
 import gc
 import os
+import random
 import time
 import traceback
 
@@ -182,6 +183,42 @@ def loops_broken_off(broken_off):
     """
     strategy = kd.MultiWorkerMirroredStrategy()
     return [loop_broken_off(strategy, taken) for taken in broken_off]
+
+
+def orders():
+    """The batches of each epoch where the chief draws in between; and whether processes
+    with data of their own keep the streams that they have seeded.
+    """
+    strategy = kd.MultiWorkerMirroredStrategy()
+    streams = random.getstate(), np.random.get_state()
+    taken = [[]]
+
+    class Batches(Squares):
+        def __getitem__(self, index):
+            taken[-1].append(index)
+            return super().__getitem__(index)
+
+    class Draws(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            taken.append([])
+
+        def on_epoch_end(self, epoch, logs=None):
+            if kd.is_chief():
+                random.random()
+
+    with strategy.scope():
+        model = linear()
+    model.fit(Batches(), epochs=3, verbose=0, callbacks=[Draws()])
+    random.seed(kd.process_index())
+    np.random.seed(kd.process_index())
+    options = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    data = ((np.zeros(4),) for _ in range(2))
+    for _ in strategy.experimental_distribute_dataset(data, options):
+        pass
+    own = random.random(), np.random.rand()
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
+    return taken, own
 
 
 def loop_broken_off(strategy, taken):
@@ -468,6 +505,7 @@ def different_programs():
         ((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data
     )
     tried("other rows", lambda: list(dataset))
+    errors |= different_rows(strategy)
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
     tried("own function", lambda: fit_by_own_function(strategy))
@@ -480,6 +518,43 @@ def different_programs():
     kd.barrier("same place")
     tried("other places", lambda: kd.barrier(f"place {kd.process_index()}"))
     return errors, on_chief, os.getpid()
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches of so many rows each."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return (np.zeros((self.rows[index], 5), "float32"),)
+
+
+def different_rows(strategy):
+    """What is said where the processes take as many steps, but of other rows, and how
+    many batches they have got before.
+    """
+    chief, found = kd.is_chief(), {}
+    for name, data in {
+        "arrays of other rows": kd.ArrayDataset(np.arange(32 if chief else 30), 4),
+        "arrays of other batches": kd.ArrayDataset(
+            *((np.arange(32), 4) if chief else (np.arange(16), 2))
+        ),
+        "another first batch": Rows(4 if chief else 2, 4),
+        "another last batch": Rows(4, 4, 4 if chief else 2),
+        "another batch": Rows(*[4] * 9, 4 if chief else 2, *[4] * 30),
+    }.items():
+        taken = 0
+        try:
+            for _ in strategy.experimental_distribute_dataset(data):
+                taken += 1
+        except kd.errors.InputError as error:
+            found[name] = f"{taken} {type(error).__name__}: {error}"
+    return found
 
 
 def fit_with_orbax(strategy):

@@ -30,7 +30,27 @@ def errors():
     [
         (
             "other lengths",
-            "InputError: The processes read a dataset of their own.*process 0: 2 batches; process 1: 4",
+            "InputError: The processes read a dataset of their own.*process 0: 2 batches of 5 rows, 10 in all; process 1: 4",
+        ),
+        (
+            "arrays of other rows",
+            "0 InputError: The processes read a dataset of their own.*0: 8 batches of 4 rows, 32 in all; .* 4 rows, 30",
+        ),
+        (
+            "arrays of other batches",
+            "0 InputError: .* a dataset.*0: 8 batches of 4 rows, 32 in all; process 1: 8 batches of 2 rows, 16",
+        ),
+        (
+            "another first batch",
+            "0 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
+        ),
+        (
+            "another last batch",
+            "2 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
+        ),
+        (
+            "another batch",
+            "16 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
         ),
         (
             "other rows",

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import random
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ def job(tmp_path_factory):
         "shared_files": (paths,),
         "kinds_of_data": (),
         "own_data": (True,),
+        "orders": (),
         "values": (),
         "single_batches": (),
         "narrow_sums": ("bfloat16",),
@@ -117,6 +119,14 @@ def test_what_is_read_ahead_of_a_loop_that_is_broken_off_comes_again():
         for taken, (own, (first, rest)) in zip(broken_off, outcomes, strict=True):
             assert len(first) == taken
             assert list(itertools.chain(*first, *rest)) == own
+
+
+def test_processes_shuffle_alike_whatever_one_draws(job):
+    """And keep the streams that they have seeded, where each has data of its own."""
+    (taken, first), (other, second) = (result["orders"] for result in job[1])
+    assert taken == other and len(set(map(tuple, taken[1:]))) > 1
+    assert first == (random.Random(0).random(), np.random.RandomState(0).rand())
+    assert second == (random.Random(1).random(), np.random.RandomState(1).rand())
 
 
 def test_files_are_shared(job):
