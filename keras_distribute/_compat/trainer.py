@@ -76,6 +76,13 @@ def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (dict(zip(names, args, strict=False)) | kwargs).get("steps_per_execution", 1)
 
 
+def is_validation(kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments that `fit` gives to `evaluate`, whose pass may go
+    on in the next epoch.
+    """
+    return "_use_cached_eval_dataset" in kwargs
+
+
 def is_unbuilt(trainer: Any) -> bool:
     """Whether a layer of the model has no variables yet."""
     return not all(layer.built for layer in trainer._flatten_layers())

@@ -254,6 +254,8 @@ def called(
         if type(each) is CallbackList:  # Made before the package was imported.
             each.__class__ = StrategyCallbackList
     frames, outer = context.in_force.thread.frames, calls.stack.calls
+    # A callback may call us in a `fit`.
+    others, batches = calls.stack.feeds[:] if outer else [], calls.stack.batches
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
     try:
@@ -276,6 +278,8 @@ def called(
     finally:
         context.in_force.thread.frames = frames
         calls.stack.calls = outer
+        if name != "train_on_batch":  # Whose loop may look at its batch.
+            calls.stack.batches = batches
         if claim is not None and vars(trainer).get(_CLAIM) is claim:
             del vars(trainer)[_CLAIM]
         opened.restore()
@@ -283,8 +287,8 @@ def called(
             epochs.fit_ended(trainer)
             calls.asked_watcher(trainer)  # Of a step that did not come any more.
             bit_flips.asked(trainer)
-        if not outer:
-            calls.release_feeds()
+        if not (outer and compat.is_validation(kwargs)):
+            calls.release_feeds(others)
 
 
 def _check_alone(name: str, owner: tuple[int, str, str]) -> None:
