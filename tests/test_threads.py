@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -197,3 +198,46 @@ def test_loops_of_two_threads_with_collectives_between() -> None:
 
     together(*map(loop, totals))
     assert [float(total.numpy()) for total in totals] == [200.0] * 3
+
+
+def test_a_step_that_runs_operation_by_operation_calls_a_model_while_one_is_built() -> (
+    None
+):
+    """Each of them traces, and reads what the other one's programs leave behind."""
+    strategy, in_step, in_build = mirrored(2), threading.Event(), threading.Event()
+    teacher = built(strategy)
+
+    class Student(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            in_step.set()
+            in_build.wait(2)
+            teacher.predict_on_batch(X[:8])
+            return super().train_step(state, data)
+
+    class Slow(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.weight = self.add_weight(shape=(6,))
+
+        def call(self, x: Any) -> Any:
+            in_build.set()
+            time.sleep(0.3)
+            return x * self.weight
+
+    with strategy.scope():
+        student = Student([keras.Input((6,)), layers.Dense(1)])
+        student.compile("sgd", "mse", run_eagerly=True)
+        unbuilt = keras.Sequential([Slow()])
+
+    def predict() -> Any:
+        in_step.wait(30)
+        return unbuilt.predict(X[:8], verbose=0).shape
+
+    threads = [
+        threading.Thread(target=function, daemon=True)
+        for function in (lambda: student.train_on_batch(X[:8], Y[:8]), predict)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False, False]
