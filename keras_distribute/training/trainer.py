@@ -36,7 +36,7 @@ from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
 from keras_distribute.training.steps import choose
-from keras_distribute.training.steps.plan import plan_of
+from keras_distribute.training.steps.plan import forget_mixed, plan_of
 from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.training.steps.watched_step import WatchedStep
 from keras_distribute.variables import given_away, read_before
@@ -219,6 +219,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
         calls.forget_functions(self)
+        forget_mixed(self)
         sizes = adoption.group_sizes(self)
         size = compat.steps_per_execution(args, kwargs)
         automatic = isinstance(size, str) and size == "auto"
