@@ -10,6 +10,7 @@ Mirrored variables that it assigns are proved to get the same value on every rep
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import warnings
 import weakref
@@ -52,11 +53,11 @@ _MANY_FUNCTIONS = 8
 
 class ProgramCache:
     """The compiled programs of one strategy, by function and signature; forgotten with
-    the function.
+    the function, or the object whose method it is, unless that takes no weak reference.
     """
 
     def __init__(self) -> None:
-        self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
+        self._by_anchor: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._functions_of_code: collections.Counter[Any] = collections.Counter()
 
     def programs_of(
@@ -72,26 +73,31 @@ class ProgramCache:
         key = id(anchor)
         if key not in self._by_anchor:
             try:
-                reference = weakref.ref(
-                    anchor, lambda _: self._by_anchor.pop(key, None)
-                )
-            except TypeError:  # Nothing to hang the programs on.
-                return {}
-            self._by_anchor[key] = (reference, {})
-            self._warn_if_made_anew(function, by)
+                held = weakref.ref(anchor, lambda _: self._by_anchor.pop(key, None))
+            except TypeError:
+                held = anchor
+            self._by_anchor[key] = (held, {})
+            # Of methods each object has its own, as each model has of its steps.
+            if anchor is function or anchor is held:
+                self._warn_if_made_anew(function, by)
         return self._by_anchor[key][1].setdefault(code, {})
 
     def _warn_if_made_anew(self, function: Callable[..., Any], by: str) -> None:
-        code = getattr(function, "__code__", None)
-        # Of methods each object has its own, as each model has of its steps.
-        if code is None or hasattr(function, "__self__"):
+        key: Any = getattr(function, "__code__", None)
+        if isinstance(function, functools.partial):
+            function = function.func
+            code = getattr(function, "__code__", None)
+            owner = getattr(function, "__self__", None if code else function)
+            key = code, id(owner)
+        if key is None:
             return
-        self._functions_of_code[code] += 1
-        if self._functions_of_code[code] == _MANY_FUNCTIONS:
+        self._functions_of_code[key] += 1
+        if self._functions_of_code[key] == _MANY_FUNCTIONS:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
             warnings.warn(
-                f"{by} has compiled {function.__qualname__!r} {_MANY_FUNCTIONS} times, "
-                "since each call passed a new function object. Define the function "
-                "once, outside the loop.",
+                f"{by} has compiled {name!r} {_MANY_FUNCTIONS} times, since each call "
+                "passed a new function object. Define the function once, outside the "
+                "loop.",
                 stacklevel=5,
             )
 
