@@ -221,7 +221,8 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         calls.forget_functions(self)
         forget_mixed(self)
         sizes = adoption.group_sizes(self)
-        size = compat.steps_per_execution(args, kwargs)
+        named = compat.compile_arguments(args, kwargs)
+        size = named.get("steps_per_execution", 1)
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'
@@ -230,7 +231,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         object.__setattr__(self, calls.GROUP_SIZES, sizes)
         if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
-            kwargs = kwargs | {"steps_per_execution": 1}
+            args, kwargs = (), named | {"steps_per_execution": 1}
         return called(self, "compile", functools.partial(original, self), args, kwargs)
 
     return compile
