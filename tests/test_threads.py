@@ -8,13 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import keras_distribute as kd
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
+from keras_distribute.training import trainer
 from tests.support import mirrored
 
 RNG = np.random.RandomState(0)
@@ -241,3 +244,23 @@ def test_a_step_that_runs_operation_by_operation_calls_a_model_while_one_is_buil
     for thread in threads:
         thread.join(30)
     assert [thread.is_alive() for thread in threads] == [False, False]
+
+
+def test_predictions_that_are_on_their_way_are_awaited_without_the_lock() -> None:
+    """Of workers, one of which may have to be told again what to do."""
+
+    class Late:
+        def __jax_array__(self) -> Any:
+            def takes_the_lock() -> bool:
+                taken = launches.lock.acquire(timeout=10)
+                if taken:
+                    launches.lock.release()
+                return taken
+
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(takes_the_lock).result()
+            return jnp.ones((2, 1))
+
+    step = trainer._joining(lambda state, batch: ({"y": Late()}, state), 2)
+    outputs, _ = step(None, iter([1, 2]))
+    np.testing.assert_array_equal(outputs["y"], np.ones((4, 1)))

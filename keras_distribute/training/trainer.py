@@ -363,6 +363,7 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
         for batch in _next_of(iterator, size):
             output, state = step(state, batch)
             outputs.append(output)
+        outputs = jax.tree.map(jnp.asarray, outputs)  # Waits for workers, where it has.
         with launches.lock:
             launches.settle()
             return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
