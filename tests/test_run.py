@@ -195,6 +195,21 @@ def test_programs_are_forgotten_with_their_function():
     assert alive() is None
 
 
+def test_an_object_whose_method_returns_it_is_forgotten():
+    class Adder:
+        def added(self, x):
+            return self, x + 1
+
+    strategy, adder = mirrored(2), Adder()
+    for _ in range(2):
+        found, value = strategy.run(adder.added, args=(np.float32(1),))
+        assert found is adder and float(value.values[1]) == 2
+    alive = weakref.ref(adder)
+    del adder, found
+    gc.collect()
+    assert alive() is None
+
+
 def test_methods_partials_and_callable_objects():
     strategy = mirrored(2)
 

@@ -49,6 +49,7 @@ from keras_distribute.variables import (
 )
 
 _MANY_FUNCTIONS = 8
+_OWN = object()  # A result that is the function, or the object whose method it is.
 
 
 class ProgramCache:
@@ -124,12 +125,15 @@ def run(
     """
     call = Call(args, kwargs, strategy.replica_mesh)
     programs = strategy.programs.programs_of(function)
+    own = getattr(function, "__self__", function)
     key = (call.signature, mode, None if options is None else repr(options))
     program = programs.get(key)
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
         with strategy.replica_mesh.tracing():
             trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        # Its programs, which are forgotten with it, must not hold it.
+        trace.leaves = [_OWN if leaf == Static(own) else leaf for leaf in trace.leaves]
         check_same_values(variables)
         check_gathered(variables, strategy.replica_mesh)
         if any(variable.trainable for variable in variables):
@@ -145,7 +149,7 @@ def run(
                 "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
-    return program(call.arrays)
+    return program(call.arrays, own)
 
 
 class _Program:
@@ -273,7 +277,7 @@ class _Program:
         own = self._mesh.compiler_options
         return chosen if own is None else {**own, **(chosen or {})}
 
-    def __call__(self, arrays: list[Any]) -> Any:
+    def __call__(self, arrays: list[Any], own: Any) -> Any:
         if is_due(self._calls):
             check_assigned(self.variables)
         self._calls += 1
@@ -289,7 +293,8 @@ class _Program:
             holder.is_running = False
         left = map(_per_replica, results, self._trace.shapes)
         leaves = [
-            next(left) if leaf is None else leaf.value for leaf in self._trace.leaves
+            next(left) if leaf is None else own if leaf is _OWN else leaf.value
+            for leaf in self._trace.leaves
         ]
         return jax.tree.unflatten(self._trace.structure, leaves)
 
