@@ -218,7 +218,7 @@ def test_a_step_that_runs_operation_by_operation_calls_a_model_while_one_is_buil
             return super().train_step(state, data)
 
     class Slow(layers.Layer):
-        def build(self, shape: Any) -> None:
+        def build(self, input_shape: Any) -> None:
             self.weight = self.add_weight(shape=(6,))
 
         def call(self, x: Any) -> Any:
