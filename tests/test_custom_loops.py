@@ -2,6 +2,10 @@
 `run`, against one device.
 """
 
+import dataclasses
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -464,6 +468,52 @@ def test_value_and_grad_outside_run_keeps_updates():
     assert not np.array_equal(model.layers[1].seed_generator.state.numpy(), before)
     assert np.abs(model.layers[0].moving_mean.numpy()).max() > 0
     assert [g.shape for g in grads] == [v.shape for v in model.trainable_variables]
+
+
+@dataclasses.dataclass
+class Outputs:
+    logits: Any
+    name: str
+
+
+def test_value_and_grad_returns_any_structure_beside_the_loss():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(3.0)
+
+    def loss_fn():
+        beside = types.MappingProxyType({"twice": variable * 2})
+        return variable * variable, (Outputs(variable * 4, "a"), beside, "b", None)
+
+    def step():
+        return kd.value_and_grad(loss_fn, [variable], has_aux=True)()
+
+    (loss, aux), grads = step()
+    assert (float(loss), float(grads[0])) == (9, 6)
+    assert aux == (Outputs(12, "a"), {"twice": 6}, "b", None)
+    (loss, (outputs, beside, *others)), grads = strategy.run(step)
+    assert [float(v.values[1]) for v in (loss, outputs.logits, beside["twice"])] == [
+        9,
+        12,
+        6,
+    ]
+    assert (outputs.name, others, float(grads[0].values[0])) == ("a", ["b", None], 6)
+
+
+def test_value_and_grad_of_a_variable_that_is_listed_twice():
+    """As with `tf.GradientTape.gradient`: two models that share a layer."""
+    shared = keras.layers.Dense(4)
+    models = [keras.Sequential([keras.Input((5,)), shared]) for _ in range(2)]
+    listed = [v for model in models for v in model.trainable_variables]
+
+    def loss_fn():
+        return sum(keras.ops.sum(model(X[0])) for model in models)
+
+    _, expected = kd.value_and_grad(loss_fn, shared.trainable_variables)()
+    _, grads = kd.value_and_grad(loss_fn, listed)()
+    for grad, other in zip(grads, [*expected, *expected], strict=True):
+        np.testing.assert_array_equal(grad, other)
+    assert np.abs(grads[0]).max() > 0
 
 
 def test_value_and_grad_in_a_stateless_scope_has_the_values_of_that_scope():

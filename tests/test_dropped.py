@@ -101,14 +101,22 @@ def test_garbage_that_is_found_under_the_lock_of_the_threads_does_not_wait_for_i
 def test_a_forked_process_has_its_own_thread():
     program = """
     import os
+    import threading
     from keras_distribute.threads import dropped
     class Owner: pass
-    owner = Owner(); dropped.when_dropped(owner, int); del owner; dropped.settle()
+    ended, closing, forked = [], threading.Event(), threading.Event()
+    def of_the_parent():
+        closing.set(); forked.wait(50); ended.append(0)
+    for _ in range(2):
+        owner = Owner(); dropped.when_dropped(owner, of_the_parent); del owner
+    closing.wait(50)
     if os.fork() == 0:
-        ended = []
+        forked.set()
         owner = Owner(); dropped.when_dropped(owner, lambda: ended.append(1)); del owner; dropped.settle()
-        os._exit(0 if ended == [1] else 5)
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
+        os._exit(0 if ended == [1] and not dropped._closer.unfinished else 5)
+    child = os.waitstatus_to_exitcode(os.wait()[1])
+    forked.set(); dropped.settle()
+    print(child, ended)
     """
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
@@ -116,4 +124,4 @@ def test_a_forked_process_has_its_own_thread():
         text=True,
         timeout=100,
     )
-    assert result.stdout.split() == ["0"], result.stderr
+    assert result.stdout.strip() == "0 [0, 0]", result.stderr

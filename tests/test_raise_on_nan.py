@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.training import calls
 from tests.support import mirrored
 
 
@@ -48,6 +49,39 @@ def test_a_loss_that_diverges_is_told_apart():
     ) as e:
         fit(np.ones((8, 3)), np.ones((8, 1)), loss=lambda y, p: 0.0 * p / 0.0)
     assert "a smaller learning rate" in str(e.value)
+
+
+class Calls(keras.callbacks.Callback):
+    def __init__(self, function):
+        super().__init__()
+        self.on_train_batch_end = lambda batch, logs=None: function(self.model)
+
+
+def test_a_fit_that_another_exception_ends_keeps_no_batch():
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    model, guard = model_of(mirrored(2)), kd.callbacks.RaiseOnNaN()
+    x, y = np.ones((8, 3)), np.ones((8, 1))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, verbose=0, callbacks=[guard, Calls(interrupt)])
+    assert calls.stack.batches is None
+
+
+def test_what_a_callback_has_called_is_not_taken_for_the_batch():
+    def call(model):
+        model.predict(np.ones((4, 3)), verbose=0)
+        other.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0, callbacks=[guards[1]])
+
+    guards = [kd.callbacks.RaiseOnNaN() for _ in range(2)]
+    model, other = model_of(mirrored(2)), model_of(mirrored(2))
+    with pytest.raises(kd.errors.NonFiniteError, match="not finite in x of replica 0"):
+        model.fit(
+            np.full((4, 3), np.nan),
+            np.ones((4, 1)),
+            verbose=0,
+            callbacks=[Calls(call), guards[0]],
+        )
 
 
 def test_without_a_strategy_the_step_is_named():

@@ -122,6 +122,24 @@ def test_python_values_of_equal_hash_are_told_apart(strategy):
     ]
 
 
+def test_a_python_value_that_is_nan_is_compiled_once(strategy, compilations):
+    def fn(x, value):
+        return x + value
+
+    one = np.float32(1)
+    strategy.run(fn, args=(one, float("nan")))
+    before = len(compilations)
+    strategy.run(fn, args=(one, -float("nan")))
+    strategy.run(fn, args=(one, complex("nanj")))
+    strategy.run(fn, args=(one, complex("nanj")))
+    assert len(compilations) == before + 1
+    found = [
+        float(strategy.run(lambda x, zero: x / zero, args=(one, zero)).values[0])
+        for zero in (0.0, -0.0)
+    ]
+    assert found == [np.inf, -np.inf]
+
+
 def test_models_and_optimizers_built_inside(strategy, compilations):
     with strategy.scope():
         model = keras.Sequential(
@@ -177,6 +195,21 @@ def test_programs_are_forgotten_with_their_function():
     assert alive() is None
 
 
+def test_an_object_whose_method_returns_it_is_forgotten():
+    class Adder:
+        def added(self, x):
+            return self, x + 1
+
+    strategy, adder = mirrored(2), Adder()
+    for _ in range(2):
+        found, value = strategy.run(adder.added, args=(np.float32(1),))
+        assert found is adder and float(value.values[1]) == 2
+    alive = weakref.ref(adder)
+    del adder, found
+    gc.collect()
+    assert alive() is None
+
+
 def test_methods_partials_and_callable_objects():
     strategy = mirrored(2)
 
@@ -213,6 +246,43 @@ def test_a_new_function_in_each_call_is_warned_about():
     ):
         for _ in range(8):
             strategy.run(lambda: 1)
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def times(self, x):
+        return self.factor * x
+
+
+def test_a_method_of_an_object_without_weak_references_is_compiled_once(compilations):
+    strategy, one = mirrored(2), np.float32(1)
+    slots, after = [Slots(2), Slots(3)], []
+    for _ in range(2):
+        found = [strategy.run(each.times, args=(one,)).values[1] for each in slots]
+        assert list(map(float, found)) == [2, 3]
+        after.append(len(compilations))
+    assert after[0] == after[1]
+
+
+KEPT = Slots(2)
+MADE_ANEW = {
+    "a partial": lambda: functools.partial(Slots.times, KEPT),
+    "a partial of a method": lambda: functools.partial(KEPT.times),
+    "a partial of what is no function of Python": lambda: functools.partial(pow, 2),
+    "a method": lambda: Slots(2).times,
+}
+
+
+@pytest.mark.parametrize("name", MADE_ANEW)
+def test_partials_and_methods_that_are_made_in_each_call_are_warned_about(name):
+    strategy = mirrored(1)
+    with pytest.warns(UserWarning, match="8 times, since each call passed a new"):
+        for _ in range(8):
+            strategy.run(MADE_ANEW[name](), args=(np.float32(1),))
 
 
 def test_methods_of_many_objects_are_not_warned_about(recwarn):

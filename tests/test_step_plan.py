@@ -143,6 +143,20 @@ def test_what_mixes_rows_is_named() -> None:
     )
 
 
+def test_what_mixed_rows_is_forgotten_when_the_model_is_compiled_again() -> None:
+    def mixing(y: Any, prediction: Any) -> Any:
+        rows = keras.ops.cumsum(keras.ops.tile(prediction, (1, 20_000)), 0)
+        return keras.ops.mean(rows - y, -1) ** 2
+
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = sequential(loss=mixing)
+    model.fit(X, X[:, :1], batch_size=4, verbose=0)
+    assert strategy.summary(model).training_steps[0].startswith(GLOBAL)
+    model.compile("sgd", "mse")
+    assert strategy.summary(model).training_steps[0].endswith(UNLESS)
+
+
 def test_the_report_of_step_times_says_it_too() -> None:
     with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = sequential(Mixing(name="mine"))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import keras_distribute as kd
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
+from keras_distribute.training import trainer
 from tests.support import mirrored
 
 RNG = np.random.RandomState(0)
@@ -197,3 +201,66 @@ def test_loops_of_two_threads_with_collectives_between() -> None:
 
     together(*map(loop, totals))
     assert [float(total.numpy()) for total in totals] == [200.0] * 3
+
+
+def test_a_step_that_runs_operation_by_operation_calls_a_model_while_one_is_built() -> (
+    None
+):
+    """Each of them traces, and reads what the other one's programs leave behind."""
+    strategy, in_step, in_build = mirrored(2), threading.Event(), threading.Event()
+    teacher = built(strategy)
+
+    class Student(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            in_step.set()
+            in_build.wait(2)
+            teacher.predict_on_batch(X[:8])
+            return super().train_step(state, data)
+
+    class Slow(layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.weight = self.add_weight(shape=(6,))
+
+        def call(self, x: Any) -> Any:
+            in_build.set()
+            time.sleep(0.3)
+            return x * self.weight
+
+    with strategy.scope():
+        student = Student([keras.Input((6,)), layers.Dense(1)])
+        student.compile("sgd", "mse", run_eagerly=True)
+        unbuilt = keras.Sequential([Slow()])
+
+    def predict() -> Any:
+        in_step.wait(30)
+        return unbuilt.predict(X[:8], verbose=0).shape
+
+    threads = [
+        threading.Thread(target=function, daemon=True)
+        for function in (lambda: student.train_on_batch(X[:8], Y[:8]), predict)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+
+
+def test_predictions_that_are_on_their_way_are_awaited_without_the_lock() -> None:
+    """Of workers, one of which may have to be told again what to do."""
+
+    class Late:
+        def __jax_array__(self) -> Any:
+            def takes_the_lock() -> bool:
+                taken = launches.lock.acquire(timeout=10)
+                if taken:
+                    launches.lock.release()
+                return taken
+
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(takes_the_lock).result()
+            return jnp.ones((2, 1))
+
+    step = trainer._joining(lambda state, batch: ({"y": Late()}, state), 2)
+    outputs, _ = step(None, iter([1, 2]))
+    np.testing.assert_array_equal(outputs["y"], np.ones((4, 1)))

@@ -70,10 +70,17 @@ def install(
     replaced.replace(jax_trainer, "_distribute_data", _distribute_data)
 
 
-def steps_per_execution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """That argument of `compile`, by its name or in its place."""
+def compile_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `compile` by their names."""
     names = list(inspect.signature(BaseTrainer.compile).parameters)[1:]
-    return (dict(zip(names, args, strict=False)) | kwargs).get("steps_per_execution", 1)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def is_validation(kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments that `fit` gives to `evaluate`, whose pass may go
+    on in the next epoch.
+    """
+    return "_use_cached_eval_dataset" in kwargs
 
 
 def is_unbuilt(trainer: Any) -> bool:

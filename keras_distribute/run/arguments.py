@@ -39,16 +39,15 @@ class Static:
             return False
         same = (
             _by_value(self.value)
-            and self.value == other.value
+            and (self.value == other.value or self.value != self.value)  # A NaN.
             and repr(self.value) == repr(other.value)
         )
         # 0.0 == -0.0, but they compute differently.
         return self.value is other.value or same
 
     def __hash__(self) -> int:
-        return hash(
-            (type(self.value), self.value if _by_value(self.value) else id(self.value))
-        )
+        value = self.value if _by_value(self.value) else id(self.value)
+        return hash((type(self.value), value if value == value else repr(value)))
 
 
 def _by_value(value: Any) -> bool:

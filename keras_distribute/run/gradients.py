@@ -13,6 +13,7 @@ import keras
 from keras_distribute import checks
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.values import structures
 
 
 class _Recording(compat.StatelessScope):
@@ -49,7 +50,8 @@ def value_and_grad(
 
     Args:
         fn: Returns a scalar of a floating dtype; with `has_aux`, a pair of it and
-            anything else.
+            anything else; of what holds arrays, a structure that `Strategy.run` could
+            return.
         variables: The variables to differentiate by, such as
             `model.trainable_variables` of a built model.
         has_aux: Whether `fn` returns a pair.
@@ -57,7 +59,8 @@ def value_and_grad(
     Returns:
         A function of the arguments of `fn` that returns `(result of fn, gradients)`,
         the gradients a list in the order of `variables`, each of its variable's shape;
-        zeros where the result does not depend on it.
+        zeros where the result does not depend on it. A variable that is listed twice
+        has its gradient in both places.
 
     Raises:
         ValueStructureError: Without variables, or when `fn` does not return a scalar.
@@ -70,16 +73,20 @@ def value_and_grad(
         >>> float(loss), float(grads[0])
         (18.0, 12.0)
     """
-    targets = _checked(fn, variables, has_aux)
+    listed = _checked(fn, variables, has_aux)
+    targets = list({id(target): target for target in listed}.values())
 
     @functools.wraps(fn)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
         assigned: list[Any] = []
+        form: Any = None
 
         def pure(values: list[Any]) -> Any:
+            nonlocal form
             with _Recording(list(zip(targets, values, strict=True))) as scope:
                 result = fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
+            aux, form = structures.flatten(aux)
             assigned[:] = scope.assigned.values()
             return _scalar(loss), (aux, list(map(scope.get_current_value, assigned)))
 
@@ -91,7 +98,9 @@ def value_and_grad(
                 variable.assign(value)
             else:  # Already what an assignment here means.
                 outer.add_update((variable, value))
-        return ((loss, aux) if has_aux else loss), grads
+        of = {id(target): grad for target, grad in zip(targets, grads, strict=True)}
+        result = (loss, jax.tree.unflatten(form, aux)) if has_aux else loss
+        return result, [of[id(target)] for target in listed]
 
     return with_gradients
 

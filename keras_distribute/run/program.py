@@ -10,6 +10,7 @@ Mirrored variables that it assigns are proved to get the same value on every rep
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import warnings
 import weakref
@@ -48,15 +49,16 @@ from keras_distribute.variables import (
 )
 
 _MANY_FUNCTIONS = 8
+_OWN = object()  # A result that is the function, or the object whose method it is.
 
 
 class ProgramCache:
     """The compiled programs of one strategy, by function and signature; forgotten with
-    the function.
+    the function, or the object whose method it is, unless that takes no weak reference.
     """
 
     def __init__(self) -> None:
-        self._by_anchor: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}
+        self._by_anchor: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._functions_of_code: collections.Counter[Any] = collections.Counter()
 
     def programs_of(
@@ -72,26 +74,31 @@ class ProgramCache:
         key = id(anchor)
         if key not in self._by_anchor:
             try:
-                reference = weakref.ref(
-                    anchor, lambda _: self._by_anchor.pop(key, None)
-                )
-            except TypeError:  # Nothing to hang the programs on.
-                return {}
-            self._by_anchor[key] = (reference, {})
-            self._warn_if_made_anew(function, by)
+                held = weakref.ref(anchor, lambda _: self._by_anchor.pop(key, None))
+            except TypeError:
+                held = anchor
+            self._by_anchor[key] = (held, {})
+            # Of methods each object has its own, as each model has of its steps.
+            if anchor is function or anchor is held:
+                self._warn_if_made_anew(function, by)
         return self._by_anchor[key][1].setdefault(code, {})
 
     def _warn_if_made_anew(self, function: Callable[..., Any], by: str) -> None:
-        code = getattr(function, "__code__", None)
-        # Of methods each object has its own, as each model has of its steps.
-        if code is None or hasattr(function, "__self__"):
+        key: Any = getattr(function, "__code__", None)
+        if isinstance(function, functools.partial):
+            function = function.func
+            code = getattr(function, "__code__", None)
+            owner = getattr(function, "__self__", None if code else function)
+            key = code, id(owner)
+        if key is None:
             return
-        self._functions_of_code[code] += 1
-        if self._functions_of_code[code] == _MANY_FUNCTIONS:
+        self._functions_of_code[key] += 1
+        if self._functions_of_code[key] == _MANY_FUNCTIONS:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
             warnings.warn(
-                f"{by} has compiled {function.__qualname__!r} {_MANY_FUNCTIONS} times, "
-                "since each call passed a new function object. Define the function "
-                "once, outside the loop.",
+                f"{by} has compiled {name!r} {_MANY_FUNCTIONS} times, since each call "
+                "passed a new function object. Define the function once, outside the "
+                "loop.",
                 stacklevel=5,
             )
 
@@ -118,12 +125,15 @@ def run(
     """
     call = Call(args, kwargs, strategy.replica_mesh)
     programs = strategy.programs.programs_of(function)
+    own = getattr(function, "__self__", function)
     key = (call.signature, mode, None if options is None else repr(options))
     program = programs.get(key)
     if program is None:
         guess = next((list(other.variables) for other in programs.values()), [])
         with strategy.replica_mesh.tracing():
             trace, variables = tracing.traced(strategy, function, call, mode, guess)
+        # Its programs, which are forgotten with it, must not hold it.
+        trace.leaves = [_OWN if leaf == Static(own) else leaf for leaf in trace.leaves]
         check_same_values(variables)
         check_gathered(variables, strategy.replica_mesh)
         if any(variable.trainable for variable in variables):
@@ -139,7 +149,7 @@ def run(
                 "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
-    return program(call.arrays)
+    return program(call.arrays, own)
 
 
 class _Program:
@@ -267,7 +277,7 @@ class _Program:
         own = self._mesh.compiler_options
         return chosen if own is None else {**own, **(chosen or {})}
 
-    def __call__(self, arrays: list[Any]) -> Any:
+    def __call__(self, arrays: list[Any], own: Any) -> Any:
         if is_due(self._calls):
             check_assigned(self.variables)
         self._calls += 1
@@ -283,7 +293,8 @@ class _Program:
             holder.is_running = False
         left = map(_per_replica, results, self._trace.shapes)
         leaves = [
-            next(left) if leaf is None else leaf.value for leaf in self._trace.leaves
+            next(left) if leaf is None else own if leaf is _OWN else leaf.value
+            for leaf in self._trace.leaves
         ]
         return jax.tree.unflatten(self._trace.structure, leaves)
 

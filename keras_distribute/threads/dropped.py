@@ -8,6 +8,7 @@ it only puts the closing into a queue, for a thread of its own.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -27,7 +28,7 @@ class _Closer:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread, in a process that was forked, too."""
+        """Starts the thread."""
         with self._starting:
             if self.thread is None or not self.thread.is_alive():
                 name = "keras_distribute dropped"
@@ -51,6 +52,8 @@ class _Closer:
 
 
 _closer = _Closer()
+if hasattr(os, "register_at_fork"):  # What its parent has dropped, that closes.
+    os.register_at_fork(after_in_child=_closer.__init__)
 
 
 def when_dropped(owner: object, close: Callable[[], Any]) -> weakref.finalize[..., Any]:

@@ -133,7 +133,10 @@ def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
     kind = _KINDS.get("" if call is None else call.name)
     if kind is not None and calls.has_own_function(trainer, kind):
         form = feeds.Form.PLAIN
-    return feeds.feed(adapter, strategy.replica_mesh, form, per_epoch, followed)
+    has_loss = kind != "predict"
+    return feeds.feed(
+        adapter, strategy.replica_mesh, form, per_epoch, followed, has_loss
+    )
 
 
 def check_assigned(trainer: Any) -> None:

@@ -167,7 +167,8 @@ def release(feed: Any) -> None:
         feed.release()
 
 
-def release_feeds() -> None:
-    """Releases all of them."""
-    while stack.feeds:
-        stack.feeds.pop().release()
+def release_feeds(kept: list[Any]) -> None:
+    """Releases all of them but some."""
+    for feed in reversed(stack.feeds[:]):
+        if feed not in kept:
+            release(feed)

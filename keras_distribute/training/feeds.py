@@ -167,7 +167,12 @@ def look(adapter: Any) -> Iterator[Any]:
 
 
 def feed(
-    adapter: Any, mesh: ReplicaMesh, form: Form, per_epoch: int | None, followed: bool
+    adapter: Any,
+    mesh: ReplicaMesh,
+    form: Form,
+    per_epoch: int | None,
+    followed: bool,
+    has_loss: bool,
 ) -> Feed:
     """The batches of one pass, on the devices ahead of the steps that take them.
 
@@ -176,6 +181,7 @@ def feed(
         form: What takes them.
         per_epoch: How many batches an epoch takes, where the user says so.
         followed: Whether somebody may ask for positions.
+        has_loss: Whether each batch has one, and so has to have rows.
 
     Raises:
         ContextError: For a function of the model's own over several processes.
@@ -197,7 +203,7 @@ def feed(
         data = whole(batch)
         sizes = replica_rows(batch, mesh.num_replicas) if several else None
         empty = any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data))
-        if empty and not any(sizes or ()):
+        if has_loss and empty and not any(sizes or ()):
             raise InputError(
                 "A batch without rows has no loss.",
                 received=f"shapes {list(map(np.shape, jax.tree.leaves(data)))}.",

@@ -36,7 +36,7 @@ from keras_distribute.training.callback_list import StrategyCallbackList
 from keras_distribute.training.calls import Call
 from keras_distribute.training.epoch_iterator import StrategyEpochIterator
 from keras_distribute.training.steps import choose
-from keras_distribute.training.steps.plan import plan_of
+from keras_distribute.training.steps.plan import forget_mixed, plan_of
 from keras_distribute.training.steps.state import StateGroup
 from keras_distribute.training.steps.watched_step import WatchedStep
 from keras_distribute.variables import given_away, read_before
@@ -219,8 +219,10 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
         calls.forget_functions(self)
+        forget_mixed(self)
         sizes = adoption.group_sizes(self)
-        size = compat.steps_per_execution(args, kwargs)
+        named = compat.compile_arguments(args, kwargs)
+        size = named.get("steps_per_execution", 1)
         automatic = isinstance(size, str) and size == "auto"
         if sizes is not None and not automatic:
             what = 'steps_per_execution is a number of steps, or "auto".'
@@ -229,7 +231,7 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         object.__setattr__(self, calls.GROUP_SIZES, sizes)
         if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
-            kwargs = kwargs | {"steps_per_execution": 1}
+            args, kwargs = (), named | {"steps_per_execution": 1}
         return called(self, "compile", functools.partial(original, self), args, kwargs)
 
     return compile
@@ -254,6 +256,8 @@ def called(
         if type(each) is CallbackList:  # Made before the package was imported.
             each.__class__ = StrategyCallbackList
     frames, outer = context.in_force.thread.frames, calls.stack.calls
+    # A callback may call us in a `fit`.
+    others, batches = calls.stack.feeds[:] if outer else [], calls.stack.batches
     opened, thread, claim = scopes.Opened(), threading.current_thread(), None
     building: Any = contextlib.nullcontext()
     try:
@@ -276,6 +280,8 @@ def called(
     finally:
         context.in_force.thread.frames = frames
         calls.stack.calls = outer
+        if name != "train_on_batch":  # Whose loop may look at its batch.
+            calls.stack.batches = batches
         if claim is not None and vars(trainer).get(_CLAIM) is claim:
             del vars(trainer)[_CLAIM]
         opened.restore()
@@ -283,8 +289,8 @@ def called(
             epochs.fit_ended(trainer)
             calls.asked_watcher(trainer)  # Of a step that did not come any more.
             bit_flips.asked(trainer)
-        if not outer:
-            calls.release_feeds()
+        if not (outer and compat.is_validation(kwargs)):
+            calls.release_feeds(others)
 
 
 def _check_alone(name: str, owner: tuple[int, str, str]) -> None:
@@ -357,6 +363,7 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
         for batch in _next_of(iterator, size):
             output, state = step(state, batch)
             outputs.append(output)
+        outputs = jax.tree.map(jnp.asarray, outputs)  # Waits for workers, where it has.
         with launches.lock:
             launches.settle()
             return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state

@@ -176,6 +176,27 @@ def test_an_empty_batch(ahead: int) -> None:
     with pytest.raises(errors.InputError, match="A batch without rows has no loss"):
         trained.fit(batches(), verbose=0)
     assert int(trained.optimizer.iterations) == 1
+    with pytest.raises(errors.InputError, match="A batch without rows has no loss"):
+        trained.evaluate(batches(), verbose=0)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_an_empty_batch_of_a_prediction(steps: int, options: Any, ahead: int) -> None:
+    """Whose rows are those of the others, as of plain Keras."""
+
+    def batches() -> Any:
+        for rows in (3, 0, 2, 0):
+            yield (X[:rows] * np.arange(rows)[:, None],)
+
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"], **options).scope():
+        ours = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ours.compile(steps_per_execution=steps)
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    plain.set_weights(ours.get_weights())
+    found = ours.predict(batches(), verbose=0)
+    np.testing.assert_allclose(found, plain.predict(batches(), verbose=0), rtol=1e-6)
+    assert found.shape == (5, 1)
 
 
 def test_data_that_ends_early(ahead: int) -> None:

@@ -285,6 +285,14 @@ def test_reading_ahead_ends_with_what_it_was_for() -> None:
     assert ours() == []
 
 
+def test_a_validation_of_some_steps_goes_on_in_the_next_epoch() -> None:
+    def fit(model: keras.Model) -> Any:
+        options = {"validation_data": Pairs(), "validation_steps": 2, "verbose": 0}
+        return model.fit(X, Y, batch_size=45, epochs=2, **options)
+
+    assert_same(*both(fit))
+
+
 @pytest.mark.parametrize("kind", ["arrays", "one step an epoch"])
 def test_a_lone_batch_is_read_without_a_thread(
     kind: str, monkeypatch: pytest.MonkeyPatch

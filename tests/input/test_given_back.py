@@ -69,6 +69,41 @@ def test_by_the_methods_of_a_model(data, no_collection):
         assert not no_collection()
 
 
+def test_by_methods_in_a_callback(no_collection):
+    with mirrored(2).scope():
+        models = [
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            for _ in range(2)
+        ]
+        for model in models:
+            model.compile("sgd", "mse")
+    left, alive = [], []
+
+    class Calls(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            x = X.copy()
+            models[0].predict(x, batch_size=16, verbose=0)
+            alive.append(weakref.ref(x))
+            models[0].evaluate(unknown_length(), verbose=0)
+            models[1].fit(
+                tf_data(),
+                epochs=2,
+                steps_per_epoch=2,
+                validation_data=tf_data(),
+                validation_steps=2,
+                verbose=0,
+            )
+            del x
+            dropped.settle()
+            left.append(len(no_collection()))
+
+    models[0].fit(tf_data(), validation_data=tf_data(), callbacks=[Calls()], verbose=0)
+    assert left == [1] * 5  # That of the outer `fit`.
+    assert [watched() for watched in alive] == [None] * 5
+    dropped.settle()
+    assert not no_collection()
+
+
 def test_arrays_end_with_fit(no_collection):
     with mirrored(2).scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])

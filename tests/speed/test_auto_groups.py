@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.training import calls
 from keras_distribute.training.steps import group_size
 from keras_distribute.training.steps.group_size import GroupSize
 from tests.support import mirrored_or_default
@@ -207,6 +208,15 @@ def test_a_saved_model_says_one(tmp_path: Any) -> None:
     model = built(2, "auto")
     model.save(tmp_path / "model.keras")
     assert keras.models.load_model(tmp_path / "model.keras").steps_per_execution == 1
+
+
+def test_compile_takes_its_arguments_by_position() -> None:
+    with mirrored_or_default(2).scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", None, ["mae"], None, False, "auto", True)
+    assert (model.steps_per_execution, model.jit_compile) == (1, True)
+    assert model.loss == "mse"
+    assert isinstance(calls.group_sizes_of(model), GroupSize)
 
 
 def test_backups_are_of_single_steps(tmp_path: Any, eager_to_group: None) -> None:

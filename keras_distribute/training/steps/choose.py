@@ -227,7 +227,8 @@ class EagerStep:
         groups = [group.variables for group in state]
         if self._state is None or not self._state.is_of(groups):
             self._state = StepState(groups, None, (), self._strategy.placement)
-        with launches.lock, context.entered(frame):
+        # The step may call what is traced first; whoever traces may ask for `lock`.
+        with launches.tracing, launches.lock, context.entered(frame):
             mesh = self._strategy.replica_mesh
             left = map(mesh.brought, self._state.take())
             values = tuple([next(left) for _ in group] for group in groups)

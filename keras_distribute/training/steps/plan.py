@@ -131,6 +131,11 @@ def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
     setattr(trainer, _MIXED, text)
 
 
+def forget_mixed(trainer: Any) -> None:
+    """Forgets it, of a trainer whose step will be made anew."""
+    vars(trainer).pop(_MIXED, None)
+
+
 def _will_accumulate(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps) and not optimizer.built
 
