@@ -45,9 +45,9 @@ class MirroredStrategy(LogicalDevicesStrategy):
             number of devices: the batch is cut into `num_replicas` parts, of which each
             device computes its own one after the other, in programs of the same shapes,
             and sums over the replicas follow one binary tree. Differs from TF, whose
-            replicas are devices. Batch normalization is of a replica's rows, and in `run`
-            dropout draws per replica. `docs/guide/deterministic.md` says what it costs, and what
-            must be equal beside.
+            replicas are devices. Batch normalization is of a replica's rows, and in
+            `run` dropout draws per replica. `docs/guide/deterministic.md` says what it
+            costs, and what must be equal beside.
         num_replicas: With `deterministic`: a power of two, and a multiple of the number
             of devices; by default 8.
         shard_variables: Whether each replica keeps only its part of each large weight
