@@ -2,6 +2,9 @@
 `CrossDeviceOps`.
 """
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -147,6 +150,17 @@ def test_gather_of_ragged_components():
         strategy.gather(distributed(strategy, parts), axis=0)
     with pytest.raises(errors.ValueStructureError, match="no axis 0 in a value of 0"):
         strategy.gather(distributed(strategy, [np.float32(1)] * 3), axis=0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=["equal", "ragged"])
+def test_what_was_gathered_is_freed(sizes):
+    strategy = mirrored(2)
+    value = distributed(strategy, [np.ones((size, 7), "float32") for size in sizes])
+    assert strategy.gather(value, axis=0).shape == (4, 7)
+    kept = weakref.ref(value)
+    del value
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
