@@ -240,6 +240,35 @@ def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
 
 
 @pytest.mark.parametrize("kind", ["on_write", "on_read"])
+@pytest.mark.parametrize(
+    ("dtype", "first", "step", "mean"),
+    [
+        ("float16", 40000, 64, 40096),
+        ("bfloat16", 1, 1 / 128, 1.015625),
+        ("int32", 2**30, 2**20, 2**30 + 3 * 2**19),
+        ("uint8", 100, 20, 130),
+    ],
+)
+def test_the_sum_behind_a_mean_is_wide(kind, dtype, first, step, mean):
+    strategy = mirrored(4)
+    with strategy.scope():
+        variable = keras.Variable(
+            0, dtype=dtype, synchronization=kind, aggregation="mean"
+        )
+
+    def fn():
+        replica = kd.get_replica_context()
+        own = (first + step * replica.replica_id_in_sync_group).astype(dtype)
+        variable.assign(own)
+        return own, replica.merge_call(lambda _: variable.value)
+
+    own, merged = strategy.run(fn)
+    assert float(variable.numpy()) == mean
+    assert {float(value) for value in merged.values} == {mean}
+    assert strategy.reduce("MEAN", own, axis=None).astype(dtype) == mean
+
+
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 def test_read_and_assigned_in_merge_call_and_update(strategy, kind, aggregation):
     with strategy.scope():
