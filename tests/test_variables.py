@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.common.variables import AutocastScope
 
 import keras_distribute as kd
 from keras_distribute import errors
@@ -413,6 +414,84 @@ def test_an_assigned_number(dtype, number, synchronization):
     with keras.StatelessScope() as scope:
         variable.assign(number)
     assert scope.get_current_value(variable) == own.value
+
+
+NEAR = 0.003906640625  # In bfloat16 it is half of the last bit of 1, which is lost.
+CHANGES = [
+    ([1, 2, 0.1], "float32", 1.0),
+    ([1, 2, 0.1], "float32", np.full((1,), 0.1)),
+    (1, "bfloat16", NEAR),
+    (1, "bfloat16", np.float32(NEAR)),
+    ([1, -1], "int32", 0.5),
+    ([1, -1], "int32", True),
+    ([2, 250], "uint8", 3),
+    ([2, 250], "uint8", np.array([300, 4.5])),
+]
+
+
+@pytest.mark.parametrize("operation", ["assign_add", "assign_sub"])
+@pytest.mark.parametrize("where", ["eager", "run", "stateless", "autocast"])
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
+def test_changes_are_added_as_in_keras(kind, where, operation):
+    """Of another shape, which is broadcast, and of another dtype, in which they are
+    added before the sum is cast.
+    """
+    how = {
+        "synchronization": kind,
+        "aggregation": "mean" if kind == "on_read" else None,
+    }
+
+    def made(how):
+        return [
+            keras.Variable(value, dtype=dtype, **how) for value, dtype, _ in CHANGES
+        ]
+
+    def change(variables):
+        for variable, (_, _, by) in zip(variables, CHANGES, strict=True):
+            getattr(variable, operation)(by)
+
+    def changed(variables, change):
+        if where in ("eager", "run"):
+            change(variables)
+            return [v.value for v in variables]
+        cast = AutocastScope("float16" if where == "autocast" else None)
+        with keras.StatelessScope() as scope, cast:
+            change(variables)
+        return [scope.get_current_value(v) for v in variables]
+
+    def in_run(variables):
+        strategy.run(lambda: change(variables))
+
+    strategy = mirrored(2)
+    expected = changed(made({}), change)
+    with strategy.scope():
+        ours = changed(made(how), in_run if where == "run" else change)
+    for own, value in zip(expected, ours, strict=True):
+        assert own.dtype == value.dtype
+        np.testing.assert_array_equal(value, own)
+
+
+def test_changes_do_not_make_a_variable_larger():
+    with mirrored(2).scope():
+        variable = keras.Variable([1.0, 2.0])
+    for change in (np.ones(3), np.ones((1, 2))):
+        with pytest.raises(errors.ValueStructureError, match=r"has the shape \(2,\)"):
+            variable.assign_add(change)
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_changes_of_replicas_are_aggregated_before_they_are_cast(aggregation):
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1, 2], dtype="int32", aggregation=aggregation)
+
+    def fn():
+        replica = kd.get_replica_context().replica_id_in_sync_group
+        variable.assign_add(0.5 + 2 * replica)
+
+    strategy.run(fn)
+    change = {"sum": 3, "mean": 1, "only_first_replica": 0}[aggregation]
+    assert variable.numpy().tolist() == [1 + change, 2 + change]
 
 
 def test_components_without_aggregation():

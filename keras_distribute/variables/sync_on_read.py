@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -144,23 +145,26 @@ class SyncOnReadVariable(DistributedVariable):
             self.replica_mesh, self.aggregation == "sum", self.logical_axes
         )(value)
 
-    def _assign_change(self, change: Any) -> Any:
+    def _assign_change(self, operation: Callable[..., Any], change: Any) -> Any:
         """Changes each component, so that what is read changes by `change` and no
         replica's own state is lost.
         """
         current = self._own_frame()
         scoped = compat.stateless_value(self)
         if scoped is not None and current.per_replica:
-            value = scoped + self._write_in_program(change, current)
+            own = self._maybe_autocast(scoped)
+            change = self._write_in_program(change, current)
+            value = self._in_own_dtype(operation(own, change))
             compat.add_stateless_update(self, value)
             return value
         if compat.in_stateless_scope():
-            return super()._assign_change(change)
+            return super()._assign_change(operation, change)
         self._check_outlives_trace(change)
         with launches.lock:
             stored = self.stored
             assert stored is not None
-            self._value = stored + self._spread(strong(change))
+            changes = self._spread(self._in_dtype_of_sum(change))
+            self._value = self._in_own_dtype(operation(stored, changes))
         return change if self.aggregation == "none" else self._read_stored()
 
     def _components(self) -> tuple[jax.Array, ...]:
