@@ -152,6 +152,37 @@ def test_gather_of_ragged_components():
         strategy.gather(distributed(strategy, [np.float32(1)] * 3), axis=0)
 
 
+@pytest.mark.parametrize("rows", [8, 5])
+def test_batches_on_the_host_are_used_like_those_on_the_devices(rows):
+    strategy = mirrored(4)
+    array = RNG.randn(rows, 2).astype("float16")
+    data = kd.ArrayDataset(array, batch_size=rows)
+    options = kd.InputOptions(experimental_fetch_to_device=False)
+    host, placed = (
+        next(iter(strategy.experimental_distribute_dataset(data, given)))
+        for given in (options, None)
+    )
+    parts = strategy.experimental_local_results(host)
+    assert [(type(p), len(p)) for p in parts] == [
+        (np.ndarray, len(p)) for p in placed.values
+    ]
+
+    def step(x):
+        return kd.get_replica_context().all_reduce("SUM", x.sum())
+
+    def used(value):
+        sums = strategy.run(step, args=(value,))
+        results = [strategy.gather(value, axis=0), *sums.values]
+        results += [strategy.reduce(op, value, axis=0) for op in ("SUM", "MEAN")]
+        if rows == 8:
+            results.append(strategy.reduce("MEAN", value, axis=None))
+            results.append(strategy.extended.reduce_to("SUM", value, value))
+        return list(map(str, results))
+
+    assert used(host) == used(placed)
+    assert all(a is b for a, b in zip(host.values, parts, strict=True))
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=["equal", "ragged"])
 def test_what_was_gathered_is_freed(sizes):
     strategy = mirrored(2)
