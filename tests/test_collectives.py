@@ -502,6 +502,36 @@ def test_values_from_a_function(strategy):
             )
 
 
+@pytest.mark.parametrize(
+    "others",
+    [np.ones(2), np.ones(2, ">f4"), np.ones(2, "float32"), jnp.ones(2)],
+    ids=lambda array: f"{type(array).__name__} {array.dtype.str}",
+)
+def test_components_of_the_dtypes_that_jax_stores_are_one_array(others):
+    """As those of a replica that has NumPy's numbers and one that has JAX's."""
+    strategy = mirrored(3)
+    value = distributed(strategy, [jnp.zeros(2), others, others])
+    assert strategy.gather(value, axis=0).tolist() == [0, 0, 1, 1, 1, 1]
+    doubled = strategy.run(lambda x: x * 2, args=(value,)).values
+    assert [part.tolist() for part in doubled] == [[0, 0], [2, 2], [2, 2]]
+    assert {str(part.dtype) for part in doubled} == {"float32"}
+    numbers = distributed(strategy, [1, jnp.int32(2), np.int64(3)])
+    assert strategy.reduce("SUM", numbers, axis=None) == 6
+
+
+@pytest.mark.parametrize(
+    "component", [np.array(["2020-01-01"], "datetime64[D]"), np.longdouble(1)]
+)
+def test_what_jax_has_no_dtype_for_is_an_object(component):
+    strategy = mirrored(2)
+    value = distributed(strategy, [component, component])
+    assert all(part is component for part in value.values)
+    with pytest.raises(errors.StructureTypeError, match="Only arrays can be gathered"):
+        strategy.gather(value, axis=0)
+    with pytest.raises(errors.ValueStructureError, match="pass arrays of numbers, of"):
+        strategy.run(lambda x: x, args=(value,))
+
+
 def test_reduce_op():
     assert (
         kd.ReduceOp.from_variable_aggregation(kd.VariableAggregation.SUM)
