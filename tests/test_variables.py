@@ -11,7 +11,7 @@ from keras.src.backend.common.variables import AutocastScope
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import distributed, mirrored
 
 REPLICAS = (1, 2, 3, 8)
 
@@ -492,6 +492,22 @@ def test_changes_of_replicas_are_aggregated_before_they_are_cast(aggregation):
     strategy.run(fn)
     change = {"sum": 3, "mean": 1, "only_first_replica": 0}[aggregation]
     assert variable.numpy().tolist() == [1 + change, 2 + change]
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (0, 1, 2, 4)])
+def test_components_of_another_strategys_replicas_are_refused(devices):
+    with mirrored(4).scope():
+        variable = keras.Variable(3.0, synchronization="on_read", aggregation="sum")
+    other = kd.MirroredStrategy([f"cpu:{i}" for i in devices])
+    value = distributed(other, np.ones(4, "float32"))
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)of other replicas was assigned.*cpu:2, cpu:3\].*Fix: make the value",
+    ):
+        variable.assign(value)
+    assert float(variable) == 3
+    variable.assign(distributed(mirrored(4), np.arange(4, dtype="float32")))
+    assert float(variable) == 6
 
 
 def test_components_without_aggregation():

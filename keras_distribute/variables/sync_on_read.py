@@ -15,8 +15,8 @@ from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.launches import launches
-from keras_distribute.devices.mesh import components
-from keras_distribute.errors import AggregationError
+from keras_distribute.devices.mesh import components, mesh_of_array
+from keras_distribute.errors import AggregationError, ValueStructureError
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import (
@@ -114,13 +114,16 @@ class SyncOnReadVariable(DistributedVariable):
         return PerReplica(stacked=self.stored) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:
-        if (
-            isinstance(value, PerReplica)
-            and value.stacked is not None
-            and value.stacked.shape[1:] == self.shape
-        ):
-            return value
-        return super()._checked(value)
+        stacked = value.stacked if isinstance(value, PerReplica) else None
+        if stacked is None or stacked.shape[1:] != self.shape:
+            return super()._checked(value)
+        if mesh_of_array(stacked) != self.replica_mesh.mesh:
+            raise ValueStructureError(
+                f"A value of other replicas was assigned to {self.path!r}.",
+                received=f"{value!r} for a variable of {self._strategy!r}.",
+                fix="make the value with the variable's strategy.",
+            )
+        return value
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, PerReplica):
