@@ -152,6 +152,28 @@ def test_threads_have_their_own_scopes(strategy, other):
     assert new == [False]
 
 
+def test_threads_share_a_scope(strategy):
+    scope, entered, left = strategy.scope(), threading.Event(), threading.Event()
+    seen = []
+
+    def work():
+        with scope:
+            entered.set()
+            left.wait(timeout=30)
+            seen.append(kd.get_strategy())
+        seen.append(kd.has_strategy())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(timeout=30)
+    with scope:
+        assert kd.get_strategy() is strategy
+    assert not kd.has_strategy()
+    left.set()
+    thread.join()
+    assert seen == [strategy, False]
+
+
 def test_clear_session_keeps_the_scope(strategy):
     with strategy.scope():
         keras.utils.clear_session()
