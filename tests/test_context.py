@@ -273,6 +273,19 @@ def test_the_default_strategy_runs_functions_as_they_are():
     assert kd.get_strategy().experimental_local_results(5) == (5,)
 
 
+def test_values_from_a_function_are_plain_in_the_default_strategy():
+    """As in TensorFlow."""
+    default, made = kd.get_strategy(), {"x": np.ones((3, 2))}
+    value = default.experimental_distribute_values_from_function(
+        lambda context: made if context == kd.experimental.ValueContext() else None
+    )
+    assert value is made
+    assert default.run(lambda v: v["x"].T.shape, args=(value,)) == (2, 3)
+    assert default.reduce("SUM", value["x"], axis=0).tolist() == [3, 3]
+    with pytest.raises(errors.StructureTypeError, match="made by a function"):
+        default.experimental_distribute_values_from_function(np.ones(2))
+
+
 def test_get_loss_reduction():
     assert kd.get_loss_reduction() is kd.ReduceOp.SUM
 
