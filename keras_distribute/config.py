@@ -1,10 +1,10 @@
 """CPU virtual devices, and the XLA thread pool that they need.
 
-XLA's CPU client has one thread for each core that the process may use, and an all-reduce blocks its thread until all
-devices have joined. With more virtual devices than cores the pool starves and the
-process aborts after 40 seconds ("Expected N threads to join the rendezvous"). The
-pool's size comes from the environment variable `NPROC` when the client is created, so
-it is set here, whoever asked for the devices.
+XLA's CPU client has one thread for each core that the process may use, and an
+all-reduce blocks its thread until all devices have joined. With more virtual devices
+than cores the pool starves and the process aborts after 40 seconds ("Expected N threads
+to join the rendezvous"). The pool's size comes from the environment variable `NPROC`
+when the client is created, so it is set here, whoever asked for the devices.
 """
 
 from __future__ import annotations
