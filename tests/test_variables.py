@@ -1,5 +1,6 @@
 """What a creation under scope yields, and the read and assign rules of every context."""
 
+import copy
 import itertools
 
 import jax
@@ -139,6 +140,16 @@ def test_outside_a_scope_variables_are_keras_own():
     assert strategy.extended.variable_created_in_scope(inside)
     assert not strategy.extended.variable_created_in_scope(keras.Variable(1.0))
     assert not mirrored(2).extended.variable_created_in_scope(inside)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_in_a_scope_is_of_the_same_class(copied):
+    plain = keras.Variable(2.0, name="plain")
+    with mirrored(2).scope():
+        mirrored_one = keras.Variable(3.0)
+        made = [copied(plain), copied(mirrored_one)]
+    assert list(map(type, made)) == [keras.Variable, kd.MirroredVariable]
+    assert list(map(float, made)) == [2, 3] and made[0].path == "plain"
 
 
 def test_one_device_strategy_places_variables():
