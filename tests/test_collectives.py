@@ -233,6 +233,17 @@ def test_all_gather_in_a_replica(strategy):
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    "ops",
+    [kd.NcclAllReduce, kd.HierarchicalCopyAllReduce, kd.ReductionToOneDevice],
+)
+def test_values_without_elements_are_reduced(ops, op):
+    strategy = mirrored(2, cross_device_ops=ops())
+    value = distributed(strategy, [np.zeros((0, 3), "float32")] * 2)
+    assert strategy.reduce(op, value, axis=None).shape == (0, 3)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_gradients_through_collectives(strategy, op):
     """The gradient of an all-reduce is the all-reduce of the gradients; of a gather,
     the sum of its part's.
