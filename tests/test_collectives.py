@@ -233,6 +233,16 @@ def test_all_gather_in_a_replica(strategy):
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16"])
+def test_the_default_strategy_reduces_to_the_dtype_of_one_replica(op, dtype):
+    def reduced():
+        return kd.get_replica_context().all_reduce(op, np.ones(2, dtype))
+
+    plain, (own,) = kd.get_strategy().run(reduced), mirrored(1).run(reduced).values
+    assert (plain.dtype, plain.tolist()) == (own.dtype, own.tolist())
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize(
     "ops",
     [kd.NcclAllReduce, kd.HierarchicalCopyAllReduce, kd.ReductionToOneDevice],

@@ -94,7 +94,8 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         leaves, structure = structures.flatten(value)
         if not context.frame().per_replica:
-            return jax.tree.unflatten(structure, list(map(jnp.asarray, leaves)))
+            alone = [reductions.reduce_alone(op, leaf) for leaf in leaves]
+            return jax.tree.unflatten(structure, alone)
         reduced = reductions.reduce_locals(
             self._strategy.extended.cross_device_ops, op, leaves, options
         )

@@ -52,6 +52,15 @@ def reduce_locals(
     return ops.batch_reduce(reduce_op, pairs, options)
 
 
+def reduce_alone(reduce_op: ReduceOp, value: Any) -> jax.Array:
+    """What `reduce_locals` makes of a value where there is one replica and no
+    program.
+    """
+    value = jnp.asarray(value)
+    kept = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if kept else widened(reduce_op, value)
+
+
 def sum_gradients(
     ops: CrossDeviceOps, gradients: Sequence[Any], dtype: str | None
 ) -> list[jax.Array]:
