@@ -253,6 +253,36 @@ def test_values_without_elements_are_reduced(ops, op):
     assert strategy.reduce(op, value, axis=None).shape == (0, 3)
 
 
+def test_an_update_in_merge_call_gets_components_wherever_they_are():
+    strategy = mirrored(2)
+    with strategy.scope():
+        total = keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+    outside = distributed(strategy, [1.0, 2.0])
+
+    def update(variable, first, *, more):
+        variable.assign_add(first + more[0]["x"])
+
+    def merged(strategy, x, given=None):
+        args = (x,), {"more": [{"x": x if given is None else given}]}
+        strategy.extended.update(total, update, *args)
+
+    def fn(x):
+        kd.get_replica_context().merge_call(merged, (x,))
+
+    strategy.run(fn, args=(outside,))
+    assert [float(value) for value in total.values] == [2, 4]
+    strategy.extended.update(total, update, (outside,), {"more": [{"x": outside}]})
+    assert [float(value) for value in total.values] == [4, 8]
+    with pytest.raises(errors.ValueStructureError, match="from outside of the program"):
+        strategy.run(
+            lambda x: kd.get_replica_context().merge_call(
+                lambda s, x: merged(s, x, outside), (x,)
+            ),
+            args=(outside,),
+        )
+    assert float(total.numpy()) == 12
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_gradients_through_collectives(strategy, op):
     """The gradient of an all-reduce is the all-reduce of the gradients; of a gather,
