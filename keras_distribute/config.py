@@ -1,10 +1,10 @@
 """CPU virtual devices, and the XLA thread pool that they need.
 
-XLA's CPU client has one thread per core, and an all-reduce blocks its thread until all
-devices have joined. With more virtual devices than cores the pool starves and the
-process aborts after 40 seconds ("Expected N threads to join the rendezvous"). The
-pool's size comes from the environment variable `NPROC` when the client is created, so
-it is set here, whoever asked for the devices.
+XLA's CPU client has one thread for each core that the process may use, and an
+all-reduce blocks its thread until all devices have joined. With more virtual devices
+than cores the pool starves and the process aborts after 40 seconds ("Expected N threads
+to join the rendezvous"). The pool's size comes from the environment variable `NPROC`
+when the client is created, so it is set here, whoever asked for the devices.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from keras_distribute.errors import DeviceError, ValueStructureError
 
 _THREADS_PER_DEVICE = 4  # 32 threads for 8 devices never starved; 8 for 8 did.
 _BY_USER = "NPROC in the environment"
+# What `NPROC` was set to here, so that child processes do not take it for the user's.
+SET_HERE = "KERAS_DISTRIBUTE_NPROC"
 _COUNT = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
@@ -146,7 +148,7 @@ def check_pool(num_devices: int) -> None:
         DeviceError: When JAX started its CPU client, with too few threads, before we
             could choose their number.
     """
-    threads = _chosen.pool_size or _threads_asked_for() or os.cpu_count() or 1
+    threads = _chosen.pool_size or _threads_asked_for() or cores()
     if num_devices > threads:
         raise DeviceError(
             f"Training on {num_devices} CPU devices with XLA's pool of {threads} "
@@ -161,7 +163,7 @@ def check_pool(num_devices: int) -> None:
 def pool() -> tuple[int, str]:
     """How many threads XLA has for CPU devices, and what decided that."""
     if not _chosen.pool_size:
-        return os.cpu_count() or 1, "the JAX that was started before this package"
+        return cores(), "the JAX that was started before this package"
     return _chosen.pool_size, _chosen.pool_reason
 
 
@@ -171,7 +173,14 @@ def threads_of_one_of(num_processes: int) -> int:
     With more, they would take the cores from each other.
     """
     asked = _threads_asked_for() if _chosen.pool_reason == _BY_USER else 0
-    return asked or max(1, (os.cpu_count() or 1) // num_processes)
+    return asked or max(1, cores() // num_processes)
+
+
+def cores() -> int:
+    """How many cores this process may use, and XLA takes."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _threads_asked_for() -> int:
@@ -181,11 +190,13 @@ def _threads_asked_for() -> int:
 
 
 def _size_pool(num_devices: int) -> None:
-    asked, cores = _threads_asked_for(), os.cpu_count() or 1
+    if os.environ.get("NPROC") == os.environ.pop(SET_HERE, None):
+        os.environ.pop("NPROC", None)
+    asked = _threads_asked_for()
     needed = _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0
-    if needed > (asked or cores):
-        os.environ["NPROC"] = str(needed)
+    if needed > (asked or cores()):
+        os.environ["NPROC"] = os.environ[SET_HERE] = str(needed)
         _chosen.pool_reason = f"keras_distribute, for {num_devices} CPU devices"
     elif asked and not _chosen.pool_size:
         _chosen.pool_reason = _BY_USER
-    _chosen.pool_size = _threads_asked_for() or cores
+    _chosen.pool_size = _threads_asked_for() or cores()

@@ -287,14 +287,21 @@ def inherited(frames: list[Frame]) -> Generator[None]:
         in_force.thread.frames = before
 
 
+class _Entered(threading.local):
+    """The frames of one scope that a thread has entered and not left."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
 class Scope(contextlib.AbstractContextManager[_S]):
     """What `Strategy.scope()` returns: a context manager that can be entered again,
-    also inside itself.
+    also inside itself and in several threads.
     """
 
     def __init__(self, strategy: _S) -> None:
         self._strategy = strategy
-        self._entered: list[Frame] = []
+        self._entered = _Entered()
 
     def __enter__(self) -> _S:
         current = frame()
@@ -318,12 +325,13 @@ class Scope(contextlib.AbstractContextManager[_S]):
             )
         own = Frame(self._strategy, Mode.CROSS, named=True)
         in_force.thread.frames.append(own)
-        self._entered.append(own)
+        self._entered.frames.append(own)
         in_force.scopes[own] = threading.current_thread()
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
-        own = self._entered.pop() if self._entered else None
+        entered = self._entered.frames
+        own = entered.pop() if entered else None
         if own is not None:
             in_force.scopes.pop(own, None)
         if not in_force.thread.frames or in_force.thread.frames[-1] is not own:

@@ -2,6 +2,9 @@
 `CrossDeviceOps`.
 """
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -149,6 +152,48 @@ def test_gather_of_ragged_components():
         strategy.gather(distributed(strategy, [np.float32(1)] * 3), axis=0)
 
 
+@pytest.mark.parametrize("rows", [8, 5])
+def test_batches_on_the_host_are_used_like_those_on_the_devices(rows):
+    strategy = mirrored(4)
+    array = RNG.randn(rows, 2).astype("float16")
+    data = kd.ArrayDataset(array, batch_size=rows)
+    options = kd.InputOptions(experimental_fetch_to_device=False)
+    host, placed = (
+        next(iter(strategy.experimental_distribute_dataset(data, given)))
+        for given in (options, None)
+    )
+    parts = strategy.experimental_local_results(host)
+    assert [(type(p), len(p)) for p in parts] == [
+        (np.ndarray, len(p)) for p in placed.values
+    ]
+
+    def step(x):
+        return kd.get_replica_context().all_reduce("SUM", x.sum())
+
+    def used(value):
+        sums = strategy.run(step, args=(value,))
+        results = [strategy.gather(value, axis=0), *sums.values]
+        results += [strategy.reduce(op, value, axis=0) for op in ("SUM", "MEAN")]
+        if rows == 8:
+            results.append(strategy.reduce("MEAN", value, axis=None))
+            results.append(strategy.extended.reduce_to("SUM", value, value))
+        return list(map(str, results))
+
+    assert used(host) == used(placed)
+    assert all(a is b for a, b in zip(host.values, parts, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=["equal", "ragged"])
+def test_what_was_gathered_is_freed(sizes):
+    strategy = mirrored(2)
+    value = distributed(strategy, [np.ones((size, 7), "float32") for size in sizes])
+    assert strategy.gather(value, axis=0).shape == (4, 7)
+    kept = weakref.ref(value)
+    del value
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_all_reduce_in_a_replica(strategy, op):
     parts = parts_of(strategy.num_replicas_in_sync)
@@ -185,6 +230,57 @@ def test_all_gather_in_a_replica(strategy):
         match=r"(?s)without dimensions cannot be gathered.*Fix: value\[None\]",
     ):
         strategy.run(lambda: kd.get_replica_context().all_gather(1.0, axis=0))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16"])
+def test_the_default_strategy_reduces_to_the_dtype_of_one_replica(op, dtype):
+    def reduced():
+        return kd.get_replica_context().all_reduce(op, np.ones(2, dtype))
+
+    plain, (own,) = kd.get_strategy().run(reduced), mirrored(1).run(reduced).values
+    assert (plain.dtype, plain.tolist()) == (own.dtype, own.tolist())
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    "ops",
+    [kd.NcclAllReduce, kd.HierarchicalCopyAllReduce, kd.ReductionToOneDevice],
+)
+def test_values_without_elements_are_reduced(ops, op):
+    strategy = mirrored(2, cross_device_ops=ops())
+    value = distributed(strategy, [np.zeros((0, 3), "float32")] * 2)
+    assert strategy.reduce(op, value, axis=None).shape == (0, 3)
+
+
+def test_an_update_in_merge_call_gets_components_wherever_they_are():
+    strategy = mirrored(2)
+    with strategy.scope():
+        total = keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+    outside = distributed(strategy, [1.0, 2.0])
+
+    def update(variable, first, *, more):
+        variable.assign_add(first + more[0]["x"])
+
+    def merged(strategy, x, given=None):
+        args = (x,), {"more": [{"x": x if given is None else given}]}
+        strategy.extended.update(total, update, *args)
+
+    def fn(x):
+        kd.get_replica_context().merge_call(merged, (x,))
+
+    strategy.run(fn, args=(outside,))
+    assert [float(value) for value in total.values] == [2, 4]
+    strategy.extended.update(total, update, (outside,), {"more": [{"x": outside}]})
+    assert [float(value) for value in total.values] == [4, 8]
+    with pytest.raises(errors.ValueStructureError, match="from outside of the program"):
+        strategy.run(
+            lambda x: kd.get_replica_context().merge_call(
+                lambda s, x: merged(s, x, outside), (x,)
+            ),
+            args=(outside,),
+        )
+    assert float(total.numpy()) == 12
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
@@ -455,6 +551,36 @@ def test_values_from_a_function(strategy):
             strategy.experimental_distribute_values_from_function(
                 lambda c: {"a": 1} if c.replica_id_in_sync_group else 1.0
             )
+
+
+@pytest.mark.parametrize(
+    "others",
+    [np.ones(2), np.ones(2, ">f4"), np.ones(2, "float32"), jnp.ones(2)],
+    ids=lambda array: f"{type(array).__name__} {array.dtype.str}",
+)
+def test_components_of_the_dtypes_that_jax_stores_are_one_array(others):
+    """As those of a replica that has NumPy's numbers and one that has JAX's."""
+    strategy = mirrored(3)
+    value = distributed(strategy, [jnp.zeros(2), others, others])
+    assert strategy.gather(value, axis=0).tolist() == [0, 0, 1, 1, 1, 1]
+    doubled = strategy.run(lambda x: x * 2, args=(value,)).values
+    assert [part.tolist() for part in doubled] == [[0, 0], [2, 2], [2, 2]]
+    assert {str(part.dtype) for part in doubled} == {"float32"}
+    numbers = distributed(strategy, [1, jnp.int32(2), np.int64(3)])
+    assert strategy.reduce("SUM", numbers, axis=None) == 6
+
+
+@pytest.mark.parametrize(
+    "component", [np.array(["2020-01-01"], "datetime64[D]"), np.longdouble(1)]
+)
+def test_what_jax_has_no_dtype_for_is_an_object(component):
+    strategy = mirrored(2)
+    value = distributed(strategy, [component, component])
+    assert all(part is component for part in value.values)
+    with pytest.raises(errors.StructureTypeError, match="Only arrays can be gathered"):
+        strategy.gather(value, axis=0)
+    with pytest.raises(errors.ValueStructureError, match="pass arrays of numbers, of"):
+        strategy.run(lambda x: x, args=(value,))
 
 
 def test_reduce_op():

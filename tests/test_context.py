@@ -152,6 +152,28 @@ def test_threads_have_their_own_scopes(strategy, other):
     assert new == [False]
 
 
+def test_threads_share_a_scope(strategy):
+    scope, entered, left = strategy.scope(), threading.Event(), threading.Event()
+    seen = []
+
+    def work():
+        with scope:
+            entered.set()
+            left.wait(timeout=30)
+            seen.append(kd.get_strategy())
+        seen.append(kd.has_strategy())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(timeout=30)
+    with scope:
+        assert kd.get_strategy() is strategy
+    assert not kd.has_strategy()
+    left.set()
+    thread.join()
+    assert seen == [strategy, False]
+
+
 def test_clear_session_keeps_the_scope(strategy):
     with strategy.scope():
         keras.utils.clear_session()
@@ -249,6 +271,19 @@ def test_the_default_strategy_runs_functions_as_they_are():
     assert float(result[0]) == 3.0
     assert result[1] is False
     assert kd.get_strategy().experimental_local_results(5) == (5,)
+
+
+def test_values_from_a_function_are_plain_in_the_default_strategy():
+    """As in TensorFlow."""
+    default, made = kd.get_strategy(), {"x": np.ones((3, 2))}
+    value = default.experimental_distribute_values_from_function(
+        lambda context: made if context == kd.experimental.ValueContext() else None
+    )
+    assert value is made
+    assert default.run(lambda v: v["x"].T.shape, args=(value,)) == (2, 3)
+    assert default.reduce("SUM", value["x"], axis=0).tolist() == [3, 3]
+    with pytest.raises(errors.StructureTypeError, match="made by a function"):
+        default.experimental_distribute_values_from_function(np.ones(2))
 
 
 def test_get_loss_reduction():

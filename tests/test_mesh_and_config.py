@@ -117,9 +117,20 @@ def test_the_thread_pool_grows_with_the_devices(first, environment):
     result = in_new_process(
         f"import keras_distribute as kd\n{first}\n{PRINT}", **environment
     )
-    assert result.stdout.split() == ["6", str(max(24, os.cpu_count() or 1))], (
+    assert result.stdout.split() == ["6", str(max(24, kd.config.cores()))], (
         result.stderr
     )
+
+
+def test_the_pool_has_the_cores_that_the_process_may_use():
+    """As XLA's own has, whatever the host has."""
+    script = (
+        "import os; os.cpu_count = lambda: 64; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "import keras_distribute as kd\nprint(kd.config.cores(), kd.config.pool()[0])\n"
+        f"kd.config.set_cpu_devices(8)\n{PRINT}\nprint(kd.config.pool()[0])"
+    )
+    result = in_new_process(script)
+    assert result.stdout.split() == ["1", "1", "8", "32", "32"], result.stderr
 
 
 def test_one_device_leaves_the_thread_pool_alone():
@@ -128,7 +139,7 @@ def test_one_device_leaves_the_thread_pool_alone():
 
 
 def test_a_pool_that_would_starve_is_refused():
-    devices = (os.cpu_count() or 1) + 2
+    devices = kd.config.cores() + 2
     script = (
         f"import jax; jax.config.update('jax_num_cpu_devices', {devices}); jax.devices()\n"
         "import keras_distribute as kd\nkd.MirroredStrategy()"

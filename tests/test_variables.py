@@ -1,5 +1,6 @@
 """What a creation under scope yields, and the read and assign rules of every context."""
 
+import copy
 import itertools
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.common.variables import AutocastScope
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import distributed, mirrored
 
 REPLICAS = (1, 2, 3, 8)
 
@@ -140,6 +142,16 @@ def test_outside_a_scope_variables_are_keras_own():
     assert not mirrored(2).extended.variable_created_in_scope(inside)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_in_a_scope_is_of_the_same_class(copied):
+    plain = keras.Variable(2.0, name="plain")
+    with mirrored(2).scope():
+        mirrored_one = keras.Variable(3.0)
+        made = [copied(plain), copied(mirrored_one)]
+    assert list(map(type, made)) == [keras.Variable, kd.MirroredVariable]
+    assert list(map(float, made)) == [2, 3] and made[0].path == "plain"
+
+
 def test_one_device_strategy_places_variables():
     with kd.OneDeviceStrategy("cpu:3").scope():
         variable = keras.Variable(1.0)
@@ -237,6 +249,35 @@ def test_assigned_in_a_replica(strategy, kind, aggregation, operation):
     )
     np.testing.assert_allclose([float(v) for v in inside.values], components, rtol=1e-6)
     np.testing.assert_allclose(float(variable.numpy()), read, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
+@pytest.mark.parametrize(
+    ("dtype", "first", "step", "mean"),
+    [
+        ("float16", 40000, 64, 40096),
+        ("bfloat16", 1, 1 / 128, 1.015625),
+        ("int32", 2**30, 2**20, 2**30 + 3 * 2**19),
+        ("uint8", 100, 20, 130),
+    ],
+)
+def test_the_sum_behind_a_mean_is_wide(kind, dtype, first, step, mean):
+    strategy = mirrored(4)
+    with strategy.scope():
+        variable = keras.Variable(
+            0, dtype=dtype, synchronization=kind, aggregation="mean"
+        )
+
+    def fn():
+        replica = kd.get_replica_context()
+        own = (first + step * replica.replica_id_in_sync_group).astype(dtype)
+        variable.assign(own)
+        return own, replica.merge_call(lambda _: variable.value)
+
+    own, merged = strategy.run(fn)
+    assert float(variable.numpy()) == mean
+    assert {float(value) for value in merged.values} == {mean}
+    assert strategy.reduce("MEAN", own, axis=None).astype(dtype) == mean
 
 
 @pytest.mark.parametrize("kind", ["on_write", "on_read"])
@@ -384,6 +425,100 @@ def test_an_assigned_number(dtype, number, synchronization):
     with keras.StatelessScope() as scope:
         variable.assign(number)
     assert scope.get_current_value(variable) == own.value
+
+
+NEAR = 0.003906640625  # In bfloat16 it is half of the last bit of 1, which is lost.
+CHANGES = [
+    ([1, 2, 0.1], "float32", 1.0),
+    ([1, 2, 0.1], "float32", np.full((1,), 0.1)),
+    (1, "bfloat16", NEAR),
+    (1, "bfloat16", np.float32(NEAR)),
+    ([1, -1], "int32", 0.5),
+    ([1, -1], "int32", True),
+    ([2, 250], "uint8", 3),
+    ([2, 250], "uint8", np.array([300, 4.5])),
+]
+
+
+@pytest.mark.parametrize("operation", ["assign_add", "assign_sub"])
+@pytest.mark.parametrize("where", ["eager", "run", "stateless", "autocast"])
+@pytest.mark.parametrize("kind", ["on_write", "on_read"])
+def test_changes_are_added_as_in_keras(kind, where, operation):
+    """Of another shape, which is broadcast, and of another dtype, in which they are
+    added before the sum is cast.
+    """
+    how = {
+        "synchronization": kind,
+        "aggregation": "mean" if kind == "on_read" else None,
+    }
+
+    def made(how):
+        return [
+            keras.Variable(value, dtype=dtype, **how) for value, dtype, _ in CHANGES
+        ]
+
+    def change(variables):
+        for variable, (_, _, by) in zip(variables, CHANGES, strict=True):
+            getattr(variable, operation)(by)
+
+    def changed(variables, change):
+        if where in ("eager", "run"):
+            change(variables)
+            return [v.value for v in variables]
+        cast = AutocastScope("float16" if where == "autocast" else None)
+        with keras.StatelessScope() as scope, cast:
+            change(variables)
+        return [scope.get_current_value(v) for v in variables]
+
+    def in_run(variables):
+        strategy.run(lambda: change(variables))
+
+    strategy = mirrored(2)
+    expected = changed(made({}), change)
+    with strategy.scope():
+        ours = changed(made(how), in_run if where == "run" else change)
+    for own, value in zip(expected, ours, strict=True):
+        assert own.dtype == value.dtype
+        np.testing.assert_array_equal(value, own)
+
+
+def test_changes_do_not_make_a_variable_larger():
+    with mirrored(2).scope():
+        variable = keras.Variable([1.0, 2.0])
+    for change in (np.ones(3), np.ones((1, 2))):
+        with pytest.raises(errors.ValueStructureError, match=r"has the shape \(2,\)"):
+            variable.assign_add(change)
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_changes_of_replicas_are_aggregated_before_they_are_cast(aggregation):
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1, 2], dtype="int32", aggregation=aggregation)
+
+    def fn():
+        replica = kd.get_replica_context().replica_id_in_sync_group
+        variable.assign_add(0.5 + 2 * replica)
+
+    strategy.run(fn)
+    change = {"sum": 3, "mean": 1, "only_first_replica": 0}[aggregation]
+    assert variable.numpy().tolist() == [1 + change, 2 + change]
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (0, 1, 2, 4)])
+def test_components_of_another_strategys_replicas_are_refused(devices):
+    with mirrored(4).scope():
+        variable = keras.Variable(3.0, synchronization="on_read", aggregation="sum")
+    other = kd.MirroredStrategy([f"cpu:{i}" for i in devices])
+    value = distributed(other, np.ones(4, "float32"))
+    with pytest.raises(
+        errors.ValueStructureError,
+        match=r"(?s)of other replicas was assigned.*cpu:2, cpu:3\].*Fix: make the value",
+    ):
+        variable.assign(value)
+    assert float(variable) == 3
+    variable.assign(distributed(mirrored(4), np.arange(4, dtype="float32")))
+    assert float(variable) == 6
 
 
 def test_components_without_aggregation():

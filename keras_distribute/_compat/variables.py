@@ -78,7 +78,9 @@ def install(
     """
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose_class(_named(args, kwargs)) if cls is Variable else None
+        # A copy of a variable is made without arguments, of the class that it has.
+        creates = cls is Variable and (args or kwargs)
+        chosen = choose_class(_named(args, kwargs)) if creates else None
         return object.__new__(chosen or cls)
 
     initialize: Callable[..., Any] = Variable.__init__

@@ -275,9 +275,8 @@ class _Prepare:
         arrays = [np.asarray(component) for component in components]
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
-        if self._on_devices:
-            return PerReplica.of(arrays, self._mesh, specs.get(id(components[0])))
-        return PerReplica(components=tuple(arrays))
+        make = PerReplica.of if self._on_devices else PerReplica.on_host
+        return make(arrays, self._mesh, specs.get(id(components[0])))
 
 
 class Optional:

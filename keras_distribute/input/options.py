@@ -106,7 +106,7 @@ class InputOptions:
 
     Args:
         experimental_fetch_to_device: Whether elements are put on the devices; `False`
-            leaves NumPy arrays.
+            leaves NumPy arrays, which go there when a program takes them.
         experimental_replication_mode: How often `distribute_datasets_from_function`
             calls its function.
         experimental_place_dataset_on_device: Must be `False`: pipelines run on the

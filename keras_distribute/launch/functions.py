@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keras_distribute import checks
+from keras_distribute import checks, config
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
@@ -292,6 +292,8 @@ def _environment_of(
     if cpu_devices is not None:
         common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
         common |= {"XLA_FLAGS": "", "NPROC": ""}
+    if "NPROC" in environment:
+        common |= {config.SET_HERE: ""}
     visible = gpus() if cpu_devices is None else []
     return lambda index: {
         **common,

@@ -39,7 +39,8 @@ def environment_of(jobs: Jobs, job: str, index: int, token: str) -> dict[str, st
         return environment
     # Servers compute in between, and need few.
     sharing = len(jobs["worker"]) + (len(jobs["ps"]) if job == "ps" else 0)
-    return environment | {"NPROC": str(config.threads_of_one_of(sharing))}
+    threads = str(config.threads_of_one_of(sharing))
+    return environment | {"NPROC": threads, config.SET_HERE: ""}
 
 
 class Roles:

@@ -178,8 +178,8 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
                 "The components of an argument may differ in the sizes of their "
                 "dimensions only.",
                 received=f"components {forms}.",
-                fix="pass arrays of one number of dimensions and one dtype on all "
-                "replicas.",
+                fix="pass arrays of numbers, of one number of dimensions and one dtype "
+                "on all replicas.",
             )
         if array.shape[0] != mesh.num_replicas:
             raise ValueStructureError(

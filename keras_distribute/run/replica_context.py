@@ -94,7 +94,8 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         leaves, structure = structures.flatten(value)
         if not context.frame().per_replica:
-            return jax.tree.unflatten(structure, list(map(jnp.asarray, leaves)))
+            alone = [reductions.reduce_alone(op, leaf) for leaf in leaves]
+            return jax.tree.unflatten(structure, alone)
         reduced = reductions.reduce_locals(
             self._strategy.extended.cross_device_ops, op, leaves, options
         )
@@ -213,7 +214,7 @@ def run_in_merge_call(
     """`strategy.run` in a `merge_call`: calls `function` in this replica, in the
     program that is being traced.
     """
-    args, kwargs = structures.mapped(_own, (args, kwargs), _is_value)
+    args, kwargs = structures.mapped(own_part, (args, kwargs), _is_value)
     with context.entered(
         Frame(strategy, Mode.REPLICA, strategy.make_replica_context(), per_replica=True)
     ):
@@ -238,11 +239,11 @@ def _unwrapped(leaf: Any) -> Any:
     )
 
 
-def _own(leaf: Any) -> Any:
-    """What this replica has of a value."""
+def own_part(leaf: Any) -> Any:
+    """What this replica has of a value, in a `merge_call`."""
     if isinstance(leaf, PerReplica) and leaf.local is None:
         raise ValueStructureError(
-            "A value from outside of the program was passed to strategy.run in "
+            "A value from outside of the program was passed to a replica's function in "
             "merge_call.",
             received=f"{leaf!r}.",
             fix="pass it to the outer strategy.run, strategy.run(fn, args=(value,)), "

@@ -337,16 +337,7 @@ class Strategy(DeprecatedMethods):
             ContextError: Inside `run`.
             ValueStructureError: Where the replicas' structures differ.
         """
-        self._require_cross_replica(
-            "experimental_distribute_values_from_function",
-            "call it outside strategy.run",
-        )
-        checks.function(
-            "value_fn",
-            value_fn,
-            "Values are made by a function of a ValueContext.",
-            "strategy.experimental_distribute_values_from_function(value_fn)",
-        )
+        self._check_value_fn(value_fn)
         mesh = self.replica_mesh
         made = [
             value_fn(ValueContext(i, mesh.num_replicas)) for i in mesh.local_replicas
@@ -362,6 +353,12 @@ class Strategy(DeprecatedMethods):
             )
 
         return structures.regroup(made, distributed)
+
+    def _check_value_fn(self, value_fn: Any) -> None:
+        name = "experimental_distribute_values_from_function"
+        self._require_cross_replica(name, "call it outside strategy.run")
+        what = "Values are made by a function of a ValueContext."
+        checks.function("value_fn", value_fn, what, f"strategy.{name}(value_fn)")
 
     @property
     def input_context(self) -> InputContext:

@@ -18,7 +18,7 @@ from keras_distribute.input import sharing
 from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.run.replica_context import ReplicaContext
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.types import RunOptions
+from keras_distribute.types import RunOptions, ValueContext
 
 
 class DefaultStrategy(Strategy):
@@ -59,6 +59,13 @@ class DefaultStrategy(Strategy):
         self._check_run(fn, args, kwargs, options)
         with context.entered(self._replica_frame):
             return fn(*args, **(kwargs or {}))
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """What `value_fn` returns."""
+        self._check_value_fn(value_fn)
+        return value_fn(ValueContext())
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None

@@ -15,8 +15,10 @@ from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run import program
+from keras_distribute.run.replica_context import own_part
 from keras_distribute.strategies import reducing
 from keras_distribute.types import CommunicationOptions, ReduceOp
+from keras_distribute.values import structures
 from keras_distribute.values.cross_device_ops import checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
 from keras_distribute.values.reductions import CrossDeviceOps
@@ -178,8 +180,9 @@ class StrategyExtended:
                 args=tuple(args),
             )
         if current.per_replica:
-            own = [a.local if isinstance(a, PerReplica) else a for a in args]
-            return self._updated(var, fn, own, kwargs, group, per_replica=True)
+            given = tuple(args), dict(kwargs or {})
+            args, kwargs = structures.mapped(own_part, given, is_value)
+            return self._updated(var, fn, args, kwargs, group, per_replica=True)
         result = program.run(
             self._strategy, fn, (var, *args), dict(kwargs or {}), mode=Mode.UPDATE
         )

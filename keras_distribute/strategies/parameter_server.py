@@ -204,10 +204,10 @@ class ParameterServerStrategy(Strategy):
         if self.local_steps == 1 or own is None:
             return {}
         if own not in known:
-            outer = self.outer_optimizer
             with self.scope():
-                known[own] = compat_optimizer.unbuilt(outer, np.asarray)
-                compat_optimizer.build(known[own], model.trainable_variables)
+                outer = compat_optimizer.unbuilt(self.outer_optimizer, np.asarray)
+                compat_optimizer.build(outer, model.trainable_variables)
+            known[own] = outer  # Not before it is built, which may fail.
         return {"outer_optimizer": known[own]}
 
     def _values_of_groups(self, variable: Any) -> list[Any] | None:

@@ -21,19 +21,25 @@ from keras_distribute.errors import StructureTypeError, ValueStructureError
 def is_array(value: Any) -> bool:
     """Whether `value` is an array, or a number that stands for one."""
     if isinstance(value, np.ndarray | np.generic):
-        # 2: the 16-bit and smaller floats of JAX.
-        return value.dtype.kind not in "OSUV" or value.dtype.isbuiltin == 2
+        kind, char = value.dtype.kind, value.dtype.char
+        # "g", "G": numbers of 128 bits, which JAX has not. 2: its small floats.
+        return (kind in "biufc" and char not in "gG") or value.dtype.isbuiltin == 2
     return isinstance(value, jax.Array | int | float | complex) and not isinstance(
         value, bool
     )
 
 
 def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape and the dtype of a component; `None` for what is no array."""
+    """The shape of a component, and the dtype that it has as JAX's array; `None` for
+    what is no array.
+    """
     if not is_array(component):
         return None
-    array = component if isinstance(component, jax.Array) else np.asarray(component)
-    return tuple(array.shape), _name_of(array.dtype)
+    if isinstance(component, jax.Array):
+        return tuple(component.shape), _name_of(component.dtype)
+    array = np.asarray(component)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    return tuple(array.shape), _name_of(dtype)
 
 
 @functools.lru_cache(maxsize=64)
@@ -63,21 +69,23 @@ def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array itself, whose integers must survive JAX's 32 bits."""
-    if (
-        array.dtype.kind in "iu"
-        and array.dtype.itemsize == 8
-        and not jax.config.values["jax_enable_x64"]
-    ):
-        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+    """The array in the byte order of this machine; its integers must survive JAX's 32
+    or 64 bits.
+    """
+    x64, kind = jax.config.values["jax_enable_x64"], array.dtype.kind
+    # "O": Python's own, of more than 64 bits.
+    if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):
+        limits = np.iinfo(np.int32 if kind == "i" else np.uint32)
         if array.size and (array.max() > limits.max or array.min() < limits.min):
             raise ValueStructureError(
-                "JAX computes with 32-bit integers, and these do not fit.",
-                received=f"{array.dtype} values from {array.min()} to {array.max()}.",
+                f"JAX computes with {64 if x64 else 32}-bit integers, and these do not "
+                "fit.",
+                received=f"{'int' if kind == 'O' else array.dtype} values from "
+                f"{array.min()} to {array.max()}.",
                 fix='jax.config.update("jax_enable_x64", True) at the start of the '
                 "program, or floating values.",
             )
-    return array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def as_array(value: Any, what: str) -> jax.Array:

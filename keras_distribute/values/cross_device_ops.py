@@ -236,6 +236,8 @@ class HierarchicalCopyAllReduce(_Packed):
     def _sum(self, value: Any) -> jax.Array:
         replicas = lax.axis_size(REPLICA_AXIS)
         flat = jnp.ravel(value)
+        if not flat.size:  # XLA does not scatter what has no elements.
+            return value
         padded = jnp.pad(flat, (0, -flat.size % replicas))
         part = lax.psum_scatter(padded, REPLICA_AXIS, tiled=True)
         return lax.all_gather(part, REPLICA_AXIS, tiled=True)[: flat.size].reshape(

@@ -4,9 +4,9 @@ variables.
 A `PerReplica` is stored in one of four ways: as one array of shape `(num_replicas,
 *shape)` split over the replicas; if only the sizes of dimensions differ, as such an
 array of the largest sizes, whose components are filled up with zeros; as a tuple of
-components that differ in rank or dtype, or that are no arrays; or, while a program over
-all replicas is being traced, as this replica's own component alone
-(`PerReplica.local`).
+components that differ in rank or dtype, that are no arrays, or that stay on the host
+until a program takes them; or, while a program over all replicas is being traced, as
+this replica's own component alone (`PerReplica.local`).
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class PerReplica(DistributedValues):
         self._shapes = None if shapes is None else tuple(map(tuple, shapes))
         self._components = components
         self._local = local
+        self._to_devices: Callable[[], PerReplica] | None = None
 
     @staticmethod
     def of(
@@ -165,29 +166,49 @@ class PerReplica(DistributedValues):
             return PerReplica(stacked=array)
         return PerReplica(padded=array, shapes=shapes)
 
+    @staticmethod
+    def on_host(
+        components: Sequence[Any], mesh: ReplicaMesh, forms: Forms | None = None
+    ) -> PerReplica:
+        """As `of`, but `values` stay where they are: what is on the devices is made
+        when a program takes it.
+        """
+        value = PerReplica(components=tuple(components))
+        value._to_devices = lambda: PerReplica.of(components, mesh, forms)
+        return value
+
+    def _on_devices(self) -> PerReplica:
+        """Itself, with the array over all replicas if it can have one."""
+        make = self._to_devices
+        if make is not None:
+            made = make()
+            self._stacked, self._padded = made._stacked, made._padded
+            self._shapes, self._to_devices = made._shapes, None
+        return self
+
     @property
     def stacked(self) -> jax.Array | None:
         """The array of shape `(num_replicas, *shape)`, or `None` where the components'
         shapes differ.
         """
-        return self._stacked
+        return self._on_devices()._stacked
 
     @property
     def padded(self) -> jax.Array | None:
         """The array of shape `(num_replicas, *largest shape)` where the components'
         shapes differ, else `None`.
         """
-        return self._padded
+        return self._on_devices()._padded
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...] | None:
         """The true shape of each replica's component of `padded`."""
-        return self._shapes
+        return self._on_devices()._shapes
 
     @property
     def is_on_host(self) -> bool:
         """Whether there is no array over all replicas, but only components."""
-        return self._stacked is None and self._padded is None and self._local is None
+        return self.stacked is None and self.padded is None and self._local is None
 
     @property
     def local(self) -> Any:

@@ -52,6 +52,15 @@ def reduce_locals(
     return ops.batch_reduce(reduce_op, pairs, options)
 
 
+def reduce_alone(reduce_op: ReduceOp, value: Any) -> jax.Array:
+    """What `reduce_locals` makes of a value where there is one replica and no
+    program.
+    """
+    value = jnp.asarray(value)
+    kept = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if kept else widened(reduce_op, value)
+
+
 def sum_gradients(
     ops: CrossDeviceOps, gradients: Sequence[Any], dtype: str | None
 ) -> list[jax.Array]:
@@ -204,23 +213,20 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
         parts = checked_arrays(value.values, "gathered")
         check_axis(axis, parts[0].ndim)
         raise _ungatherable([(part.dtype, part.shape) for part in parts], axis)
-    shapes = (
-        (array.shape[1:],) * array.shape[0] if value.shapes is None else value.shapes
-    )
+    true = value.shapes
+    shapes = (array.shape[1:],) * array.shape[0] if true is None else true
     axis = check_axis(axis, array.ndim - 1)
     if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
         raise _ungatherable([(array.dtype, shape) for shape in shapes], axis)
     if not array.size:
         return jnp.zeros(_joined_shape(shapes, axis), array.dtype)
 
-    def gather(local: jax.Array) -> jax.Array:
-        if value.shapes is None:
+    def gather(local: jax.Array) -> jax.Array:  # Is kept, so it must not hold `value`.
+        if true is None:
             return all_gather_locals([local], axis)[0]
         return gather_and_cut(local, shapes, axis)
 
-    return compiled(None, None, (axis, value.shapes), mesh_of_array(array), gather)(
-        array
-    )
+    return compiled(None, None, (axis, true), mesh_of_array(array), gather)(array)
 
 
 def _joined_shape(shapes: Shapes, axis: int) -> tuple[int, ...]:

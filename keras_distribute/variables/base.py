@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,18 +224,31 @@ class DistributedVariable(compat.Variable):
         return jnp.asarray(number)
 
     def assign_add(self, value: Any) -> Any:
-        """Adds `value`; in a replica, the aggregation applies to what is added. As
-        `assign` otherwise.
+        """Adds `value`, which may be of a smaller shape and of another dtype, as in
+        Keras; in a replica, the aggregation applies to what is added. As `assign`
+        otherwise.
         """
-        return self._assign_change(self._checked(value))
+        return self._assign_change(jnp.add, self._change(value))
 
     def assign_sub(self, value: Any) -> Any:
         """Subtracts `value`; in a replica, the aggregation applies to what is
-        subtracted. As `assign` otherwise.
+        subtracted. As `assign_add` otherwise.
         """
-        return self._assign_change(-self._checked(value))
+        return self._assign_change(jnp.subtract, self._change(value))
+
+    def _change(self, value: Any) -> Any:
+        """What is added, in the variable's shape and its own dtype: as in Keras, the
+        sum is cast.
+        """
+        change = self._as_array(value)
+        with contextlib.suppress(ValueError):  # The shape is checked in any case.
+            change = jnp.broadcast_to(change, self.shape)
+        return self._with_own_shape(change)
 
     def _checked(self, value: Any) -> Any:
+        return self._with_own_shape(self._as_array(value, self._dtype))
+
+    def _as_array(self, value: Any, dtype: Any = None) -> Any:
         if isinstance(value, DistributedValues) and not hasattr(value, "value"):
             raise StructureTypeError(
                 f"A value that differs per replica cannot be assigned to {self.path!r} "
@@ -242,7 +257,9 @@ class DistributedVariable(compat.Variable):
                 fix="assign it inside strategy.run, or reduce it first: "
                 'strategy.reduce("SUM", value, axis=None).',
             )
-        value = self._convert_to_tensor(owned(value), dtype=self._dtype)
+        return self._convert_to_tensor(owned(value), dtype=dtype)
+
+    def _with_own_shape(self, value: Any) -> Any:
         if not compat.shape_equal(value.shape, self.shape):
             raise ValueStructureError(
                 "The shape of the target variable and the shape of the target value in "
@@ -274,8 +291,8 @@ class DistributedVariable(compat.Variable):
                 "place of jax.jit.",
             )
 
-    def _assign_change(self, change: Any) -> Any:
-        return self._assign(self._own_dtype_value() + change)
+    def _assign_change(self, operation: Callable[..., Any], change: Any) -> Any:
+        return self._assign(self._in_own_dtype(operation(self.value, change)))
 
     def _own_frame(self) -> Frame:
         """The current frame, which must not be another strategy's."""
@@ -290,8 +307,11 @@ class DistributedVariable(compat.Variable):
             )
         return current
 
-    def _own_dtype_value(self) -> Any:
-        return jnp.asarray(self.value, dtype=self._dtype)
+    def _in_own_dtype(self, value: Any) -> Any:
+        return jnp.asarray(value, dtype=self._dtype)
+
+    def _in_dtype_of_sum(self, change: Any) -> Any:
+        return change.astype(jnp.result_type(jnp.dtype(self._dtype), change))
 
     def _components(self) -> tuple[jax.Array, ...]:
         raise NotImplementedError

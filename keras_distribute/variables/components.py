@@ -21,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.devices.over_replicas import over_replicas
+from keras_distribute.types import ReduceOp
+from keras_distribute.values.cross_device_ops import widened
 from keras_distribute.values.stacked import of_this_replica
 
 
@@ -34,12 +36,11 @@ def combined(aggregation: str, value: Any) -> Any:
     program.
     """
     value = of_this_replica(value)
-    total = lax.psum(
-        of_first(value) if aggregation == "only_first_replica" else value, REPLICA_AXIS
-    )
-    return (
-        total / lax.axis_size(REPLICA_AXIS) if aggregation == "mean" else total
-    ).astype(value.dtype)
+    if aggregation == "mean":
+        total = lax.psum(widened(ReduceOp.MEAN, value), REPLICA_AXIS)
+        return (total / lax.axis_size(REPLICA_AXIS)).astype(value.dtype)
+    own = of_first(value) if aggregation == "only_first_replica" else value
+    return lax.psum(own, REPLICA_AXIS).astype(value.dtype)
 
 
 def strong(value: Any) -> Any:
@@ -85,14 +86,12 @@ def aggregated(mesh: ReplicaMesh, aggregation: str, sharding: NamedSharding) -> 
     def aggregate(stacked: jax.Array) -> jax.Array:
         if aggregation == "only_first_replica":
             return stacked[0]
-        total = _sum(mesh, stacked)
         if aggregation == "sum":
-            return total
+            return _sum(mesh, stacked)
+        mean = _sum(mesh, widened(ReduceOp.MEAN, stacked)) / mesh.num_replicas
         # XLA multiplies by 1 / n: the mean of three equal numbers would be another
         # number.
         equal = jnp.all(stacked == stacked[:1], 0)
-        return jnp.where(
-            equal, stacked[0], (total / mesh.num_replicas).astype(stacked.dtype)
-        )
+        return jnp.where(equal, stacked[0], mean.astype(stacked.dtype))
 
     return launches.ordered(jax.jit(aggregate, out_shardings=sharding))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -158,10 +159,11 @@ class MirroredVariable(DistributedVariable):
     def _write_in_program(self, value: Any, current: Frame) -> Any:
         return combined(self.aggregation, value) if self._aggregates(current) else value
 
-    def _assign_change(self, change: Any) -> Any:
+    def _assign_change(self, operation: Callable[..., Any], change: Any) -> Any:
         if not self._aggregates(self._own_frame()):
-            return super()._assign_change(change)
-        value = self._own_dtype_value() + combined(self.aggregation, change)
+            return super()._assign_change(operation, change)
+        change = combined(self.aggregation, self._in_dtype_of_sum(change))
+        value = self._in_own_dtype(operation(self.value, change))
         compat.add_stateless_update(self, value)
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,8 @@ from keras_distribute._compat import variables as compat
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.launches import launches
-from keras_distribute.devices.mesh import components
-from keras_distribute.errors import AggregationError
+from keras_distribute.devices.mesh import components, mesh_of_array
+from keras_distribute.errors import AggregationError, ValueStructureError
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables.base import DistributedVariable
 from keras_distribute.variables.components import (
@@ -113,13 +114,16 @@ class SyncOnReadVariable(DistributedVariable):
         return PerReplica(stacked=self.stored) if self.is_initialized else None
 
     def _checked(self, value: Any) -> Any:
-        if (
-            isinstance(value, PerReplica)
-            and value.stacked is not None
-            and value.stacked.shape[1:] == self.shape
-        ):
-            return value
-        return super()._checked(value)
+        stacked = value.stacked if isinstance(value, PerReplica) else None
+        if stacked is None or stacked.shape[1:] != self.shape:
+            return super()._checked(value)
+        if mesh_of_array(stacked) != self.replica_mesh.mesh:
+            raise ValueStructureError(
+                f"A value of other replicas was assigned to {self.path!r}.",
+                received=f"{value!r} for a variable of {self._strategy!r}.",
+                fix="make the value with the variable's strategy.",
+            )
+        return value
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, PerReplica):
@@ -144,23 +148,26 @@ class SyncOnReadVariable(DistributedVariable):
             self.replica_mesh, self.aggregation == "sum", self.logical_axes
         )(value)
 
-    def _assign_change(self, change: Any) -> Any:
+    def _assign_change(self, operation: Callable[..., Any], change: Any) -> Any:
         """Changes each component, so that what is read changes by `change` and no
         replica's own state is lost.
         """
         current = self._own_frame()
         scoped = compat.stateless_value(self)
         if scoped is not None and current.per_replica:
-            value = scoped + self._write_in_program(change, current)
+            own = self._maybe_autocast(scoped)
+            change = self._write_in_program(change, current)
+            value = self._in_own_dtype(operation(own, change))
             compat.add_stateless_update(self, value)
             return value
         if compat.in_stateless_scope():
-            return super()._assign_change(change)
+            return super()._assign_change(operation, change)
         self._check_outlives_trace(change)
         with launches.lock:
             stored = self.stored
             assert stored is not None
-            self._value = stored + self._spread(strong(change))
+            changes = self._spread(self._in_dtype_of_sum(change))
+            self._value = self._in_own_dtype(operation(stored, changes))
         return change if self.aggregation == "none" else self._read_stored()
 
     def _components(self) -> tuple[jax.Array, ...]:

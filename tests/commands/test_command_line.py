@@ -257,6 +257,7 @@ def test_an_answer_is_a_value_or_a_problem():
 def test_what_sets_the_thread_pool(monkeypatch):
     chosen = config._Chosen()
     monkeypatch.setattr(config, "_chosen", chosen)
+    monkeypatch.setenv(config.SET_HERE, "")
     assert config.pool()[1] == "the JAX that was started before this package"
     monkeypatch.setenv("NPROC", "4096")
     config._size_pool(2)
@@ -271,6 +272,11 @@ def test_what_sets_the_thread_pool(monkeypatch):
     monkeypatch.setenv("NPROC", "")
     config._size_pool(500)
     assert config.pool() == (2000, "keras_distribute, for 500 CPU devices")
+    in_a_child = config._Chosen()
+    monkeypatch.setattr(config, "_chosen", in_a_child)
+    config._size_pool(1)
+    assert config.pool() == (config.cores(), "the number of cores")
+    assert "NPROC" not in os.environ
 
 
 @pytest.mark.slow

@@ -146,12 +146,13 @@ def test_workers_have_the_gpus_of_the_host(monkeypatch, gpus, shares):
 
 @pytest.mark.parametrize(
     ("cores", "asked", "threads"),
-    [(2, "", "1 1"), (16, "", "4 2"), (16, "3", "3 3"), (None, "", "1 1")],
+    [(2, "", "1 1"), (16, "", "4 2"), (16, "3", "3 3")],
 )
 def test_tasks_share_the_cores_of_the_host(monkeypatch, cores, asked, threads):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(config, "_chosen", config._Chosen())
     monkeypatch.setenv("NPROC", asked)
+    monkeypatch.setenv(config.SET_HERE, "3 by another")
     config._size_pool(1)
     jobs = addresses(4, 3, with_chief=True)
     told = {job: environment_of(jobs, job, 0, "token") for job in jobs}

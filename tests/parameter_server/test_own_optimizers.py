@@ -120,6 +120,26 @@ def test_an_own_outer_optimizer(make):
         np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
+def test_an_outer_optimizer_that_is_not_built_is_built_again(make):
+    class Failing(keras.optimizers.SGD):
+        failures = 1
+
+        def build(self, variables: Sequence[Any]) -> None:
+            Failing.failures -= 1
+            if Failing.failures >= 0:
+                raise LookupError("no memory")
+            super().build(variables)
+
+    strategy = make(1, local_steps=2, outer_optimizer=Failing(0.2, momentum=0.5))
+    with strategy.scope():
+        model = model_of(keras.optimizers.SGD(0.1))
+    with pytest.raises(LookupError):
+        strategy._optimizers_of(model)
+    outer = strategy._optimizers_of(model)["outer_optimizer"]
+    assert outer.built and len(outer.variables) == 2 + len(model.trainable_variables)
+    assert strategy._optimizers_of(model)["outer_optimizer"] is outer
+
+
 def test_a_method_of_one_object_is_refused(one_worker):
     with one_worker.scope():
         optimizer = keras.optimizers.SGD(0.1)

@@ -278,6 +278,9 @@ def values():
     texts = strategy.experimental_distribute_values_from_function(
         lambda c: f"replica {c.replica_id_in_sync_group}"
     )
+    data = kd.ArrayDataset(np.arange(7.0), batch_size=7)
+    options = kd.InputOptions(experimental_fetch_to_device=False)
+    on_host = next(iter(strategy.experimental_distribute_dataset(data, options)))
     with strategy.scope():
         mirrored = keras.Variable(np.arange(3.0))
         on_read = keras.Variable(2.0, synchronization="on_read", aggregation="sum")
@@ -319,6 +322,7 @@ def values():
         "ragged": np.asarray(strategy.gather(ragged, axis=0)).tolist(),
         "joined": [np.asarray(v).tolist() for v in joined.values],
         "gradient": np.asarray(strategy.gather(gradient, axis=0)).tolist(),
+        "on host": np.asarray(strategy.gather(on_host, axis=0)).tolist(),
         "ragged sum": float(strategy.reduce("SUM", ragged, axis=0)),
         "mean": np.asarray(strategy.reduce("MEAN", even, axis=None)).tolist(),
         "local": [

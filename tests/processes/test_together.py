@@ -149,6 +149,7 @@ def test_values_and_variables(job):
     for name in (
         "gathered",
         "ragged",
+        "on host",
         "ragged sum",
         "mean",
         "mirrored",
@@ -162,6 +163,7 @@ def test_values_and_variables(job):
     assert first["joined"] == second["joined"] == [[0, 0, 1, 0, 1, 2]] * 2
     assert first["gradient"] == second["gradient"] == [0, 0, 8, 0, 8, 16]
     assert first["ragged"] == [0, 0, 1, 0, 1, 2] and first["ragged sum"] == 4
+    assert first["on host"] == [0, 1, 2, 3, 4, 5, 6]
     assert first["mean"] == [1.5, 1]
     assert (first["local"], second["local"]) == ([[0, 1], [1, 1]], [[2, 1], [3, 1]])
     assert second["texts"] == ["replica 2", "replica 3"]
