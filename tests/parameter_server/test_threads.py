@@ -85,3 +85,38 @@ def test_what_is_assigned_while_the_coordinator_takes_a_count(strategy, monkeypa
     coordinator.schedule(read).fetch()
     assert coordinator.schedule(read).fetch() == 3
     assert count.numpy() == 3
+
+
+def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
+    """Also of one that has to wait on its way into the queue."""
+    coordinator = ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        v = keras.Variable(0.0)
+
+    def add():
+        v.assign_add(1.0)
+
+    coordinator.schedule(add).fetch()
+    queue, held, is_open = (
+        one_worker.cluster.queue,
+        threading.Event(),
+        threading.Event(),
+    )
+    put = queue.put
+
+    def slow(closure):
+        if threading.current_thread() is thread:
+            held.set()
+            assert is_open.wait(10)
+        put(closure)
+
+    monkeypatch.setattr(queue, "put", slow)
+    thread = threading.Thread(target=coordinator.schedule, args=(add,))
+    thread.start()
+    assert held.wait(10)
+    coordinator.schedule(add).fetch()
+    is_open.set()
+    thread.join()
+    coordinator.join()
+    assert v.numpy() == 3.0
+    assert sum(one_worker.steps_of_workers.values()) == 3
