@@ -236,7 +236,8 @@ class Queue:
             return
         self._condition.wait_for(lambda: not self._running, timeout=60.0)
         error, self._error = self._error, self._lost
-        raise error
+        if error is not None:  # Another thread has raised it, which waited, too.
+            raise error
 
     @property
     def num_pending(self) -> int:

@@ -7,7 +7,10 @@ import numpy as np
 
 from keras_distribute.coordinator import ClusterCoordinator
 from keras_distribute.scheduling.kept import Kept
+from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.servers import Server
+from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.threads.condition import Condition
 from keras_distribute.variables import Blocks
 
 
@@ -120,3 +123,28 @@ def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
     coordinator.join()
     assert v.numpy() == 3.0
     assert sum(one_worker.steps_of_workers.values()) == 3
+
+
+def test_an_error_is_raised_in_one_of_the_threads_that_wait():
+    queue = Queue(Condition())
+    result = RemoteValue(Condition(), lambda is_late: None)
+    queue.put(Closure(None, None, [], None, 1, [], [], result, None))
+    running = queue.take()
+    queue.failed(ValueError("first"))
+    raised = []
+
+    def check():
+        try:
+            queue.check()
+            raised.append(None)
+        except ValueError as error:
+            raised.append(str(error))
+
+    threads = [threading.Thread(target=check) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.2)
+    queue.finished(running, None)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(raised, key=str) == [None, "first"]
