@@ -25,8 +25,8 @@ _SMALL, _ALIGNED = 2**15, 8
 
 
 def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
-    """The frames of a message: the header, all small arrays, and the parts of each
-    large one, which are not copied: each frame has a cost of its own.
+    """The frames of a message: the header, the parts of all small arrays together, and
+    those of each large one, which are not copied: each frame has a cost of its own.
 
     Args:
         header: Numbers, strings, bytes, lists and dicts with keys of strings.
@@ -44,9 +44,18 @@ def encode(header: Header, arrays: Sequence[Any] = ()) -> list[Any]:
         if own.nbytes <= _SMALL:
             small += [memoryview(raw), b"\0" * (-own.nbytes % _ALIGNED)]
         else:
-            starts = range(0, own.nbytes, LARGEST_FRAME)
-            frames += [memoryview(raw[i : i + LARGEST_FRAME]) for i in starts]
-    return [msgpack.packb([header, forms]), b"".join(small), *frames]
+            frames += _parts(raw)
+    return [msgpack.packb([header, forms]), *_parts(b"".join(small)), *frames]
+
+
+def _parts(raw: Any) -> list[Any]:
+    """Bytes as frames, of which there is one at least."""
+    starts = range(0, len(raw) or 1, LARGEST_FRAME)
+    return [memoryview(raw)[i : i + LARGEST_FRAME] for i in starts]
+
+
+def _num_parts(size: int) -> int:
+    return -(-size // LARGEST_FRAME) or 1
 
 
 def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
@@ -59,18 +68,24 @@ def decode(frames: Sequence[Any]) -> tuple[Header, list[Array]]:
         header, forms = msgpack.unpackb(frames[0], max_array_len=_MOST_ARRAYS)
         if not isinstance(header, dict):
             raise TypeError("no header")
-        arrays, small, start, left = list[Array](), frames[1], 0, list(frames[2:])
-        for name, shape in forms:
-            dtype = _dtype(name)
-            size = math.prod(shape) * dtype.itemsize
+        dtypes = [_dtype(name) for name, _ in forms]
+        sizes = [
+            math.prod(shape) * dtype.itemsize
+            for dtype, (_, shape) in zip(dtypes, forms, strict=True)
+        ]
+        total = sum(size + -size % _ALIGNED for size in sizes if size <= _SMALL)
+        count = _num_parts(total)
+        small = _joined(frames[1 : 1 + count], total, _dtype("uint8")).data
+        arrays, start, left = list[Array](), 0, list(frames[1 + count :])
+        for dtype, size, (_, shape) in zip(dtypes, sizes, forms, strict=True):
             if size <= _SMALL:
                 parts = [small[start : start + size]]
                 start += size + -size % _ALIGNED
             else:
-                count = -(-size // LARGEST_FRAME)
+                count = _num_parts(size)
                 parts, left = left[:count], left[count:]
             arrays.append(_joined(parts, size, dtype).reshape(shape))
-        if left or start != len(small):
+        if left:
             raise ValueError("more than its header says")
     except Exception as error:  # Whatever a stranger can send.
         raise ClusterError(

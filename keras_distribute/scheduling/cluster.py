@@ -299,7 +299,6 @@ class Cluster:
             result = RemoteValue(self._condition, self.look)
             result._on_read = self.synchronize
             closure = Closure(
-                self.queue.next_number(),
                 program,
                 retrace,
                 kept,
@@ -316,9 +315,10 @@ class Cluster:
                 self._max_staleness,
                 counted,
             )
-        if self.recorded is not None:
-            self.recorded[closure.number] = closure
+        recorded = self.recorded
         self.queue.put(closure)
+        if recorded is not None:
+            recorded[closure.number] = closure
         return result
 
     def _advanced(self, program: Traced) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from keras_distribute.devices.launches import launches
 from keras_distribute.remote.frames import Array
 from keras_distribute.variables import Holder
 
@@ -47,9 +48,10 @@ class OnCoordinator(Holder, Generic[_T]):
         """What is here of a variable, which is taken if it is not."""
         link = variable._link
         if link is None or link[0] is not self:
-            cell = Cell(self._first(np.asarray(variable.value)))
-            variable._link_to(self, cell)
-            self.changed.clear()
+            with launches.lock:  # Another thread may assign it.
+                cell = Cell(self._first(np.asarray(variable.value)))
+                variable._link_to(self, cell)
+                self.changed.clear()
             return cell
         return link[1]
 

@@ -26,7 +26,6 @@ class Closure:
     """A function with its arguments, on its way.
 
     Attributes:
-        number: In the order in which they were scheduled.
         program: What runs.
         retrace: Makes the program for batches of other forms, in the place of one.
         kept: The values of the coordinator's variables when it was scheduled.
@@ -39,9 +38,9 @@ class Closure:
         finish: Called with the arrays that came back, before `result` is set.
         counted: For a function of a round of local steps, of how many: a worker takes
             it only when it has nothing else to do.
+        number: In the order in which they were put into the queue.
     """
 
-    number: int
     program: Traced
     retrace: Callable[[Traced, list[Any]], Traced]
     kept: list[Array]
@@ -53,6 +52,7 @@ class Closure:
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
     counted: int | None = None
+    number: int = 0
 
 
 class Queue:
@@ -80,12 +80,6 @@ class Queue:
         """Calls `wake` when there is something to do."""
         self._wake.append(wake)
 
-    def next_number(self) -> int:
-        """The number of a new closure."""
-        with self._condition.lock:
-            self._numbers += 1
-            return self._numbers
-
     @property
     def done_below(self) -> int:
         """All closures of lower numbers have returned."""
@@ -93,7 +87,7 @@ class Queue:
             return min(self._unfinished, default=self._numbers + 1)
 
     def put(self, closure: Closure) -> None:
-        """Adds one; waits while there are too many.
+        """Adds one, and gives it its number; waits while there are too many.
 
         Raises:
             UnavailableError: Where the strategy is closed.
@@ -106,6 +100,8 @@ class Queue:
             )
             self.raise_error()
             self._check_open()
+            self._numbers += 1
+            closure.number = self._numbers
             self._unfinished[closure.number] = closure
             self._waiting.append(closure)
         for wake in self._wake:
@@ -240,7 +236,8 @@ class Queue:
             return
         self._condition.wait_for(lambda: not self._running, timeout=60.0)
         error, self._error = self._error, self._lost
-        raise error
+        if error is not None:  # Another thread has raised it, which waited, too.
+            raise error
 
     @property
     def num_pending(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from keras import constraints
 
+from keras_distribute.devices.launches import launches
 from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling import partitioners
@@ -191,11 +192,12 @@ class Served(Holder):
     def send_changed(self) -> None:
         """Tells the servers what was assigned since the last time."""
         for key, variable in list(self.changed.items()):
+            assignments = variable._assignments
             undrawn = variable.drawing if isinstance(variable, DrawnVariable) else None
             # What is recorded is what was told.
             if undrawn is not None and all(s.told is None for s in self._servers):
                 self._draw(undrawn, self._places[key][1])
-                self._take(key, variable)
+                self._take(key, variable, assignments)
                 continue
             value = np.asarray(variable.value)
             by_server: dict[int, list[Part]] = {}
@@ -204,12 +206,16 @@ class Served(Holder):
             for server, parts in by_server.items():
                 told = {"op": "set", "keys": [part.key for part in parts]}
                 self._servers[server].call(told, [part.of(value) for part in parts])
-            self._take(key, variable)
+            self._take(key, variable, assignments)
 
-    def _take(self, key: int, variable: Any) -> None:
-        """Notes that the servers have the value."""
-        variable._link_to(self, key)
-        self.changed.pop(key, None)
+    def _take(self, key: int, variable: Any, assignments: int) -> None:
+        """Notes that the servers have the value that a variable had after so many
+        assignments: another thread may have assigned it since.
+        """
+        with launches.lock:
+            if variable._assignments == assignments:
+                variable._link_to(self, key)
+                self.changed.pop(key, None)
         self._lost.discard(key)
 
     def blocks_of(self, variable: Any) -> Blocks | None:
@@ -248,6 +254,7 @@ class Served(Holder):
         # What is recorded is what was told.
         if place.copies or any(s.told is not None for s in self._servers):
             return False
+        assignments = variable._assignments
         self._lost.add(id(variable))
         for part in place.parts:
             shape = part.shape_in(variable.shape)
@@ -256,7 +263,7 @@ class Served(Holder):
             server = self._servers[part.server]
             for first, rows in blocks.between(part.start, part.start + shape[0]):
                 server.call({**told, "first": first - part.start}, [rows])
-        self._take(id(variable), variable)
+        self._take(id(variable), variable, assignments)
         return True
 
     def _draw(self, undrawn: Any, place: Place) -> None:

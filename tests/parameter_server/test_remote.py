@@ -86,6 +86,22 @@ def test_large_arrays_travel_in_parts(size):
     np.testing.assert_array_equal(frames.decode(parts)[1][0], array)
 
 
+@pytest.mark.parametrize("count", [1024, 1025, 2049])
+def test_many_small_arrays_travel_in_parts(count):
+    """A frame that is too large would never arrive, and be sent again for ever."""
+    arrays = [np.full(2**13, i, "float32") for i in range(count)]
+    large = np.arange(2**14, dtype="float32")
+    parts = frames.encode({}, [*arrays, large])
+    assert [len(part) for part in parts[1:]] == [
+        *[frames.LARGEST_FRAME] * (count // 1024),
+        *[2**15] * (count % 1024),
+        2**16,
+    ]
+    *small, last = frames.decode(parts)[1]
+    assert [array[-1] for array in small] == list(range(count))
+    np.testing.assert_array_equal(last, large)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
