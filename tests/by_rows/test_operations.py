@@ -427,6 +427,8 @@ MIXING: dict[str, Callable[[Any], Any]] = {
     "the largest": lambda x: jnp.argmax(x, 0),
     "one row": lambda x: x - x[:1],
     "rolled": lambda x: jnp.roll(x, 1, 0),
+    "bits of whole numbers": lambda x: jnp.bitwise_or.reduce(x.astype("int32") * 5, 0),
+    "all bits of them": lambda x: jnp.bitwise_and.reduce(x.astype("int32") - 5, 0),
     "a loop that carries": lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[1],
 }
 
