@@ -421,6 +421,21 @@ def test_the_command_line(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def raising():
+    raise ValueError("no data here")
+
+
+def test_an_error_is_no_step_that_does_not_fit(tmp_path, capsys):
+    model, unwritable = "tests.dry_run.models:mlp", str(tmp_path / "no" / "a.json")
+    for wrong, message in (
+        (["--model", f"{__name__}:raising", "--batch", "8"], "no data here"),
+        (["--model", model, "--batch", f"{__name__}:raising"], "no data here"),
+        (["--model", model, "--batch", "8", "--json", unwritable], "No such file"),
+    ):
+        assert command.main([*wrong, "--topology", "cpu:2"]) == 2
+        assert message in capsys.readouterr().err
+
+
 def made_batch():
     return np.zeros((8, 16), "float32"), np.zeros(8, "int32")
 
