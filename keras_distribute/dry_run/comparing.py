@@ -123,10 +123,13 @@ def compare_dry_runs(
 
     def report(chosen: dict[str, Any]) -> DryRunReport:
         own = [f"cpu:{i}" for i in range(chosen.get("num_logical_devices", 1))]
-        with MirroredStrategy(own, **chosen).scope():
-            model = build_model()
+
+        def build() -> keras.Model:
+            with MirroredStrategy(own, **chosen).scope():
+                return build_model()
+
         return dry_run(
-            model,
+            build,
             batch,
             topology,
             largest_batch=largest_batch,

@@ -603,6 +603,20 @@ def test_a_comparison_makes_its_models():
         kd.compare_dry_runs("model", 64, "cpu:4")
 
 
+def test_a_comparison_gives_no_values_to_its_models():
+    """28 GB of them, of each."""
+
+    def build():
+        layers = [keras.Input((700,)), keras.layers.Dense(10_000_000, use_bias=False)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    whole, _, parts = kd.compare_dry_runs(build, 8, "cpu:4").reports.values()
+    assert whole.memory.parameters == 700 * 10_000_000 * 4
+    assert parts.memory.parameters == 700 * 10_000_000
+
+
 def test_a_model_that_a_function_makes_has_no_values():
     """112 GB of them; and the models that follow are what they would have been."""
 
