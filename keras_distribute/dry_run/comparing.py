@@ -65,8 +65,8 @@ def compare_dry_runs(
     `shard_variables=True`. Nothing is run.
 
     Args:
-        build_model: Makes and compiles the model; called once for each row of the
-            table, under a strategy.
+        build_model: Makes and compiles the model, which gets no values; called once
+            for each row of the table, under a strategy.
         batch: As of `kd.dry_run`.
         topology: As of `kd.dry_run`.
         largest_batch: As of `kd.dry_run`, for each; each tries some more programs.
