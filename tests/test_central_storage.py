@@ -267,7 +267,8 @@ def test_the_summary_says_where_variables_are():
     strategy = central(2, "cpu:1")
     with strategy.scope():
         variable = keras.Variable(np.zeros(4))
-    assert "on cpu:1" in str(strategy.summary(variable))
+    summary = strategy.summary(variable)
+    assert "on cpu:1" in str(summary) and "on cpu:1" in summary.svg()
 
 
 @pytest.mark.sampled(3)

@@ -21,7 +21,7 @@ def first_batch(x: Any, y: Any, sample_weight: Any) -> Any:
     step. `fit` will read it again.
 
     Raises:
-        InputError: For what `fit` cannot read, and for sparse arrays.
+        InputError: For what `fit` cannot read, for sparse arrays, and for no rows.
     """
     if isinstance(x, types.GeneratorType):
         stream = Stream.of(x)
@@ -41,7 +41,14 @@ def first_batch(x: Any, y: Any, sample_weight: Any) -> Any:
             fix="dense arrays of the same shapes: kd.find_batch_size(model, "
             "np.zeros(shape), y)",
         )
-    return jax.tree.map(np.asarray, batch)
+    batch = jax.tree.map(np.asarray, batch)
+    if any(leaf.shape[:1] == (0,) for leaf in jax.tree.leaves(batch)):
+        raise InputError(
+            "The first batch has no rows that could be repeated to try larger batches.",
+            received=f"x={checks.shown(x)}.",
+            fix="data whose first batch has a row.",
+        )
+    return batch
 
 
 def form_of(batch: Any, rows: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -13,8 +14,10 @@ import keras
 
 from keras_distribute import checks
 from keras_distribute._compat import libtpu
+from keras_distribute.cluster import liveness
 from keras_distribute.cluster.processes import is_chief
 from keras_distribute.devices import timing
+from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import BackendError, DeviceError, ValueStructureError
 from keras_distribute.variables import DistributedVariable
@@ -32,6 +35,7 @@ BEHIND = {
 }
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 _WIDTH = 40
+_PIECE = 1 << 24  # Elements of a reduction that is measured.
 
 
 class StepTimeReport(keras.callbacks.Callback):
@@ -55,7 +59,8 @@ class StepTimeReport(keras.callbacks.Callback):
             batches are ready; where nothing is read ahead, the first two are a part of
             `"input"`. With several replicas `"reduction"`: one sum of arrays as large
             as all gradients, measured by itself; in a step it is a part of `"devices"`.
-            Empty before `num_steps` were measured.
+            Empty before `num_steps` were measured, or fewer if the epoch ends: what
+            comes between two epochs belongs to no step.
 
     Raises:
         ValueStructureError: For numbers of steps that make no sense, and for a model
@@ -102,6 +107,7 @@ class StepTimeReport(keras.callbacks.Callback):
         self._done = self._left = 0
         self._times: timing.Times | None = None
         self._begun = self._devices = 0.0
+        self._ended: tuple[float, dict[str, float]] = 0.0, {}
         self._first = 0
         self._reads_ahead = True
 
@@ -122,6 +128,7 @@ class StepTimeReport(keras.callbacks.Callback):
         self._first = batch
         if self._times is not None:
             if self._left <= 0:
+                self._ended = time.perf_counter(), dict(self._times.seconds)
                 self._finish()
         elif self._left and self._done >= self._skip:
             self._begin()
@@ -133,35 +140,32 @@ class StepTimeReport(keras.callbacks.Callback):
             now = time.perf_counter()
             self._devices += now - self._times.ended.get("dispatch", now)
             self._left -= steps
+            self._ended = now, dict(self._times.seconds)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._finish()  # A validation is no part of a step.
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._times is not None:  # What comes between two epochs belongs to no step.
-            self._finish()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._times is not None:
-            self._finish()
+        self._finish()
 
     def _begin(self) -> None:
-        if self._trace_dir is not None:
-            jax.profiler.start_trace(self._trace_dir)
-        self._times, self._devices = timing.start(), 0.0
-        self._begun = time.perf_counter()
+        self._times = timing.start(self.model, self._trace_dir)
+        self._begun, self._devices = time.perf_counter(), 0.0
 
     def _finish(self) -> None:
-        times, elapsed = self._times, time.perf_counter() - self._begun
-        assert times is not None
-        timing.stop()
+        """Reports on the steps until `_ended`, if it measures."""
+        if self._times is None:
+            return
         self._times = None
-        if self._trace_dir is not None:
-            jax.profiler.stop_trace()
-        steps = self._num_steps - self._left
+        timing.stop(self.model)
+        (ended, measured), steps = self._ended, self._num_steps - self._left
         self._left = 0
-        known = {part: times.seconds[part] for part in ("input", "dispatch")}
+        elapsed = ended - self._begun
+        known = {part: measured.get(part, 0.0) for part in ("input", "dispatch")}
         known["devices"] = self._devices
         seconds = known | {"callbacks": elapsed - sum(known.values()), "step": elapsed}
-        seconds |= {part: times.seconds[part] for part in BEHIND}
-        self._reads_ahead = "due" not in times.seconds
+        seconds |= {part: measured.get(part, 0.0) for part in BEHIND}
+        self._reads_ahead = "due" not in measured
         per_step = {part: 1000 * value / steps for part, value in seconds.items()}
         self.milliseconds = per_step | self._reduction
         if self._verbose and is_chief():
@@ -214,8 +218,7 @@ class StepTimeReport(keras.callbacks.Callback):
             raise ValueStructureError(
                 "There is nothing to draw: no step was measured.",
                 received=f"plot({path!r}).",
-                fix="model.fit(..., callbacks=[report]) with more steps than num_steps "
-                "and skip together.",
+                fix="model.fit(..., callbacks=[report]) with more steps than skip.",
             )
         try:
             from matplotlib.figure import Figure
@@ -242,7 +245,9 @@ class StepTimeReport(keras.callbacks.Callback):
 
 
 def _reduction_of(model: Any) -> dict[str, float]:
-    """The milliseconds of one all-reduce of an array as large as all gradients."""
+    """The milliseconds of one all-reduce of an array as large as all gradients: where
+    that is large, of a piece of it, times their number.
+    """
     variables = [
         v for v in model.trainable_variables if isinstance(v, DistributedVariable)
     ]
@@ -256,16 +261,19 @@ def _reduction_of(model: Any) -> dict[str, float]:
     mesh: ReplicaMesh = variables[0].replica_mesh
     if mesh.num_replicas == 1:
         return {}
-    size = sum(int(v.value.size) for v in variables)
+    size = sum(math.prod(v.shape) for v in variables)
+    piece = min(size, _PIECE)
     add = jax.jit(lambda parts: jnp.sum(parts, 0), out_shardings=mesh.replicated)
     own = jax.jit(
-        lambda: jnp.ones((mesh.num_replicas, size), jnp.float32),
+        lambda: jnp.ones((mesh.num_replicas, piece), jnp.float32),
         out_shardings=mesh.split,
-    )()
-    add(own).block_until_ready()
+    )
     times: list[float] = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        add(own).block_until_ready()
-        times.append(1000 * (time.perf_counter() - begun))
-    return {"reduction": statistics.median(times)}
+    with launches.lock:
+        given = own()
+        for _ in range(6):
+            liveness.current.begin_program(mesh.num_processes)
+            begun = time.perf_counter()
+            add(given).block_until_ready()
+            times.append(1000 * (time.perf_counter() - begun))
+    return {"reduction": statistics.median(times[1:]) * size / piece}

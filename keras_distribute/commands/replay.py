@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 import jax
@@ -46,7 +47,11 @@ def main(
     before = (said["device_kind"], said["jax"], said["jaxlib"])
     if now != before:
         sys.stdout.write(f"Kept on {_in_words(before)}; this is {_in_words(now)}.\n")
-    found = program.hashes(program.run_on_mesh(kept.inputs, kept.specs))
+    try:
+        found = program.hashes(program.run_on_mesh(kept.inputs, kept.specs))
+    except Exception:  # Python would end with 1, as where bits differ.
+        traceback.print_exc()
+        return 2
     wrong = np.argwhere(found != kept.hashes)
     names = program.result_names
     for place, column in wrong[:20]:

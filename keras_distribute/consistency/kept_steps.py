@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute.consistency.replays import Hashes, StepProgram
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.errors import CheckpointError, DeviceError
+from keras_distribute.errors import CheckpointError, DeviceError, DistributeError
 
 _ABOUT, _PROGRAM = "step.json", "program.bin"
 
@@ -114,9 +114,23 @@ def read(folder: pathlib.Path) -> KeptStep:
     """The step, on the first devices of this machine.
 
     Raises:
-        CheckpointError: Where it is no kept step, or a part of it is missing.
+        CheckpointError: Where it is no kept step, or one of which a part is missing or
+            damaged.
         DeviceError: Where there are too few devices, or of another platform.
     """
+    try:
+        return _read(folder)
+    except DistributeError:
+        raise
+    except Exception as error:  # Of JAX, NumPy or JSON, whatever has changed.
+        raise CheckpointError(
+            "A step that was kept cannot be read: a part of it is missing or damaged.",
+            received=f"{str(folder)!r}, {type(error).__name__}: {error}",
+            fix="bring all files that kd.callbacks.StepReplay has written, once more.",
+        ) from error
+
+
+def _read(folder: pathlib.Path) -> KeptStep:
     said = about(folder)
     shape, names = said["mesh"]["shape"], said["mesh"]["axes"]
     count, platform = int(np.prod(shape)), said["platform"]

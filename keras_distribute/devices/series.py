@@ -93,9 +93,3 @@ class Value:
     def alone(self) -> Any:
         """The one value; of several, which are known to be equal, the first."""
         return jnp.asarray(self.array) if self.is_equal else self.array[0]
-
-    def of(self, replica: Any) -> Any:
-        """That of one of the device's replicas."""
-        if self.is_equal:
-            return self.array
-        return lax.dynamic_index_in_dim(self.array, replica, 0, keepdims=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def main(
     prog: str = "python -m keras_distribute.dry_run",
 ) -> int:
     """The command line; returns the exit code: 1 where the step does not fit, 0 where
-    it fits or the size of the memory is not known.
+    it fits or the size of the memory is not known, 2 where that was not found out.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -57,12 +58,15 @@ def main(
             shard_variables=options.shard_variables,
             verbose=not options.quiet,
         )
+        if options.json:
+            report.save(options.json)
+        if options.plot:
+            report.plot(options.plot)
     except DistributeError as error:
         parser.error(str(error))
-    if options.json:
-        report.save(options.json)
-    if options.plot:
-        report.plot(options.plot)
+    except Exception:  # Python would end with 1, as where the step does not fit.
+        traceback.print_exc()
+        return 2
     sys.stdout.write(f"{report}\n")
     return 1 if report.fits is False else 0
 

@@ -65,8 +65,8 @@ def compare_dry_runs(
     `shard_variables=True`. Nothing is run.
 
     Args:
-        build_model: Makes and compiles the model; called once for each row of the
-            table, under a strategy.
+        build_model: Makes and compiles the model, which gets no values; called once
+            for each row of the table, under a strategy.
         batch: As of `kd.dry_run`.
         topology: As of `kd.dry_run`.
         largest_batch: As of `kd.dry_run`, for each; each tries some more programs.
@@ -123,10 +123,13 @@ def compare_dry_runs(
 
     def report(chosen: dict[str, Any]) -> DryRunReport:
         own = [f"cpu:{i}" for i in range(chosen.get("num_logical_devices", 1))]
-        with MirroredStrategy(own, **chosen).scope():
-            model = build_model()
+
+        def build() -> keras.Model:
+            with MirroredStrategy(own, **chosen).scope():
+                return build_model()
+
         return dry_run(
-            model,
+            build,
             batch,
             topology,
             largest_batch=largest_batch,

@@ -98,9 +98,9 @@ class Module:
         A loop whose number of iterations the compiler does not know counts once.
         """
         times = {self.entry: 1}
-        todo = [self.entry]
+        todo = [(self.entry, 1)]
         while todo:
-            name = todo.pop()
+            name, by_one = todo.pop()
             for instruction in self.computations[name]:
                 opcode, calls = instruction.opcode, instruction.called
                 if opcode == "fusion":
@@ -112,9 +112,9 @@ class Module:
                     if word == "condition" or (word == "to_apply" and opcode != "call"):
                         continue
                     for computation in called:
-                        runs = times[name] * (each or 1)
+                        runs = by_one * (each or 1)
                         times[computation] = times.get(computation, 0) + runs
-                        todo.append(computation)
+                        todo.append((computation, runs))
         return times
 
     @functools.cached_property

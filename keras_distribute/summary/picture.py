@@ -31,6 +31,7 @@ _COLORS = {
     "sync-on-read": "#f58518",
     FOREIGN: "#e45756",
 }
+_RESTING = "#72b7b2"
 _BATCH = "#b279a2"
 _FONT = (
     "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', "
@@ -130,7 +131,9 @@ def _group(
         # Each replica has a value of its own, so each is drawn in a shade of its own.
         shade = 1 - 0.5 * i / max(shown - 1, 1) if family == "sync-on-read" else 1.0
         words, start = bytes_in_words(count), i % pieces / pieces
-        boxes.append(_Box(words, _COLORS[family], start, 1 / pieces, shade))
+        boxes.append(
+            _Box(words, _COLORS.get(family, _RESTING), start, 1 / pieces, shade)
+        )
     return GROUPS[group], detail, boxes
 
 

@@ -28,7 +28,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.seams import Replacements
 from keras_distribute._compat.trainer import JAXTrainer
 from keras_distribute._compat.variables import in_stateless_scope
-from keras_distribute.devices import bit_flips
+from keras_distribute.devices import bit_flips, timing
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import ContextError
 from keras_distribute.training import adoption, calls
@@ -286,6 +286,7 @@ def called(
             del vars(trainer)[_CLAIM]
         opened.restore()
         if name == "fit":
+            timing.stop(trainer)
             epochs.fit_ended(trainer)
             calls.asked_watcher(trainer)  # Of a step that did not come any more.
             bit_flips.asked(trainer)

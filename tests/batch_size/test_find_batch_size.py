@@ -392,6 +392,9 @@ def test_errors_say_what_to_do():
     plain.compile("sgd", "mse", run_eagerly=True)
     assert "Received: run_eagerly=True" in raised(TypeError, plain, X, Y)
     assert "There is nothing to train" in raised(ValueError, model, np.ones((0, 16)))
+    batches = iter([(X[:0], Y[:0]), (X, Y)])
+    text = raised(ValueError, model, (b for b in batches), max_batch_size=16)
+    assert "The first batch has no rows" in text
 
 
 def test_not_in_a_fit_of_the_same_model():

@@ -96,6 +96,17 @@ TOKENS, TABLE = RNG.integers(0, 9, (N, 4)).astype("int32"), normal(9, 6)
 PLACES = RNG.integers(0, 6, N).astype("int32")
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
+# Of sums: from a dtype, to another one. Only the wider ones may be of parts of the sum.
+CASTS = [
+    ("float32", "int32"),
+    ("float32", "uint8"),
+    ("float32", "bool"),
+    ("float32", "complex64"),
+    ("bfloat16", "float32"),
+    ("float16", "int16"),
+    ("int32", "float32"),
+]
+
 # By what they do: the function, its arguments, and which of these have rows, where.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "elements": (lambda x, y: jnp.tanh(x) * y[:, :1] + 2, (X, Y), (0, 0)),
@@ -300,6 +311,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
         (X, Y),
         (0, 0),
     ),
+    "sums cast": (
+        lambda x: [
+            (jnp.round(4 * abs(x)) / 4).astype(before).sum(0, dtype=before).astype(to)
+            for before, to in CASTS
+        ],
+        (X,),
+        (0,),
+    ),
+    "extremes of what is no number": (
+        lambda x: (x.max(), x.min(0), x.astype("bfloat16").max(0).astype("float32")),
+        (np.where(np.arange(N * 6).reshape(N, 6) % 35 == 3, np.float32("nan"), X),),
+        (0,),
+    ),
     "nothing of rows": (lambda x, w: (x.sum(), w.T @ w), (X, W), (0, None)),
     "what came in": (lambda x, w: (x, w, x * 2), (X, W), (0, None)),
 }
@@ -403,6 +427,8 @@ MIXING: dict[str, Callable[[Any], Any]] = {
     "the largest": lambda x: jnp.argmax(x, 0),
     "one row": lambda x: x - x[:1],
     "rolled": lambda x: jnp.roll(x, 1, 0),
+    "bits of whole numbers": lambda x: jnp.bitwise_or.reduce(x.astype("int32") * 5, 0),
+    "all bits of them": lambda x: jnp.bitwise_and.reduce(x.astype("int32") - 5, 0),
     "a loop that carries": lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[1],
 }
 

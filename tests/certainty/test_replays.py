@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import keras_distribute as kd
+from keras_distribute.commands import replay as replay_command
+from keras_distribute.consistency import kept_steps
 from keras_distribute.consistency.replays import erring
 from tests.support import mirrored, without_tensorflow
 
@@ -175,6 +177,11 @@ def test_the_error_and_the_step_on_disk(tmp_path: pathlib.Path) -> None:
     (kept / "arrays-0.npz").unlink()
     missing = replayed("--cpu-devices", "4")
     assert missing.returncode == 2 and "elements are missing" in missing.stderr
+    (kept / "program.bin").write_bytes((kept / "program.bin").read_bytes()[:100])
+    with pytest.raises(kd.errors.CheckpointError, match="missing or damaged"):
+        kept_steps.read(kept)
+    (kept / "program.bin").unlink()
+    assert replay_command.main([str(kept)]) == 2
 
 
 def test_a_warning_and_the_next_steps(caplog: Any) -> None:

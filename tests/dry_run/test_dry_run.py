@@ -421,6 +421,21 @@ def test_the_command_line(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def raising():
+    raise ValueError("no data here")
+
+
+def test_an_error_is_no_step_that_does_not_fit(tmp_path, capsys):
+    model, unwritable = "tests.dry_run.models:mlp", str(tmp_path / "no" / "a.json")
+    for wrong, message in (
+        (["--model", f"{__name__}:raising", "--batch", "8"], "no data here"),
+        (["--model", model, "--batch", f"{__name__}:raising"], "no data here"),
+        (["--model", model, "--batch", "8", "--json", unwritable], "No such file"),
+    ):
+        assert command.main([*wrong, "--topology", "cpu:2"]) == 2
+        assert message in capsys.readouterr().err
+
+
 def made_batch():
     return np.zeros((8, 16), "float32"), np.zeros(8, "int32")
 
@@ -586,6 +601,20 @@ def test_options_are_compared_in_one_table():
 def test_a_comparison_makes_its_models():
     with pytest.raises(kd.errors.StructureTypeError, match="anew for each option"):
         kd.compare_dry_runs("model", 64, "cpu:4")
+
+
+def test_a_comparison_gives_no_values_to_its_models():
+    """28 GB of them, of each."""
+
+    def build():
+        layers = [keras.Input((700,)), keras.layers.Dense(10_000_000, use_bias=False)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    whole, _, parts = kd.compare_dry_runs(build, 8, "cpu:4").reports.values()
+    assert whole.memory.parameters == 700 * 10_000_000 * 4
+    assert parts.memory.parameters == 700 * 10_000_000
 
 
 def test_a_model_that_a_function_makes_has_no_values():

@@ -81,6 +81,17 @@ def test_loops_of_unknown_length_count_once_and_are_said():
     assert hlo.parse(known).runs["body"] == 7
 
 
+def test_what_two_call_runs_for_both():
+    step = TEXT.replace("ENTRY %main", "%step")
+    module = hlo.parse(f"""{step}
+ENTRY %twice (a: f32[100,8], b: bf16[4,8]) -> bf16[4,8] {{
+  %first = bf16[4,8]{{1,0}} call(%a, %b), to_apply=%step
+  ROOT %second = bf16[4,8]{{1,0}} call(%a, %first), to_apply=%step
+}}
+""")
+    assert module.runs == {"twice": 1, "step": 2, "body": 10}
+
+
 def test_collectives_say_what_they_move_and_wait_for():
     whole, inner = collectives.of_program(hlo.parse(TEXT), 4)
     assert (whole.kind, whole.num_bytes, whole.num_arrays, whole.dtypes) == (

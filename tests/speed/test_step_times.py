@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import pytest
 import keras_distribute as kd
 from keras_distribute import config, errors
 from keras_distribute._compat import libtpu
+from keras_distribute.callbacks import step_times
+from keras_distribute.devices.launches import launches
 from tests.support import mirrored
 
 X, Y = np.ones((160, 4), np.float32), np.ones((160, 1), np.float32)
@@ -98,6 +101,48 @@ def test_the_reduction_is_measured_where_there_is_one(replicas: int) -> None:
     assert ("reduction" in measured(X, replicas=replicas)) == (replicas > 1)
 
 
+def test_a_validation_is_no_part_of_a_step() -> None:
+    """And few steps are measured where the epoch ends first."""
+
+    class SlowValidation(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            time.sleep(1)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            time.sleep(1)
+
+    report = kd.callbacks.StepTimeReport(num_steps=50, skip=4, verbose=0)
+    others = [SlowValidation(), report]
+    for data in (None, (X, Y)):
+        built().fit(X, Y, 32, verbose=0, callbacks=others, validation_data=data)
+        assert 0 < report.milliseconds["step"] < 400
+
+
+def test_a_fit_that_is_broken_off_is_measured_no_more(tmp_path: Any) -> None:
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                raise OSError("broken off")
+
+    model, folder = built(), str(tmp_path)
+    report = kd.callbacks.StepTimeReport(2, 1, folder, verbose=0)
+    with pytest.raises(OSError, match="broken off"):
+        model.fit(X, Y, 32, verbose=0, callbacks=[report, Broken()])
+    assert launches.times is None
+    model.fit(X, Y, 32, verbose=0, callbacks=[report])
+    assert report.milliseconds and list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_of_many_gradients_a_piece_is_summed(monkeypatch: Any) -> None:
+    """A model of divided weights leaves no memory for all."""
+    monkeypatch.setattr(step_times, "_PIECE", 2)
+    made: list[Any] = []
+    ones = jnp.ones
+    monkeypatch.setattr(jnp, "ones", lambda *a: made.append(a[0]) or ones(*a))
+    found = step_times._reduction_of(built())
+    assert made == [(2, 2)] and found["reduction"] > 0
+
+
 def test_a_group_counts_as_its_steps() -> None:
     found = measured(X, Sleepy(), steps_per_execution=4)
     assert 45 / 4 < found["callbacks"] < 45
@@ -164,7 +209,5 @@ def test_refusals() -> None:
 
 
 def test_nothing_is_measured_afterwards() -> None:
-    from keras_distribute.devices.launches import launches
-
     measured(X)
     assert launches.times is None

@@ -109,7 +109,6 @@ def extremes(name: str) -> Any:
     Args:
         name: `"max"` or `"min"`.
     """
-    over_all = lax.pmax if name == "max" else lax.pmin
 
     def rule(replica: Replica, eqn: Any, values: list[Value]) -> list[Value]:
         value, axes = values[0], eqn.params["axes"]
@@ -117,15 +116,26 @@ def extremes(name: str) -> Any:
             return replica.same(eqn, values)
         if value.rows not in axes:
             return replica.apply(eqn, [value.array], _left(value.rows, axes))
-        least = _least(value.array.dtype, name)
-        true = replica.true_part(value.array, value.rows, least)
-        own = replica.apply(eqn, [true])[0].array
-        if own.dtype == jnp.bool_:
-            found = over_all(own.astype("int32"), REPLICA_AXIS)
-            return [Value(found.astype("bool"))]
-        return [Value(over_all(own, REPLICA_AXIS))]
+        dtype = value.array.dtype
+        if eqn.primitive.name in ("reduce_or", "reduce_and") and dtype != jnp.bool_:
+            raise RowsMixError  # Bits of whole numbers.
+        true = replica.true_part(value.array, value.rows, _least(dtype, name))
+        return [Value(_over_replicas(replica.apply(eqn, [true])[0].array, name))]
 
     return rule
+
+
+def _over_replicas(own: Any, name: str) -> Any:
+    """The extreme of what the replicas have."""
+    over_all = lax.pmax if name == "max" else lax.pmin
+    if own.dtype == jnp.bool_:
+        return over_all(own.astype("int32"), REPLICA_AXIS).astype("bool")
+    if not jnp.issubdtype(own.dtype, jnp.inexact):
+        return over_all(own, REPLICA_AXIS)
+    # XLA for CPUs forgets NaNs.
+    is_none = jnp.where(own != own, 1 if name == "max" else -1, 0).astype(own.dtype)
+    found, is_none = over_all(jnp.stack([own, is_none]), REPLICA_AXIS)
+    return jnp.where(is_none != 0, jnp.nan, found)
 
 
 def _least(dtype: Any, name: str) -> Any:

@@ -73,7 +73,8 @@ def _is_linear(eqn: Any, values: list[Value]) -> bool:
     if name == "convert_element_type":
         before = values[0].array.dtype
         floats = jnp.issubdtype(before, jnp.floating)
-        return floats and dtype.itemsize >= before.itemsize and dtype != before
+        wider = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > before.itemsize
+        return floats and wider  # Else the parts would be rounded, not the sum.
     if not jnp.issubdtype(dtype, jnp.inexact):
         return False
     return (name == "mul" and sum(partial) == 1) or (
