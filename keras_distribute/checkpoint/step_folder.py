@@ -53,6 +53,7 @@ class StepFolder:
         self._storage: Any = load_storage()
         self.checkpoint = checkpoint
         self.directory: str = self._storage.absolute(directory)
+        self._storage.check_name(self.directory)
         self.last_step: int | None = None  # That was saved or restored.
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._asynchronous = asynchronous
