@@ -119,6 +119,17 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
         return manifest, arrays
 
 
+def version_of(path: str) -> float | None:
+    """A number that is another one when a checkpoint was deleted and saved anew; `None`
+    without a checkpoint.
+    """
+    file = epath.Path(path) / MANIFEST / FILE
+    if not file.exists():
+        return None
+    # Whole seconds, as `epath` has them, would be too few.
+    return file.stat().mtime if "://" in path else os.stat(file).st_mtime_ns
+
+
 def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
     parent, fix = (
         folder.parent,

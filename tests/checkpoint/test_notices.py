@@ -8,6 +8,7 @@ import functools
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import keras
@@ -298,6 +299,75 @@ def test_a_number_of_the_user(tmp_path: Any) -> None:
             loop.handler.save_checkpoint_if_preempted(1, {"loss": 2.0})
         assert loop.manager.all_steps() == [1]
         loop.manager.close()
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 2.0}, None])
+def test_metrics_without_a_number(metrics: Any, tmp_path: Any) -> None:
+    """Saves although nothing was saved before."""
+    loop = Counting(tmp_path)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Ended):
+        loop.handler.save_checkpoint_if_preempted(metrics=metrics)
+    assert loop.manager.all_steps() == [0]
+    status = loop.manager.restore()
+    assert status.metrics == {"total_run_calls": 1} | (metrics or {})
+    loop.manager.close()
+
+
+def test_a_dropped_handler_gives_the_signal_back(tmp_path: Any) -> None:
+    """At once, though its manager lives on; in another thread, where it cannot, it
+    passes the signal on; a handler that was made meanwhile stays.
+    """
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, before := lambda number, _: received.append(number))
+    loop = Counting(tmp_path / "a")
+    handler = weakref.ref(loop.handler)
+    del loop.handler
+    assert handler() is None and signal.getsignal(signal.SIGTERM) is before
+
+    loop = Counting(tmp_path / "b")
+    thread = threading.Thread(target=lambda: delattr(loop, "handler"))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+
+    loop = Counting(tmp_path / "c")
+    loop = Counting(tmp_path / "d")
+    loop.step(preempted=True)
+    with pytest.raises(Ended):
+        loop.step()
+    assert len(received) == 1
+    del loop.handler
+    signal.raise_signal(signal.SIGTERM)
+    assert len(received) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked"), [(10.0, [1, 2, 3, 4, 5, 6]), (0.5, [1, 2, 4, 6])]
+)
+def test_processes_ask_each_other_once_a_second(
+    seconds: float, asked: list[int], monkeypatch: Any, tmp_path: Any
+) -> None:
+    """In loops without `run`, too, whose steps are the time between two calls; a save
+    is none of it.
+    """
+    calls: list[int] = []
+    now = 0.0
+
+    def exchange(topic: str, said: Any, count: int) -> list[Any]:
+        calls.append(loop.handler.total_run_calls)
+        return [said] * count
+
+    monkeypatch.setattr(preemption.agreement, "exchange", exchange)
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    loop = Counting(tmp_path)
+    loop.handler._watch._num_processes = lambda: 2
+    for _ in range(6):
+        loop.handler.save_checkpoint_if_preempted()
+        now += seconds
+    assert calls == asked
 
 
 def test_without_the_metric_of_the_best(tmp_path: Any) -> None:
