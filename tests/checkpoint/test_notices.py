@@ -16,10 +16,11 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.checkpoint import preemption
+from keras_distribute.checkpoint.step_folder import StepFolder
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
-from .interrupting import assert_same, fit_arrays, run
-from .support import scope
+from .interrupting import Cut, assert_same, fit_arrays, run
+from .support import made, scope
 
 pytestmark = pytest.mark.timeout(120)
 Config = kd.experimental.TerminationConfig
@@ -151,6 +152,24 @@ def test_a_notice_that_comes_with_the_end_of_fit(tmp_path: Any) -> None:
         ),
         uninterrupted(),
     )
+
+
+def test_ctrl_c_while_the_last_save_is_waited_for(
+    monkeypatch: Any, tmp_path: Any
+) -> None:
+    """The signal is given back, and the copy of before the validation is freed."""
+
+    def interrupted(self: StepFolder) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StepFolder, "close", interrupted)
+    backup = kd.callbacks.BackupAndRestore(tmp_path / "b")
+    cut = Cut("on_test_batch_end", 1)
+    with pytest.raises(KeyboardInterrupt):
+        fit_arrays(made(2), [backup, cut])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert backup._run is not None and backup._run._held is None
 
 
 def test_a_signal_that_is_not_waited_for_stays_with_its_handler(tmp_path: Any) -> None:
