@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.errors import CheckpointError
@@ -114,7 +115,7 @@ def decode(
 
 def _is_key(value: Any) -> bool:
     """Whether it is an array of JAX's typed keys, which NumPy does not know."""
-    return isinstance(value, jax.Array) and jax.dtypes.issubdtype(
+    return isinstance(value, jax.Array) and jnp.issubdtype(
         value.dtype, jax.dtypes.prng_key
     )
 

@@ -423,3 +423,60 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
         variable._value.delete()
     checkpoint.restore(path)
     assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]
+
+
+def binned(numbers: Any) -> keras.Model:
+    """A model that says which bin its input is in."""
+    bins = layers.Discretization(num_bins=3)
+    bins.adapt(np.array(numbers))
+    model = keras.Sequential([keras.Input((1,)), bins, layers.Dense(1)])
+    model.layers[1].set_weights([np.ones((1, 1)), np.zeros(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None:
+    """Where no step is compiled that has it as a constant."""
+    x = np.array([[0.0], [5.0], [50.0], [500.0]])
+    with scope(place):
+        saved, other = (
+            binned([1.0, 2.0, 3.0, 4.0]),
+            binned([100.0, 200.0, 300.0, 400.0]),
+        )
+        same, late = binned([1.0, 2.0, 3.0, 4.0]), binned([7.0, 8.0, 9.0])
+    path = Checkpoint(model=saved).write(tmp_path / "c")
+    status = Checkpoint(model=other).restore(path).assert_consumed()
+    assert "model/adapted/discretization" in status.restored
+    expected = saved.predict(x, verbose=0)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    assert same.predict(x, verbose=0).shape == late.predict(x, verbose=0).shape
+    Checkpoint(model=same).restore(path)
+    with pytest.raises(CheckpointError, match="adapted to other data"):
+        Checkpoint(model=late).restore(path)
+    late.compile("sgd", "mse")
+    Checkpoint(model=late).restore(path)
+    assert np.array_equal(late.predict(x, verbose=0), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "other"),
+    [
+        (layers.StringLookup, ["b", "a", "b"], ["c"]),
+        (lambda: layers.IntegerLookup(output_mode="count"), [5, 6, 6], [7, 8]),
+        (lambda: layers.StringLookup(output_mode="tf_idf"), ["b", "a"], ["c", "d"]),
+        (layers.TextVectorization, ["a b", "b c"], ["d"]),
+    ],
+)
+def test_a_vocabulary_is_restored(
+    make: Any, data: Any, other: Any, tmp_path: Any
+) -> None:
+    pytest.importorskip("tensorflow")
+    lookup, later = make(), make()
+    lookup.adapt(np.array(data))
+    later.adapt(np.array(other))
+    expected, _ = np.asarray(lookup(np.array(data))), later(np.array(other))
+    path = Checkpoint(lookup=lookup).write(tmp_path / "c")
+    Checkpoint(lookup=later).restore(path)
+    assert later.get_vocabulary() == lookup.get_vocabulary()
+    assert np.array_equal(np.asarray(later(np.array(data))), expected)
