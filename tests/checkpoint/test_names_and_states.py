@@ -309,7 +309,7 @@ def test_what_cannot_be_kept() -> None:
     with pytest.raises(StructureTypeError, match="Two objects have the name 'root'"):
         Checkpoint({"step": 1}, root={"step": 2})
     fields = np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")])
-    masked = np.ma.array([1.0, 2.0], mask=[0, 1])
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
     for value in (object(), {1, 2}, np.array([object()]), fields, fields[0], masked):
         assert not can_encode(value)
         with pytest.raises(CheckpointError, match="'progress/x' is of a type"):
@@ -425,7 +425,7 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
     assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]
 
 
-def binned(numbers: Any) -> keras.Model:
+def binned(numbers: Any) -> Any:
     """A model that says which bin its input is in."""
     bins = layers.Discretization(num_bins=3)
     bins.adapt(np.array(numbers))
