@@ -27,7 +27,9 @@ class RaiseOnNaN(keras.callbacks.Callback):
     error names the step, and the replicas and processes whose rows of the batch hold
     values that are not finite themselves. Where there are none, the loss, the gradients
     or the learning rate are the reason, or a device that computes wrongly. Under the
-    launcher, `--max-restarts` then goes on from the last checkpoint.
+    launcher, `--max-restarts` then goes on from the last checkpoint. Without a
+    strategy, with `run_eagerly=True` and with parameter servers the batch is not looked
+    at.
 
     Differs from `keras.callbacks.TerminateOnNaN`, which ends the training without an
     error, and without a reason. Like that one it waits for each step. With
@@ -67,25 +69,28 @@ class RaiseOnNaN(keras.callbacks.Callback):
         loss = (logs or {}).get("loss")
         if loss is None or np.isfinite(loss):
             return
-        own = [
-            text for placed in calls.stack.batches or [] for text in _found_in(placed)
-        ]
+        batches = calls.stack.batches
+        own = [text for placed in batches or [] for text in _found_in(placed)]
         calls.keep_batches(False)
         count = processes.process_count()
-        of_each = agreement.exchange("a loss that is not finite", own, count)
-        found = ", ".join(text for texts in of_each for text in texts)
+        said = (bool(batches), own)
+        of_each = agreement.exchange("a loss that is not finite", said, count)
+        found = ", ".join(text for _, texts in of_each for text in texts)
+        fix = (
+            "a smaller learning rate, clipnorm=1.0 in the optimizer, or a loss "
+            "without 0 / 0 and log(0)."
+        )
         if found:
             received = f"values that are not finite in {found}."
             fix = "look at those rows, and leave them out of the data."
-        else:
+        elif all(has_looked for has_looked, _ in of_each):
             received = (
                 "a batch whose values are all finite, in every one of "
                 f"{count} process(es)."
             )
-            fix = (
-                "a smaller learning rate, clipnorm=1.0 in the optimizer, or a loss "
-                "without 0 / 0 and log(0)."
-            )
+        else:
+            received = "a batch that was not looked at, since no compiled step has it."
+            fix = f"look for such values in the data; where there are none, {fix}"
         raise NonFiniteError(
             f"The loss is {float(loss)} since step {batch + 1} of epoch "
             f"{self._epoch + 1}.",

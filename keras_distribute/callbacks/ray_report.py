@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_distribute import checks
 from keras_distribute.cluster import processes
@@ -68,7 +69,8 @@ class RayReport(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports; all workers take part."""
         train = _ray_train()
-        report = {name: float(value) for name, value in (logs or {}).items()}
+        # A metric may be a vector: one number for each class.
+        report = {name: np.asarray(v).tolist() for name, v in (logs or {}).items()}
         report["epoch"] = epoch + 1
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = None

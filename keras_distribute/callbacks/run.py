@@ -253,12 +253,14 @@ class Run:
         self.is_over = True
         compat.begin_at(self._model, None)
         self._callbacks.callbacks = self._all
+        self._held = None
         try:
             self._folder.close()
         except CheckpointError as error:  # `fit` is being left for another reason.
             warnings.warn(str(error), stacklevel=2)
-        if self._watch is not None:
-            self._watch.stop()
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
 
     def _restore(self) -> None:
         assert self._reading is not None

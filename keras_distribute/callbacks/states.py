@@ -121,8 +121,18 @@ def _restore(callback: Any, state: dict[str, Any]) -> None:
 
 
 def _constructor_names(callback: Any) -> set[str]:
-    try:
-        names = set(inspect.signature(type(callback).__init__).parameters)
-    except (TypeError, ValueError):
-        return set()
+    names: set[str] = set()
+    for kind in type(callback).__mro__:
+        try:
+            parameters = inspect.signature(kind.__init__).parameters
+        except (TypeError, ValueError):
+            break
+        names |= parameters.keys()
+        kinds = {parameter.kind for parameter in parameters.values()}
+        # What a constructor takes as `**kwargs` are arguments of the next one.
+        if not kinds & {
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        }:
+            break
     return names | {f"_{name}" for name in names}

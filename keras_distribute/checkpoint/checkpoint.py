@@ -20,7 +20,7 @@ from keras_distribute.checkpoint.reading import EACH_PROCESS, Reading
 from keras_distribute.checkpoint.tracking import Tracked
 from keras_distribute.cluster import agreement, encoding, messages
 from keras_distribute.cluster.encoding import Arrays
-from keras_distribute.errors import BackendError, CheckpointError
+from keras_distribute.errors import BackendError, CheckpointError, StructureTypeError
 from keras_distribute.variables import DistributedVariable
 
 _ORBAX = "0.12"  # The oldest that works.
@@ -55,7 +55,7 @@ class Checkpoint:
             bytes, arrays, and lists, tuples and dictionaries of them.
 
     Raises:
-        StructureTypeError: For an object of another kind.
+        StructureTypeError: For an object of another kind, and for two that are `root`.
 
     Example:
         >>> import tempfile, keras, keras_distribute as kd
@@ -78,6 +78,13 @@ class Checkpoint:
 
     def __init__(self, root: Any = None, /, **objects: Any) -> None:
         if root is not None:
+            if "root" in objects:
+                raise StructureTypeError(
+                    "Two objects have the name 'root'.",
+                    received=f"{checks.shown(root)} without a name, which is called "
+                    f"so, and root={checks.shown(objects['root'])}.",
+                    fix="Checkpoint(model=model, other=other), which names both.",
+                )
             objects = {"root": root, **objects}
         for name, value in objects.items():
             tracking.check_trackable(name, value)

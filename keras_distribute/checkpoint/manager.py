@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -107,8 +106,7 @@ class CheckpointManager:
             checkpoint, directory, max_to_keep, keep_best, asynchronous=asynchronous
         )
         self._keep_best, self._interval = keep_best, save_interval_steps
-        # Metrics to keep with each save, asked for when it is made.
-        self._always: dict[str, Callable[[], float]] = {}
+        self._always: dict[str, float] = {}  # Metrics to keep with each save.
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -186,18 +184,17 @@ class CheckpointManager:
         numbers = _as_numbers(metrics)
         folder = self._folder
         folder.raise_if_failed()
-        last = folder.last_or_latest()
         step = folder.next_step() if step is None else step
-        too_soon = last is not None and 0 <= step - last < (self._interval or 0)
-        if too_soon and not force:
-            return None
+        if self._interval is not None and not force:
+            last = folder.last_or_latest()
+            if last is not None and 0 <= step - last < self._interval:
+                return None
         folder.save(step, self._metrics_to_keep(numbers))
         return folder.path(step)
 
     def _metrics_to_keep(self, metrics: Metrics) -> Metrics:
         if self._always:
-            always = {name: value() for name, value in self._always.items()}
-            metrics = always | (metrics or {})
+            metrics = self._always | (metrics or {})
         if self._keep_best is not None and self._keep_best[0] not in (metrics or {}):
             name = self._keep_best[0]
             raise CheckpointError(
@@ -270,15 +267,14 @@ class CheckpointManager:
 
     @property
     def _last_step(self) -> int | None:
-        return self._folder.last_step
+        return self._folder.agreed_last_step()
 
     def _agreed_steps(self) -> list[int]:
         return self._folder.agreed_steps()
 
     def _save_in_between(self) -> None:
-        metrics = {name: value() for name, value in self._always.items()}
         step = self._folder.next_step()
-        self._folder.save(step, metrics, in_between=True)
+        self._folder.save(step, dict(self._always), in_between=True)
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -23,6 +23,7 @@ from keras_distribute.cluster.encoding import Arrays
 # Orbax waits for items by name, and stops at the first error: the large one, which
 # takes longest, comes first.
 ARRAYS, MANIFEST, FILE = "arrays", "manifest", "manifest.json"
+_INDEX = "manifest.ocdbt"  # Of the arrays, which come first.
 _SMALL = 2**20
 
 
@@ -70,7 +71,8 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         """Called by one process, when the items before this one are complete."""
         assert self._manifest is not None
         files = _file_records(directory.parent / ARRAYS)
-        assert files, "the arrays come first"
+        if _INDEX not in files:  # Orbax says nothing where it finds nothing to merge.
+            raise FileNotFoundError(f"There is no {_INDEX} in {directory.parent}.")
         content = manifests.to_bytes(self._manifest, self._records, files)
         (directory / FILE).write_bytes(content)
         for name in (ARRAYS, tables.FOLDER):

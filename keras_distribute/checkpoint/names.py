@@ -28,22 +28,34 @@ def layer_names(layer: Any) -> dict[str, Any]:
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
-
-    def walk(layer: Any, prefix: str) -> None:
-        children = compat.inner_layers(layer)
+    for prefix, each in layers_in(layer):
+        children = compat.inner_layers(each)
         inner = {id(variable) for child in children for variable in child.variables}
-        for variable in layer.variables:
+        for variable in each.variables:
             if id(variable) not in inner and id(variable) not in seen:
                 seen.add(id(variable))
                 name = "variable" if _UNNAMED.match(variable.name) else variable.name
                 found.append((prefix + name, variable))
+    return _named([name for name, _ in found], [variable for _, variable in found])
+
+
+def layers_in(layer: Any) -> list[tuple[str, Any]]:
+    """A layer and all layers in it, each once, with the beginning of their variables'
+    names: `""`, `dense/`, `block_1/dropout/`.
+    """
+    found: list[tuple[str, Any]] = []
+    seen: set[int] = set()
+
+    def walk(layer: Any, prefix: str) -> None:
+        found.append((prefix, layer))
+        children = compat.inner_layers(layer)
         for child, name in zip(children, _counted_names(children), strict=True):
             if id(child) not in seen:
                 seen.add(id(child))
                 walk(child, f"{prefix}{name}/")
 
     walk(layer, "")
-    return _named([name for name, _ in found], [variable for _, variable in found])
+    return found
 
 
 def metric_names(metrics: list[Any]) -> dict[str, Any]:

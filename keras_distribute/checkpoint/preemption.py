@@ -105,6 +105,7 @@ class Watch:
         self._saved = self._done = self._stopped = self._has_signal = False
         self._leaves = False
         self._previous: Any = None
+        self._notice: Any = None
         self._step_seconds = self._save_seconds = 0.0
 
     def start(self) -> None:
@@ -115,13 +116,17 @@ class Watch:
                 target=self._poll, name="keras_distribute preemption", daemon=True
             ).start()
         elif threading.current_thread() is threading.main_thread():
-            watch = weakref.ref(self)
+            watch, previous = weakref.ref(self), signal.getsignal(signal.SIGTERM)
 
-            def notice(*_: Any) -> None:
-                if (own := watch()) is not None:
+            def notice(*received: Any) -> None:
+                own = watch()
+                if own is not None and not own._stopped:
                     own.notify()
+                else:  # Ended in another thread, or below a handler that came later.
+                    _pass_on(previous, *received)
 
-            self._previous = signal.signal(signal.SIGTERM, notice)
+            signal.signal(signal.SIGTERM, notice)
+            self._previous, self._notice = previous, notice
             self._has_signal = True
         else:
             warnings.warn(
@@ -134,14 +139,17 @@ class Watch:
     def stop(self) -> None:
         """Ends the wait. A signal that came, but led to no exit, is sent again."""
         self._stopped = True
-        if self._has_signal and threading.current_thread() is threading.main_thread():
+        if not self._has_signal:
+            return
+        self._has_signal = False
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is self._notice:
             before = signal.SIG_DFL if self._previous is None else self._previous
             # Launchers signal those that are left when the first process has exited,
             # which is not to change with which status.
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self._leaves else before)
-            self._has_signal = False
-            if self._received is not None and not self._done:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if self._received is not None and not self._done:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def notify(self) -> None:
         """The notice has come."""
@@ -164,8 +172,10 @@ class Watch:
                 return Reaction.NONE
             own = (self._received is not None, self._step_seconds)
             said = agreement.exchange("a notice", own, count)
-            steps = _POLL_SECONDS / max(0.001, *(seconds for _, seconds in said))
-            self._next_call = self._calls + max(1, min(_MOST_STEPS, round(steps)))
+            slowest = max(seconds for _, seconds in said)
+            # Before a step has ended, nobody knows how long one takes.
+            steps = round(_POLL_SECONDS / max(0.001, slowest)) if slowest else 1
+            self._next_call = self._calls + max(1, min(_MOST_STEPS, steps))
             self._all_know = any(received for received, _ in said)
             if not self._all_know:
                 return Reaction.NONE
@@ -292,11 +302,13 @@ class PreemptionCheckpointHandler:
                 )
             given = CheckpointManager(given, checkpoint_dir, max_to_keep=1)
         self._manager = manager = given
-        self._runs = 0
+        self._called: float | None = None
+        runs = 0.0
         if manager._agreed_steps():
             status = manager.restore(fallback=True)
-            self._runs = int((status.metrics or {}).get(_RUNS, 0))
-        manager._always[_RUNS] = lambda: self._runs
+            runs = (status.metrics or {}).get(_RUNS, 0.0)
+        # There, and not here: a manager must not keep a handler that was dropped.
+        manager._always[_RUNS] = runs
         count = lambda: manager.checkpoint.num_processes  # noqa: E731
         self._watch = Watch(termination_config, count)
         self._watch.start()
@@ -309,7 +321,7 @@ class PreemptionCheckpointHandler:
 
         Deprecated in TF: keep a step in the checkpoint.
         """
-        return self._runs
+        return int(self._manager._always[_RUNS])
 
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -334,7 +346,7 @@ class PreemptionCheckpointHandler:
         start = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
         self._watch.step_took(time.monotonic() - start)
-        self._runs += 1
+        self._manager._always[_RUNS] += 1
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -345,8 +357,11 @@ class PreemptionCheckpointHandler:
                 `TerminationConfig`.
             **kwargs: Their keyword arguments.
         """
-        self._runs += 1  # The step is done, unlike in `run`.
+        if self._called is not None:
+            self._watch.step_took(time.monotonic() - self._called)
+        self._manager._always[_RUNS] += 1  # The step is done, unlike in `run`.
         self._react(*args, **kwargs)
+        self._called = time.monotonic()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Generator[None]:
@@ -364,12 +379,23 @@ class PreemptionCheckpointHandler:
                 self._watch.config.save_fn(*args, **kwargs)
             elif not args and not kwargs:
                 self._manager._save_in_between()
-            # The same step was saved a moment ago.
-            elif kwargs.get("step", *args[:1]) != self._manager._last_step:
-                self._manager.save(*args, **{"force": True} | kwargs)
+            else:
+                step = kwargs.get("step", *args[:1])
+                # Else the same step was saved a moment ago.
+                if step is None or step != self._manager._last_step:
+                    self._manager.save(*args, **{"force": True} | kwargs)
             self._manager.wait()
 
         self._watch.save_and_react(reaction, save)
+
+
+def _pass_on(handler: Any, number: int, frame: Any) -> None:
+    """Does with a signal what the handler of before would."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _exit() -> None:

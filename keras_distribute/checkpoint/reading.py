@@ -79,15 +79,20 @@ class Reading:
             CheckpointError: Where the devices have then something else.
         """
         tracking.synchronize(self.objects)
-        # Objects first: these may refuse, and then no variable has changed.
-        for name in self.match.objects:
-            value = self.tracked.stateful[name]
-            state = self.state_of(name, getattr(value, _MERGE_STATES, None))
-            if isinstance(value, dict):
-                value.clear()
-                value.update(state)
-            else:
-                value.set_state(state)
+        named = {name: self.tracked.stateful[name] for name in self.match.objects}
+        states = {
+            name: self.state_of(name, getattr(value, _MERGE_STATES, None))
+            for name, value in named.items()
+        }
+        # Objects first: these may refuse, and then no variable has changed, and no
+        # dictionary.
+        dictionaries = {n: v for n, v in named.items() if isinstance(v, dict)}
+        for name, value in named.items():
+            if name not in dictionaries:
+                value.set_state(states[name])
+        for name, value in dictionaries.items():
+            value.clear()
+            value.update(states[name])
         for name, model in self.tracked.models.items():
             if f"{name}/metrics/" in self.manifest.unbuilt:
                 model.reset_metrics()

@@ -53,12 +53,14 @@ class StepFolder:
         self._storage: Any = load_storage()
         self.checkpoint = checkpoint
         self.directory: str = self._storage.absolute(directory)
+        self._storage.check_name(self.directory)
         self.last_step: int | None = None  # That was saved or restored.
         self._max_to_keep, self._keep_best = max_to_keep, keep_best
         self._asynchronous = asynchronous
         self._writer: Writer | None = None
         self._under_way: under_way.Save | None = None
-        self._metrics: dict[int, dict[str, float] | None] = {}
+        # By step, with the version of its files, which are not there yet at first.
+        self._metrics: dict[int, tuple[Any, dict[str, float] | None]] = {}
         self._damaged: set[int] = set()
 
     def path(self, step: int) -> str:
@@ -77,11 +79,16 @@ class StepFolder:
         """The steps as process 0 sees them, in all processes."""
         return self._on_chief("the steps in", self.steps)
 
+    def agreed_last_step(self) -> int | None:
+        """The step that was saved or restored last, as process 0 knows it: a save that
+        has failed may be known there alone, after `close`.
+        """
+        return self._on_chief("the last step in", lambda: self.last_step)
+
     def last_or_latest(self) -> int | None:
         """The step that was saved or restored last; before that, the latest."""
-        if self.last_step is not None:
-            return self.last_step
-        return max(self.agreed_steps(), default=None)
+        last = self.agreed_last_step()
+        return max(self.agreed_steps(), default=None) if last is None else last
 
     def next_step(self) -> int:
         """The number of a save that has none: one more than the latest step.
@@ -89,9 +96,9 @@ class StepFolder:
         Steps that were found damaged do not count, once an earlier one was restored in
         their place: the saves that follow replace them.
         """
-        steps = self.agreed_steps()
-        if self.last_step is not None:
-            steps = [self.last_step, *(s for s in steps if s not in self._damaged)]
+        last, steps = self.agreed_last_step(), self.agreed_steps()
+        if last is not None:
+            steps = [last, *(s for s in steps if s not in self._damaged)]
         return max(steps, default=-1) + 1
 
     def best_step(self, steps: list[int]) -> int | None:
@@ -152,7 +159,7 @@ class StepFolder:
                     fix=f"manager.delete({step}) first, or save to another folder.",
                 )
         manifest, arrays = take_snapshot()
-        self._metrics[step] = manifest.metrics
+        self._metrics[step] = (None, manifest.metrics)
         replaces = self._on_chief(
             f"saving step {step} in",
             lambda: self._open_writer().save(step, manifest, arrays),
@@ -235,6 +242,9 @@ class StepFolder:
         if self._writer is not None:
             try:
                 self._wait()
+            except BaseException:
+                self.last_step = None
+                raise
             finally:
                 under_way.forget(self._under_way)
                 writer, self._writer = self._writer, None
@@ -312,13 +322,15 @@ class StepFolder:
         save = under_way.in_folder(self.directory)
         if save is not None and save.step == step:
             return save.metrics
-        if step not in self._metrics:
+        path = self.path(step)
+        version = self._storage.version_of(path)
+        if step not in self._metrics or self._metrics[step][0] != version:
             try:
-                manifest, _ = self._storage.read_manifest(self.path(step))
+                manifest, _ = self._storage.read_manifest(path)
             except CheckpointError:  # It cannot be the best of anything.
                 return None
-            self._metrics[step] = manifest.metrics
-        return self._metrics[step]
+            self._metrics[step] = (version, manifest.metrics)
+        return self._metrics[step][1]
 
 
 def _no_checkpoint(directory: str, step: int | None, steps: list[int]) -> Exception:

@@ -64,6 +64,7 @@ def write(path: str, manifest: Manifest, arrays: Arrays) -> None:
     Raises:
         CheckpointError: If it cannot be written; nothing is left at `path` then.
     """
+    check_name(path)
     with writing(path):
         if epath.Path(path).exists():
             raise CheckpointError(
@@ -118,6 +119,17 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
         return manifest, arrays
 
 
+def version_of(path: str) -> float | None:
+    """A number that is another one when a checkpoint was deleted and saved anew; `None`
+    without a checkpoint.
+    """
+    file = epath.Path(path) / MANIFEST / FILE
+    if not file.exists():
+        return None
+    # Whole seconds, as `epath` has them, would be too few.
+    return file.stat().mtime if "://" in path else os.stat(file).st_mtime_ns
+
+
 def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
     parent, fix = (
         folder.parent,
@@ -132,6 +144,20 @@ def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
         received=f"{str(parent)!r} holds {', '.join(names)}." if names else None,
         fix=fix,
     )
+
+
+def check_name(path: str) -> None:
+    """Refuses a folder in which a checkpoint would be written but not found again:
+    Orbax looks for its own files by a pattern that begins with the path, and its store
+    takes a backslash for a slash.
+    """
+    found = [sign for sign in "*?[\\" if sign in path]
+    if found:
+        raise CheckpointError(
+            f"A checkpoint in {path!r} could not be read again: its path has "
+            f"{' and '.join(map(repr, found))}.",
+            fix="a path without * ? [ and \\, such as lr=0.1 in place of lr=[0.1].",
+        )
 
 
 def check_free(path: str) -> None:

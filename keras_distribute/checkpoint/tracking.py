@@ -13,7 +13,13 @@ import keras
 from keras_distribute import checks
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute.checkpoint.names import layer_names, metric_names, optimizer_names
+from keras_distribute.checkpoint.adapted import Adapted, is_adapted
+from keras_distribute.checkpoint.names import (
+    layer_names,
+    layers_in,
+    metric_names,
+    optimizer_names,
+)
 from keras_distribute.errors import CheckpointError, StructureTypeError
 from keras_distribute.variables import DistributedVariable
 
@@ -24,7 +30,8 @@ class Tracked:
 
     Args:
         variables: By name; each variable once, under the first name that leads to it.
-        stateful: Objects with `get_state` and `set_state`, and dictionaries, by name.
+        stateful: Objects with `get_state` and `set_state`, dictionaries, and layers
+            with what `adapt` found out, by name.
         optimizers: Optimizers by the beginning of their variables' names.
         models: Models by the beginning of their variables' names.
         unbuilt: Beginnings of the names of metrics whose variables do not exist yet.
@@ -98,6 +105,11 @@ def track(objects: dict[str, Any]) -> Tracked:
             named = layer_names(value)
             labels |= {id(variable): label for label, variable in named.items()}
             add(f"{name}/variables", named)
+            for prefix, inner in layers_in(value):
+                if is_adapted(inner) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    label = f"{name}/adapted/{prefix}".rstrip("/")
+                    tracked.stateful[label] = Adapted(inner, value)
             if isinstance(value, keras.Model):
                 tracked.models[name] = value
                 if compat.has_unbuilt_metrics(value):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.errors import CheckpointError
@@ -47,23 +48,24 @@ def encode(
         return {"tuple": encode(list(value), name, arrays, special)}
     if kind is bytes:
         return {"bytes": _keep(np.frombuffer(value, np.uint8), name, arrays)}
+    if _is_key(value):
+        data = inner(np.asarray(jax.random.key_data(value)), "key")
+        return {"key": [str(jax.random.key_impl(value)), data]}
     if special is not None and kind is not dict:
         form = special(value, name)
         if form is not None:
             return form
     if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
         return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and _is_kept(value):
         return {"scalar": _keep(np.asarray(value), name, arrays)}
-    if isinstance(value, np.ndarray | jax.Array):
-        array = np.array(value)
-        if not array.dtype.hasobject:
-            return {"array": _keep(array, name, arrays)}
+    if isinstance(value, np.ndarray | jax.Array) and _is_kept(value):
+        return {"array": _keep(np.array(value), name, arrays)}
     raise CheckpointError(
         f"{name!r} is of a type that a checkpoint cannot keep.",
         received=f"{value!r}, a {kind.__name__}.",
-        fix="None, bool, int, float, str, bytes, arrays, and lists, tuples and "
-        "dictionaries of them.",
+        fix="None, bool, int, float, str, bytes, arrays without fields and masks, and "
+        "lists, tuples and dictionaries of them.",
     )
 
 
@@ -74,7 +76,7 @@ def can_encode(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(can_encode(item) for item in value)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return not np.dtype(value.dtype).hasobject
+        return _is_key(value) or _is_kept(value)
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
@@ -103,10 +105,26 @@ def decode(
         return tuple(map(inner, content))
     if kind == "dict":
         return {inner(key): inner(value) for key, value in content}
+    if kind == "key":
+        return jax.random.wrap_key_data(inner(content[1]), impl=content[0])
     array = arrays[content]
     if kind == "bytes":
         return array.tobytes()
     return array[()] if kind == "scalar" else array.copy()
+
+
+def _is_key(value: Any) -> bool:
+    """Whether it is an array of JAX's typed keys, which NumPy does not know."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+
+
+def _is_kept(value: np.ndarray[Any, Any] | np.generic | jax.Array) -> bool:
+    """Whether an array is one of elements that files name, and no more than these."""
+    dtype = np.dtype(value.dtype)
+    plain = not dtype.hasobject and dtype.names is None
+    return plain and not isinstance(value, np.ma.MaskedArray)
 
 
 def _keep(array: np.ndarray[Any, Any], name: str, arrays: Arrays) -> str:

@@ -9,9 +9,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
+
+from keras_distribute.callbacks import states
 
 from .interrupting import (
     CompleteTooSoon,
@@ -342,6 +345,46 @@ def test_what_was_given_to_a_callback_is_not_taken_back(tmp_path: Any) -> None:
     later = C.EarlyStopping("loss", patience=7)
     run(2, fit_arrays, tmp_path / "b", callbacks=[later])
     assert later.patience == 7
+
+
+class Passing(C.EarlyStopping):
+    """Passes on what it is given."""
+
+    def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.note, self.key = note, jax.random.key(0)
+
+
+class Quiet(Passing):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__("loss", note="quiet", **kwargs)
+
+
+class Patient(C.EarlyStopping):
+    """Takes no patience: it is its own."""
+
+    def __init__(self) -> None:
+        super().__init__("loss", patience=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "patience"),
+    [
+        (lambda patience: Passing("loss", patience=patience, note=str(patience)), 7),
+        (lambda patience: Quiet(patience=patience), 7),
+        (lambda patience: Patient(), 3),
+    ],
+)
+def test_what_a_constructor_passes_on_is_an_argument_too(
+    make: Any, patience: int
+) -> None:
+    callback, later = make(3), make(7)
+    callback.wait, callback.patience = 2, 3
+    states.set_state([later], states.get_state([callback]))
+    assert later.wait == 2 and later.patience == patience
+    if isinstance(later, Passing):
+        assert later.note == ("quiet" if isinstance(later, Quiet) else "7")
+        assert "key" in states.get_state([later])[type(later).__name__]["attributes"]
 
 
 def test_lines_written_after_the_last_save_are_written_once(tmp_path: Any) -> None:

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_distribute.checkpoint import Checkpoint, CheckpointManager
+from keras_distribute.checkpoint import Checkpoint, CheckpointManager, storage
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 from . import interrupting
@@ -472,3 +472,33 @@ def test_a_disk_that_fills_up_during_fit(small_disk: Any) -> None:
     ballast.unlink()
     result = interrupting.run(2, interrupting.fit_arrays, small_disk / "b", seed=5)
     interrupting.assert_same(result, interrupting.run(2, interrupting.fit_arrays, None))
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "[1]", "a*", "a?", "a\\b"])
+def test_a_path_that_orbax_takes_for_a_pattern(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    """Else all that was saved there is there, and cannot be read."""
+    checkpoint = Checkpoint(progress={"step": 1})
+    with pytest.raises(CheckpointError, match=r"(?s)not be read again.*Fix: a path"):
+        CheckpointManager(checkpoint, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"(?s)not be read again.*Fix: a path"):
+        checkpoint.save(tmp_path / name / "c")
+    assert not list(tmp_path.iterdir()) and checkpoint.save_counter == 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_arrays_that_orbax_did_not_merge(
+    asynchronous: bool, monkeypatch: Any, tmp_path: pathlib.Path
+) -> None:
+    """No such save is complete."""
+    monkeypatch.setattr(storage, "check_name", lambda path: None)
+    checkpoint = Checkpoint(progress={"step": 1})
+    manager = CheckpointManager(checkpoint, tmp_path / "[1]", asynchronous=asynchronous)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        manager.save(1)
+        manager.wait()
+    assert manager.all_steps() == []
+    with pytest.raises(CheckpointError, match=r"no manifest\.ocdbt in"):
+        checkpoint.write(tmp_path / "[1]" / "c")
+    manager.close()

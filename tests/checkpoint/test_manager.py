@@ -266,6 +266,22 @@ def test_an_error_in_the_background_appears_at_the_next_call(
     assert value.files == ["2"]
 
 
+def test_after_an_error_at_the_end_the_step_is_not_too_soon(
+    value: Value, monkeypatch: Any
+) -> None:
+    manager = value.manager(save_interval_steps=10)
+    value.save(manager, 0)
+    manager.wait()
+    with Refusing(monkeypatch, NO_SPACE):
+        value.save(manager, 10)
+        with pytest.raises(CheckpointError, match="No space left"):
+            manager.close()
+    assert value.save(manager, 9) is None
+    assert value.save(manager, 10) == str(value.directory / "10")
+    manager.close()
+    assert value.files == ["0", "10"]
+
+
 def test_an_error_of_a_synchronous_save_appears_at_once(
     value: Value, monkeypatch: Any
 ) -> None:
@@ -498,6 +514,21 @@ def test_two_managers_of_one_folder_do_not_disturb_each_other(
     second.delete(0)
     assert first.all_steps() == second.all_steps() == [1]
     first.close()
+
+
+def test_the_best_step_of_a_reader_is_that_of_the_folder(value: Value) -> None:
+    """Also when another manager has saved a step anew."""
+    best: Any = {"keep_best": ("loss", "min"), "max_to_keep": None}
+    writer, reader = value.manager(**best), value.manager(**best)
+    value.save(writer, 1, metrics={"loss": 0.1})
+    value.save(writer, 2, metrics={"loss": 0.5})
+    writer.wait()
+    assert writer.best_step == reader.best_step == 1
+    writer.delete(1)
+    value.save(writer, 1, metrics={"loss": 0.9})
+    writer.wait()
+    assert writer.best_step == reader.best_step == 2
+    writer.close()
 
 
 def test_the_save_of_a_dropped_manager_is_known_and_waited_for(

@@ -10,6 +10,8 @@ import sys
 from importlib import metadata
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from keras import layers
 
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
-from keras_distribute.cluster.encoding import decode, encode
+from keras_distribute.cluster import messages
+from keras_distribute.cluster.encoding import can_encode, decode, encode
 from keras_distribute.errors import (
     BackendError,
     CheckpointError,
@@ -228,6 +231,26 @@ def test_states_come_back_with_their_types(state: Any, tmp_path: Any) -> None:
     assert_same(decode(encode(state, "state", arrays), arrays), state)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back(impl: str, tmp_path: Any) -> None:
+    keys = jax.random.split(jax.random.key(3, impl=impl), 2)
+    state: dict[str, Any] = {"keys": keys, "one": keys[0]}
+    assert can_encode(state)
+    path = Checkpoint(state=state).write(tmp_path / "ckpt")
+    state.clear()
+    Checkpoint(state=state).restore(path)
+    assert state["keys"].dtype == keys.dtype
+    assert jnp.array_equal(
+        jax.random.key_data(state["keys"]), jax.random.key_data(keys)
+    )
+    assert jax.random.bits(state["one"]) == jax.random.bits(keys[0])
+    for signed in (True, False):
+        said = messages.from_bytes(
+            messages.to_bytes(keys, signed=signed), signed=signed
+        )
+        assert (said == keys).all()
+
+
 def assert_same(actual: Any, expected: Any) -> None:
     assert type(actual) is type(expected)
     if isinstance(expected, dict):
@@ -268,13 +291,14 @@ def test_what_refuses_its_state_leaves_variables_alone(tmp_path: Any) -> None:
         def set_state(self, state: int) -> None:
             raise ValueError("of another dataset")
 
-    variable = keras.Variable(1.0)
-    checkpoint = Checkpoint(v=variable, picky=Picky())
+    variable, progress = keras.Variable(1.0), {"step": 1}
+    checkpoint = Checkpoint(v=variable, progress=progress, picky=Picky())
     path = checkpoint.write(tmp_path / "ckpt")
     variable.assign(2.0)
+    progress["step"] = 2
     with pytest.raises(ValueError, match="of another dataset"):
         checkpoint.restore(path)
-    assert float(variable.value) == 2.0
+    assert float(variable.value) == 2.0 and progress == {"step": 2}
 
 
 def test_what_cannot_be_kept() -> None:
@@ -282,7 +306,12 @@ def test_what_cannot_be_kept() -> None:
         StructureTypeError, match=re.escape("epoch_state = {'value': ...}")
     ):
         Checkpoint(epoch=3)
-    for value in (object(), {1, 2}, np.array([object()])):
+    with pytest.raises(StructureTypeError, match="Two objects have the name 'root'"):
+        Checkpoint({"step": 1}, root={"step": 2})
+    fields = np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")])
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    for value in (object(), {1, 2}, np.array([object()]), fields, fields[0], masked):
+        assert not can_encode(value)
         with pytest.raises(CheckpointError, match="'progress/x' is of a type"):
             Checkpoint(progress={"x": value})._snapshot()
 
@@ -394,3 +423,60 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
         variable._value.delete()
     checkpoint.restore(path)
     assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]
+
+
+def binned(numbers: Any) -> Any:
+    """A model that says which bin its input is in."""
+    bins = layers.Discretization(num_bins=3)
+    bins.adapt(np.array(numbers))
+    model = keras.Sequential([keras.Input((1,)), bins, layers.Dense(1)])
+    model.layers[1].set_weights([np.ones((1, 1)), np.zeros(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None:
+    """Where no step is compiled that has it as a constant."""
+    x = np.array([[0.0], [5.0], [50.0], [500.0]])
+    with scope(place):
+        saved, other = (
+            binned([1.0, 2.0, 3.0, 4.0]),
+            binned([100.0, 200.0, 300.0, 400.0]),
+        )
+        same, late = binned([1.0, 2.0, 3.0, 4.0]), binned([7.0, 8.0, 9.0])
+    path = Checkpoint(model=saved).write(tmp_path / "c")
+    status = Checkpoint(model=other).restore(path).assert_consumed()
+    assert "model/adapted/discretization" in status.restored
+    expected = saved.predict(x, verbose=0)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    assert same.predict(x, verbose=0).shape == late.predict(x, verbose=0).shape
+    Checkpoint(model=same).restore(path)
+    with pytest.raises(CheckpointError, match="adapted to other data"):
+        Checkpoint(model=late).restore(path)
+    late.compile("sgd", "mse")
+    Checkpoint(model=late).restore(path)
+    assert np.array_equal(late.predict(x, verbose=0), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "other"),
+    [
+        (layers.StringLookup, ["b", "a", "b"], ["c"]),
+        (lambda: layers.IntegerLookup(output_mode="count"), [5, 6, 6], [7, 8]),
+        (lambda: layers.StringLookup(output_mode="tf_idf"), ["b", "a"], ["c", "d"]),
+        (layers.TextVectorization, ["a b", "b c"], ["d"]),
+    ],
+)
+def test_a_vocabulary_is_restored(
+    make: Any, data: Any, other: Any, tmp_path: Any
+) -> None:
+    pytest.importorskip("tensorflow")
+    lookup, later = make(), make()
+    lookup.adapt(np.array(data))
+    later.adapt(np.array(other))
+    expected, _ = np.asarray(lookup(np.array(data))), later(np.array(other))
+    path = Checkpoint(lookup=lookup).write(tmp_path / "c")
+    Checkpoint(lookup=later).restore(path)
+    assert later.get_vocabulary() == lookup.get_vocabulary()
+    assert np.array_equal(np.asarray(later(np.array(data))), expected)

@@ -8,6 +8,7 @@ import functools
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import keras
@@ -15,10 +16,11 @@ import pytest
 
 import keras_distribute as kd
 from keras_distribute.checkpoint import preemption
+from keras_distribute.checkpoint.step_folder import StepFolder
 from keras_distribute.errors import CheckpointError, StructureTypeError
 
-from .interrupting import assert_same, fit_arrays, run
-from .support import scope
+from .interrupting import Cut, assert_same, fit_arrays, run
+from .support import made, scope
 
 pytestmark = pytest.mark.timeout(120)
 Config = kd.experimental.TerminationConfig
@@ -150,6 +152,24 @@ def test_a_notice_that_comes_with_the_end_of_fit(tmp_path: Any) -> None:
         ),
         uninterrupted(),
     )
+
+
+def test_ctrl_c_while_the_last_save_is_waited_for(
+    monkeypatch: Any, tmp_path: Any
+) -> None:
+    """The signal is given back, and the copy of before the validation is freed."""
+
+    def interrupted(self: StepFolder) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StepFolder, "close", interrupted)
+    backup = kd.callbacks.BackupAndRestore(tmp_path / "b")
+    cut = Cut("on_test_batch_end", 1)
+    with pytest.raises(KeyboardInterrupt):
+        fit_arrays(made(2), [backup, cut])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert backup._run is not None and backup._run._held is None
 
 
 def test_a_signal_that_is_not_waited_for_stays_with_its_handler(tmp_path: Any) -> None:
@@ -298,6 +318,75 @@ def test_a_number_of_the_user(tmp_path: Any) -> None:
             loop.handler.save_checkpoint_if_preempted(1, {"loss": 2.0})
         assert loop.manager.all_steps() == [1]
         loop.manager.close()
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 2.0}, None])
+def test_metrics_without_a_number(metrics: Any, tmp_path: Any) -> None:
+    """Saves although nothing was saved before."""
+    loop = Counting(tmp_path)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Ended):
+        loop.handler.save_checkpoint_if_preempted(metrics=metrics)
+    assert loop.manager.all_steps() == [0]
+    status = loop.manager.restore()
+    assert status.metrics == {"total_run_calls": 1} | (metrics or {})
+    loop.manager.close()
+
+
+def test_a_dropped_handler_gives_the_signal_back(tmp_path: Any) -> None:
+    """At once, though its manager lives on; in another thread, where it cannot, it
+    passes the signal on; a handler that was made meanwhile stays.
+    """
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, before := lambda number, _: received.append(number))
+    loop = Counting(tmp_path / "a")
+    handler = weakref.ref(loop.handler)
+    del loop.handler
+    assert handler() is None and signal.getsignal(signal.SIGTERM) is before
+
+    loop = Counting(tmp_path / "b")
+    thread = threading.Thread(target=lambda: delattr(loop, "handler"))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+
+    loop = Counting(tmp_path / "c")
+    loop = Counting(tmp_path / "d")
+    loop.step(preempted=True)
+    with pytest.raises(Ended):
+        loop.step()
+    assert len(received) == 1
+    del loop.handler
+    signal.raise_signal(signal.SIGTERM)
+    assert len(received) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked"), [(10.0, [1, 2, 3, 4, 5, 6]), (0.5, [1, 2, 4, 6])]
+)
+def test_processes_ask_each_other_once_a_second(
+    seconds: float, asked: list[int], monkeypatch: Any, tmp_path: Any
+) -> None:
+    """In loops without `run`, too, whose steps are the time between two calls; a save
+    is none of it.
+    """
+    calls: list[int] = []
+    now = 0.0
+
+    def exchange(topic: str, said: Any, count: int) -> list[Any]:
+        calls.append(loop.handler.total_run_calls)
+        return [said] * count
+
+    monkeypatch.setattr(preemption.agreement, "exchange", exchange)
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    loop = Counting(tmp_path)
+    loop.handler._watch._num_processes = lambda: 2
+    for _ in range(6):
+        loop.handler.save_checkpoint_if_preempted()
+        now += seconds
+    assert calls == asked
 
 
 def test_without_the_metric_of_the_best(tmp_path: Any) -> None:

@@ -127,7 +127,6 @@ def test_other_objects_are_signed_or_refused():
         [object()],
         np.array([Thing(3)]),
         collections.defaultdict(list),
-        jax.random.key(0),
     ):
         with pytest.raises(
             StructureTypeError,

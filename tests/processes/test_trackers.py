@@ -17,6 +17,8 @@ import threading
 import numpy as np
 import pytest
 
+import keras_distribute as kd
+from keras_distribute.callbacks import ray_report
 from tests.support import without_what_is_not_named
 
 pytestmark = pytest.mark.timeout(240)
@@ -204,3 +206,17 @@ def test_the_callback_of_wandb_sees_each_step_in_the_chief(tmp_path):
     assert losses[19::20] == pytest.approx(history["loss"])
     epochs = [row["epoch/val_loss"] for row in rows if "epoch/val_loss" in row]
     assert epochs == pytest.approx(history["val_loss"])
+
+
+def test_ray_is_told_metrics_that_are_vectors(monkeypatch):
+    """Such as `F1Score`, which has a number for each class."""
+    reports = []
+
+    class Train:
+        def report(self, metrics, checkpoint):
+            reports.append(metrics)
+
+    monkeypatch.setattr(ray_report, "_ray_train", Train)
+    logs = {"loss": np.float32(0.5), "f1_score": np.array([0.5, 1.0], "float32")}
+    kd.callbacks.RayReport(save_model=False).on_epoch_end(0, logs)
+    assert reports == [{"loss": 0.5, "f1_score": [0.5, 1.0], "epoch": 1}]
