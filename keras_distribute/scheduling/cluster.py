@@ -278,8 +278,8 @@ class Cluster:
             counted: For a function of a round of local steps, of how many.
         """
 
-        def retrace(before: Traced, forms: Sequence[Any]) -> Traced:
-            """The program for batches of other forms, made once."""
+        def retrace(closure: Closure, forms: Sequence[Any]) -> None:
+            """Takes the program for batches of other forms, made once."""
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
             programs = strategy.programs.programs_of(function)
@@ -287,8 +287,7 @@ class Cluster:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
                 programs[key] = self._made(strategy, function, call, elements)
-            self._correct_constants(before, programs[key])
-            return programs[key]
+            self._exchange(closure, seeds[0], programs[key])
 
         with self._lock:
             self.send_changed()
@@ -328,6 +327,38 @@ class Cluster:
             self.kept.add(variable, constant)
         return values
 
+    def _exchange(self, closure: Closure, seeds: list[Any], program: Traced) -> None:
+        """Gives a function of one step the program for batches of another form, which
+        may take other variables: the values of those that it has not taken yet are
+        those of now, without what it has added itself when it was scheduled.
+
+        Args:
+            closure: The function.
+            seeds: What it takes of seeds and counters.
+            program: In the place of the one that it has.
+        """
+        before = closure.program
+        taken = dict(zip(map(id, before.kept), closure.kept, strict=True))
+        taken |= zip(map(id, before.advanced), seeds, strict=True)
+        added = {id(variable): constant for variable, constant in before.constants}
+
+        def value_of(variable: Any) -> Any:
+            if id(variable) in taken:
+                return taken[id(variable)]
+            value = self.kept.value_of(variable)
+            return value - added[id(variable)] if id(variable) in added else value
+
+        with self._lock:
+            self.send_changed()
+            self.served.check(program.of_servers)
+            closure.floor = self._written([version for version, _ in closure.floor])
+            # Of seeds, which are unsigned.
+            with self.kept.lock, np.errstate(over="ignore"):
+                closure.kept = list(map(value_of, program.kept))
+                seeds[:] = map(value_of, program.advanced)
+                self._correct_constants(before, program)
+        closure.program = program
+
     def _correct_constants(self, before: Traced, program: Traced) -> None:
         """What was added for a step when it was scheduled may be another for a batch of
         another form, as a number of rows is.
@@ -336,9 +367,8 @@ class Cluster:
         new = {id(variable): constant for variable, constant in program.constants}
         variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
         for key, variable in variables.items():
-            with np.errstate(over="ignore"):  # Of seeds, which are unsigned.
-                zero = np.zeros(variable.shape, variable._dtype)
-                change = new.get(key, zero) - old.get(key, zero)
+            zero = np.zeros(variable.shape, variable._dtype)
+            change = new.get(key, zero) - old.get(key, zero)
             if np.any(change):
                 self.kept.add(variable, change)
 
