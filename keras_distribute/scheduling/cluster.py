@@ -148,24 +148,27 @@ class Cluster:
         for worker in self.workers:
             worker.join(5.0)
         with self._lock:
-            self.queue.begin_again()
             self.served.lose()
             self.updates.forget()
             workers = [(worker.address, worker.steps) for worker in self.workers]
             end = time.monotonic() + timeout
             while True:
-                self.server_addresses = list(self._ask().job_tasks("ps"))
-                for server, address in zip(
-                    self.servers, self.server_addresses, strict=True
-                ):
-                    server.address = address
+                self.queue.begin_again()
                 left = end - time.monotonic()
                 try:
+                    self.server_addresses = list(self._ask().job_tasks("ps"))
+                    for server, address in zip(
+                        self.servers, self.server_addresses, strict=True
+                    ):
+                        server.address = address
                     self._begin(workers, min(left, _SECONDS_TO_ASK_AGAIN))
                     return
-                except UnavailableError:
-                    if left < _SECONDS_TO_ASK_AGAIN:
-                        raise
+                except BaseException as error:
+                    is_unavailable = isinstance(error, UnavailableError)
+                    if is_unavailable and left >= _SECONDS_TO_ASK_AGAIN:
+                        continue
+                    self.queue.lost(_not_taken(error))
+                    raise
 
     def is_on_servers(self, variable: Any) -> bool:
         """Whether a variable is one of those that servers keep: weights, and what
@@ -515,6 +518,16 @@ class Cluster:
     def close(self, end_tasks: bool) -> None:
         """Lets go of the tasks of the cluster, or lets them end."""
         self._tasks.close(end_tasks)
+
+
+def _not_taken(error: BaseException) -> UnavailableError:
+    """The error of all calls after servers could not be taken anew."""
+    return UnavailableError(
+        "The strategy has no parameter servers and no workers: it could not take them "
+        "anew.",
+        received=f"{type(error).__name__} in strategy.reconnect: {error}",
+        fix="start the servers, and call strategy.reconnect() once more.",
+    )
 
 
 def _arrays(call: Call, worker: int) -> list[Any]:

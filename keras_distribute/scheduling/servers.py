@@ -65,7 +65,11 @@ class Server:
             if self._channel is not None:
                 self._channel.close()
             name = f"ps:{self.index}"
-            self._channel = Channel(self.address, name, self._credentials, timeout)
+            try:
+                self._channel = Channel(self.address, name, self._credentials, timeout)
+            except UnavailableError as error:
+                self._gone = error
+                raise
             self._coordinator, self._gone = coordinator, None
             self.writes = self.version = 0
         self.platform = str(self.call({"op": "begin"})[0]["platform"])

@@ -135,6 +135,7 @@ class Worker(threading.Thread):
                 if channel is not None:
                     channel.close()
             self._is_closed.wait(0.2)
+        self.is_ready = False
 
     def _connected(self) -> Channel:
         owner = self._owner
