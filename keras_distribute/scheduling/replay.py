@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_distribute import checks
-from keras_distribute.errors import ContextError, UnavailableError
+from keras_distribute.errors import ContextError, DistributeError, UnavailableError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
@@ -98,15 +98,23 @@ class RecordedUpdates:
         cluster.recorded = self._closures
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        cluster = self._cluster
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        cluster, first = self._cluster, error
         cluster.recorded = None
-        if exc_info[0] is None:
-            cluster.join()
+        if first is None:
+            try:
+                cluster.join()
+            except BaseException as of_join:
+                first = of_join
         for server in cluster.servers:
             server.told = None
-            told, _ = server.call({"op": "log", "keep": False})
-            self.log.append(told["log"])
+            try:
+                told, _ = server.call({"op": "log", "keep": False})
+                self.log.append(told["log"])
+            except DistributeError as of_server:
+                first = first or of_server
+        if first is not None and error is None:
+            raise first
 
     def replayed(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of all variables on servers, by their paths, computed again."""

@@ -101,3 +101,27 @@ def test_what_workers_read_cannot_be_computed_again(strategy):
         coordinator.schedule(lambda it: v.assign_add(next(it)), (iter(dataset),))
     with pytest.raises(kd.errors.ContextError, match=r"workers read themselves"):
         updates.replayed()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_after_an_error_nothing_is_recorded(own_cluster, is_own):
+    """Neither here nor on the servers that are left, and it is the first error."""
+    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
+    coordinator = kd.coordinator.ClusterCoordinator(strategy)
+    dataset = coordinator.create_per_worker_dataset(lambda: iter(np.ones(1, "float32")))
+    iterator = iter(dataset)
+    first = KeyError("own") if is_own else kd.errors.OutOfRangeError("at its end")
+    with (
+        pytest.raises(type(first), match=str(first.args[0])),
+        kd.testing.RecordedUpdates(strategy) as updates,
+    ):
+        if is_own:
+            own_cluster.kill("ps", 0)
+            raise first
+        for _ in range(3):
+            coordinator.schedule(lambda it: next(it), (iterator,))
+    assert [server.told for server in strategy.cluster.servers] == [None, None]
+    assert len(updates.log) == (1 if is_own else 2)
+    told, _ = strategy.cluster.servers[1].call({"op": "log", "keep": False})
+    assert told["log"] == []
+    strategy.close()
