@@ -16,6 +16,7 @@ from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure
+from keras_distribute.scheduling.servers import Told
 from keras_distribute.servers import rows
 from keras_distribute.servers.runner import Function, changed, function_of
 from keras_distribute.servers.store import Values, update_of
@@ -75,7 +76,7 @@ class RecordedUpdates:
         self._closures: dict[int, Closure] = {}
         self._first: list[dict[int, Array]] = []
         self._writes: list[int] = []
-        self._told: list[list[tuple[list[int], list[Array]]]] = []
+        self._told: list[list[Told]] = []
 
     def __enter__(self) -> RecordedUpdates:
         cluster = self._cluster
@@ -192,7 +193,7 @@ class _Replay:
         computers: _Computers,
         closures: dict[int, Closure],
         first: Sequence[dict[int, Array]],
-        told: Sequence[list[tuple[list[int], list[Array]]]],
+        told: Sequence[list[Told]],
     ) -> None:
         self._cluster, self._computers, self._closures = cluster, computers, closures
         self._values = [_Remembered(values) for values in first]
@@ -236,7 +237,9 @@ class _Replay:
         version, writes = self._now[server]
         values = self._values[server]
         if entry[0] == "set":
-            keys, arrays = self._told[server].pop(0)
+            number, keys, arrays = self._told[server][0]
+            if number == entry[1]:  # Else its answer was lost, and it was told again.
+                del self._told[server][0]
             values.update(zip(keys, arrays, strict=True))
             self._now[server] = version, writes + 1
         else:

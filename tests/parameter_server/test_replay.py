@@ -10,6 +10,7 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
+from keras_distribute.scheduling.servers import Server
 from tests.exactness.harness import table
 from tests.parameter_server.conftest import resolver_of
 from tests.parameter_server.test_fit import network
@@ -122,6 +123,33 @@ def test_after_an_error_nothing_is_recorded(own_cluster, is_own):
             coordinator.schedule(lambda it: next(it), (iterator,))
     assert [server.told for server in strategy.cluster.servers] == [None, None]
     assert len(updates.log) == (1 if is_own else 2)
-    told, _ = strategy.cluster.servers[1].call({"op": "log", "keep": False})
-    assert told["log"] == []
+    server = strategy.cluster.servers[1]
+    server.call({"op": "set", "keys": [7]}, [1.0])
+    assert server.call({"op": "log", "keep": False})[0]["log"] == []
     strategy.close()
+
+
+def test_answers_that_are_lost(one_worker, monkeypatch):
+    """What is asked once more is answered, and done, as the first time."""
+    with one_worker.scope():
+        v = keras.Variable(np.ones(3, "float32"))
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+
+    def add(x):
+        v.assign_add(x)
+
+    coordinator.schedule(add, (np.ones(3, "float32"),)).fetch()
+    asked = Server._asked
+
+    def twice(server, header, arrays):
+        asked(server, header, arrays)
+        return asked(server, header, arrays)
+
+    monkeypatch.setattr(Server, "_asked", twice)
+    with kd.testing.RecordedUpdates(one_worker) as updates:
+        for i in range(3):
+            v.assign(np.full(3, i, "float32"))
+            coordinator.schedule(add, (np.full(3, 0.5, "float32"),)).fetch()
+    again = updates.replayed()
+    np.testing.assert_array_equal(v.numpy(), np.full(3, 2.5))
+    np.testing.assert_array_equal(again[v.path], v.numpy())
