@@ -482,8 +482,14 @@ class Cluster:
         return None
 
     def layout_of(self, program: Traced) -> Header:
-        """What a worker has to know of a program, as plain data."""
-        return layout_of(program, self.served, self.updates, len(self.servers))
+        """What a worker has to know of a program, as plain data: the same for one that
+        comes later, when an optimizer may have other settings.
+        """
+        known = program.layouts.get(self.coordinator)
+        if known is not None:
+            return known
+        made = layout_of(program, self.served, self.updates, len(self.servers))
+        return program.layouts.setdefault(self.coordinator, made)
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since
