@@ -148,24 +148,27 @@ class Cluster:
         for worker in self.workers:
             worker.join(5.0)
         with self._lock:
-            self.queue.begin_again()
             self.served.lose()
             self.updates.forget()
             workers = [(worker.address, worker.steps) for worker in self.workers]
             end = time.monotonic() + timeout
             while True:
-                self.server_addresses = list(self._ask().job_tasks("ps"))
-                for server, address in zip(
-                    self.servers, self.server_addresses, strict=True
-                ):
-                    server.address = address
+                self.queue.begin_again()
                 left = end - time.monotonic()
                 try:
+                    self.server_addresses = list(self._ask().job_tasks("ps"))
+                    for server, address in zip(
+                        self.servers, self.server_addresses, strict=True
+                    ):
+                        server.address = address
                     self._begin(workers, min(left, _SECONDS_TO_ASK_AGAIN))
                     return
-                except UnavailableError:
-                    if left < _SECONDS_TO_ASK_AGAIN:
-                        raise
+                except BaseException as error:
+                    is_unavailable = isinstance(error, UnavailableError)
+                    if is_unavailable and left >= _SECONDS_TO_ASK_AGAIN:
+                        continue
+                    self.queue.lost(_not_taken(error))
+                    raise
 
     def is_on_servers(self, variable: Any) -> bool:
         """Whether a variable is one of those that servers keep: weights, and what
@@ -278,8 +281,8 @@ class Cluster:
             counted: For a function of a round of local steps, of how many.
         """
 
-        def retrace(before: Traced, forms: Sequence[Any]) -> Traced:
-            """The program for batches of other forms, made once."""
+        def retrace(closure: Closure, forms: Sequence[Any]) -> None:
+            """Takes the program for batches of other forms, made once."""
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
             programs = strategy.programs.programs_of(function)
@@ -287,8 +290,7 @@ class Cluster:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
                 programs[key] = self._made(strategy, function, call, elements)
-            self._correct_constants(before, programs[key])
-            return programs[key]
+            self._exchange(closure, seeds[0], programs[key])
 
         with self._lock:
             self.send_changed()
@@ -328,6 +330,38 @@ class Cluster:
             self.kept.add(variable, constant)
         return values
 
+    def _exchange(self, closure: Closure, seeds: list[Any], program: Traced) -> None:
+        """Gives a function of one step the program for batches of another form, which
+        may take other variables: the values of those that it has not taken yet are
+        those of now, without what it has added itself when it was scheduled.
+
+        Args:
+            closure: The function.
+            seeds: What it takes of seeds and counters.
+            program: In the place of the one that it has.
+        """
+        before = closure.program
+        taken = dict(zip(map(id, before.kept), closure.kept, strict=True))
+        taken |= zip(map(id, before.advanced), seeds, strict=True)
+        added = {id(variable): constant for variable, constant in before.constants}
+
+        def value_of(variable: Any) -> Any:
+            if id(variable) in taken:
+                return taken[id(variable)]
+            value = self.kept.value_of(variable)
+            return value - added[id(variable)] if id(variable) in added else value
+
+        with self._lock:
+            self.send_changed()
+            self.served.check(program.of_servers)
+            closure.floor = self._written([version for version, _ in closure.floor])
+            # Of seeds, which are unsigned.
+            with self.kept.lock, np.errstate(over="ignore"):
+                closure.kept = list(map(value_of, program.kept))
+                seeds[:] = map(value_of, program.advanced)
+                self._correct_constants(before, program)
+        closure.program = program
+
     def _correct_constants(self, before: Traced, program: Traced) -> None:
         """What was added for a step when it was scheduled may be another for a batch of
         another form, as a number of rows is.
@@ -336,9 +370,8 @@ class Cluster:
         new = {id(variable): constant for variable, constant in program.constants}
         variables = {id(v): v for v, _ in (*before.constants, *program.constants)}
         for key, variable in variables.items():
-            with np.errstate(over="ignore"):  # Of seeds, which are unsigned.
-                zero = np.zeros(variable.shape, variable._dtype)
-                change = new.get(key, zero) - old.get(key, zero)
+            zero = np.zeros(variable.shape, variable._dtype)
+            change = new.get(key, zero) - old.get(key, zero)
             if np.any(change):
                 self.kept.add(variable, change)
 
@@ -449,8 +482,14 @@ class Cluster:
         return None
 
     def layout_of(self, program: Traced) -> Header:
-        """What a worker has to know of a program, as plain data."""
-        return layout_of(program, self.served, self.updates, len(self.servers))
+        """What a worker has to know of a program, as plain data: the same for one that
+        comes later, when an optimizer may have other settings.
+        """
+        known = program.layouts.get(self.coordinator)
+        if known is not None:
+            return known
+        made = layout_of(program, self.served, self.updates, len(self.servers))
+        return program.layouts.setdefault(self.coordinator, made)
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since
@@ -485,6 +524,16 @@ class Cluster:
     def close(self, end_tasks: bool) -> None:
         """Lets go of the tasks of the cluster, or lets them end."""
         self._tasks.close(end_tasks)
+
+
+def _not_taken(error: BaseException) -> UnavailableError:
+    """The error of all calls after servers could not be taken anew."""
+    return UnavailableError(
+        "The strategy has no parameter servers and no workers: it could not take them "
+        "anew.",
+        received=f"{type(error).__name__} in strategy.reconnect: {error}",
+        fix="start the servers, and call strategy.reconnect() once more.",
+    )
 
 
 def _arrays(call: Call, worker: int) -> list[Any]:

@@ -21,6 +21,7 @@ from jax.extend import core
 from keras_distribute import checks
 from keras_distribute.devices.jaxprs import part_of
 from keras_distribute.errors import VariableScopeError
+from keras_distribute.remote.frames import Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
@@ -86,6 +87,8 @@ class Traced:
             same is added.
         ordered: Variables that a worker cannot change without knowing all that others
             did before.
+        layouts: What workers are told of it, by the name of the coordinator, which is
+            another one for servers that are taken anew.
     """
 
     number: int
@@ -106,6 +109,7 @@ class Traced:
     changes: list[tuple[Change, Any]]
     constants: list[tuple[Any, np.ndarray[Any, Any]]]
     ordered: list[Any]
+    layouts: dict[str, Header] = dataclasses.field(default_factory=dict[str, Header])
 
     @property
     def num_args(self) -> int:

@@ -27,7 +27,7 @@ class Closure:
 
     Attributes:
         program: What runs.
-        retrace: Makes the program for batches of other forms, in the place of one.
+        retrace: Takes the program for batches of other forms.
         kept: The values of the coordinator's variables when it was scheduled.
         args: The arguments' arrays, for each step; what each worker has its own of by
             the worker's number.
@@ -42,7 +42,7 @@ class Closure:
     """
 
     program: Traced
-    retrace: Callable[[Traced, list[Any]], Traced]
+    retrace: Callable[[Closure, list[Any]], None]
     kept: list[Array]
     args: Callable[[int], list[Any]]
     steps: int

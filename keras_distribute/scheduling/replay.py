@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from keras_distribute import checks
-from keras_distribute.errors import ContextError, UnavailableError
+from keras_distribute.errors import ContextError, DistributeError, UnavailableError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure
+from keras_distribute.scheduling.servers import Told
 from keras_distribute.servers import rows
 from keras_distribute.servers.runner import Function, changed, function_of
 from keras_distribute.servers.store import Values, update_of
@@ -75,7 +76,7 @@ class RecordedUpdates:
         self._closures: dict[int, Closure] = {}
         self._first: list[dict[int, Array]] = []
         self._writes: list[int] = []
-        self._told: list[list[tuple[list[int], list[Array]]]] = []
+        self._told: list[list[Told]] = []
 
     def __enter__(self) -> RecordedUpdates:
         cluster = self._cluster
@@ -98,15 +99,23 @@ class RecordedUpdates:
         cluster.recorded = self._closures
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        cluster = self._cluster
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        cluster, first = self._cluster, error
         cluster.recorded = None
-        if exc_info[0] is None:
-            cluster.join()
+        if first is None:
+            try:
+                cluster.join()
+            except BaseException as of_join:
+                first = of_join
         for server in cluster.servers:
             server.told = None
-            told, _ = server.call({"op": "log", "keep": False})
-            self.log.append(told["log"])
+            try:
+                told, _ = server.call({"op": "log", "keep": False})
+                self.log.append(told["log"])
+            except DistributeError as of_server:
+                first = first or of_server
+        if first is not None and error is None:
+            raise first
 
     def replayed(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of all variables on servers, by their paths, computed again."""
@@ -184,7 +193,7 @@ class _Replay:
         computers: _Computers,
         closures: dict[int, Closure],
         first: Sequence[dict[int, Array]],
-        told: Sequence[list[tuple[list[int], list[Array]]]],
+        told: Sequence[list[Told]],
     ) -> None:
         self._cluster, self._computers, self._closures = cluster, computers, closures
         self._values = [_Remembered(values) for values in first]
@@ -228,7 +237,9 @@ class _Replay:
         version, writes = self._now[server]
         values = self._values[server]
         if entry[0] == "set":
-            keys, arrays = self._told[server].pop(0)
+            number, keys, arrays = self._told[server][0]
+            if number == entry[1]:  # Else its answer was lost, and it was told again.
+                del self._told[server][0]
             values.update(zip(keys, arrays, strict=True))
             self._now[server] = version, writes + 1
         else:

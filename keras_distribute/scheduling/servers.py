@@ -16,6 +16,8 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
 
 _SECONDS_TO_COME_BACK = 2.0
+Told = tuple[int, list[int], list[Array]]
+"""How often a server had been told values by then, their keys, and the values."""
 
 
 class Server:
@@ -31,7 +33,7 @@ class Server:
         address: Where it is.
         writes: How often it was told values.
         platform: Of its devices.
-        told: Those, with their keys, while updates are recorded.
+        told: Those, with their number and keys, while updates are recorded.
         version: How many pushes it had applied, as far as is known.
     """
 
@@ -44,7 +46,7 @@ class Server:
     ) -> None:
         self.index, self.writes, self.version = index, 0, 0
         self.platform = ""
-        self.told: list[tuple[list[int], list[Array]]] | None = None
+        self.told: list[Told] | None = None
         self.address, self._credentials = address, credentials
         self._channel: Channel | None = None
         self._coordinator = ""
@@ -65,7 +67,11 @@ class Server:
             if self._channel is not None:
                 self._channel.close()
             name = f"ps:{self.index}"
-            self._channel = Channel(self.address, name, self._credentials, timeout)
+            try:
+                self._channel = Channel(self.address, name, self._credentials, timeout)
+            except UnavailableError as error:
+                self._gone = error
+                raise
             self._coordinator, self._gone = coordinator, None
             self.writes = self.version = 0
         self.platform = str(self.call({"op": "begin"})[0]["platform"])
@@ -101,10 +107,11 @@ class Server:
                 )
                 self._lost(self._gone)
                 raise self._gone from error
-        if self.told is not None and header["op"] == "set":
-            self.told.append((header["keys"], [np.array(each) for each in arrays]))
-        self.writes = answer.get("writes", self.writes)
-        self.version = max(self.version, answer.get("version", 0))
+            self.writes = answer.get("writes", self.writes)
+            self.version = max(self.version, answer.get("version", 0))
+            if self.told is not None and header["op"] == "set":
+                values = [np.array(each) for each in arrays]
+                self.told.append((self.writes, header["keys"], values))
         return answer, found
 
     def _asked(

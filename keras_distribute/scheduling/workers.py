@@ -135,6 +135,7 @@ class Worker(threading.Thread):
                 if channel is not None:
                     channel.close()
             self._is_closed.wait(0.2)
+        self.is_ready = False
 
     def _connected(self) -> Channel:
         owner = self._owner
@@ -181,7 +182,7 @@ class Worker(threading.Thread):
                 closure = self._owner.queue.take(not self._running)
                 if closure is None:
                     break
-                self._send(channel, closure, closure.program)
+                self._send(channel, closure)
             reply = channel.receive(wake=self._woken.fileno())
             if reply is None:
                 with contextlib.suppress(BlockingIOError):
@@ -193,9 +194,9 @@ class Worker(threading.Thread):
         if self._running:
             raise UnavailableError("The strategy was closed.")
 
-    def _send(self, channel: Channel, closure: Closure, program: Traced) -> None:
+    def _send(self, channel: Channel, closure: Closure) -> None:
         try:
-            number = self._told(channel, closure, program)
+            number = self._told(channel, closure)
         except UnavailableError:
             self._owner.queue.put_back(closure)  # Nobody else knows of it any more.
             raise
@@ -204,10 +205,11 @@ class Worker(threading.Thread):
         else:
             self._running[number] = closure
 
-    def _told(self, channel: Channel, closure: Closure, program: Traced) -> int:
+    def _told(self, channel: Channel, closure: Closure) -> int:
         """Tells the worker to run a function, and before that what it does not know of
         it; the number of the answer.
         """
+        program = closure.program
         coordinator = {"coordinator": self._owner.coordinator}
         self._drop(channel)
         for iterator in closure.iterators:
@@ -269,7 +271,7 @@ class Worker(threading.Thread):
         if closure is None:
             return
         if "again" in header:  # One before it waits for its program.
-            self._send(channel, closure, closure.program)
+            self._send(channel, closure)
             return
         if "needs" in header:
             forms = [
@@ -277,12 +279,11 @@ class Worker(threading.Thread):
                 for element in header["needs"]
             ]
             try:
-                program = closure.retrace(closure.program, forms)
+                closure.retrace(closure, forms)
             except Exception as error:
                 self._owner.queue.failed(error, closure)
                 return
-            self._send(channel, closure, program)
-            closure.program = program
+            self._send(channel, closure)
             return
         self._cuts = 0
         self.steps += closure.steps if closure.counted is None else closure.counted

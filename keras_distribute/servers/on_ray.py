@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,11 @@ class Task:
         own = ray.get_runtime_context().current_actor
 
         def end() -> None:
-            self._server.join()
+            try:
+                self._server.join()
+            except ClusterError:
+                traceback.print_exc()
+                os._exit(1)  # Ray starts it again.
             ray.kill(own)  # On purpose, so that Ray does not start it again.
 
         threading.Thread(target=end, name="keras_distribute end", daemon=True).start()

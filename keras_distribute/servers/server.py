@@ -73,6 +73,7 @@ class Server:
         self._credentials = credentials.of_job()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
         if start:
             self.start()
 
@@ -93,8 +94,10 @@ class Server:
 
     def start(self) -> None:
         """Listens, unless it does already."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             return
+        self._stop.clear()
+        self._error = None
         address = self._cluster.task_address(self._job, self._index)
         endpoint = Endpoint(address, self._credentials)
         task: Any = _KINDS[self._job](self._credentials, endpoint.upcoming)
@@ -104,6 +107,8 @@ class Server:
                 endpoint.serve(
                     task.handle, lambda: task.has_ended or self._stop.is_set()
                 )
+            except BaseException as error:  # Of `sys.exit` in a dataset function, too.
+                self._error = error
             finally:
                 endpoint.close()
 
@@ -112,7 +117,11 @@ class Server:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits until the coordinator has said goodbye."""
+        """Waits until the coordinator has said goodbye.
+
+        Raises:
+            ClusterError: If it was not started, or has ended by an error.
+        """
         if self._thread is None:
             raise ClusterError(
                 "The server was not started.",
@@ -121,6 +130,12 @@ class Server:
             )
         while self._thread.is_alive():
             self._thread.join(0.2)  # So that Ctrl-C ends it.
+        if self._error is not None:
+            raise ClusterError(
+                f"The task {self._job}:{self._index} has ended by an error.",
+                received=f"{self._error!r}.",
+                fix="start it again; the error above says what is to be mended.",
+            ) from self._error
 
     def stop(self) -> None:
         """Ends it from within its process."""

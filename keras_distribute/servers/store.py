@@ -166,7 +166,8 @@ class Store(Task):
         self._applied: dict[int, set[int]] = {}
         self._done = 0
         self._incarnations: dict[int, int] = {}
-        self._log: list[list[Any]] | None = None
+        self._log: list[list[Any]] = []
+        self._is_logged = False
 
     def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
         answer = super().handle(peer, header, arrays)
@@ -183,7 +184,7 @@ class Store(Task):
     def _set(self, header: Header, arrays: list[Array]) -> Answer:
         self._values.update(zip(header["keys"], arrays, strict=True))
         self._writes += 1
-        if self._log is not None:
+        if self._is_logged:
             self._log.append(["set", self._writes])
         return self._state(), []
 
@@ -271,7 +272,7 @@ class Store(Task):
             self._values.apply(header, arrays)
             steps.add(step)
             self.version += 1
-            if self._log is not None:
+            if self._is_logged:
                 pulled = header["pulled_of_all"]
                 self._log.append(["push", closure, step, worker, pulled])
         elif step in steps:
@@ -290,9 +291,14 @@ class Store(Task):
         return {"version": self.version, "writes": self._writes}
 
     def _keep_log(self, header: Header, arrays: list[Array]) -> Answer:
+        """Begins to keep a log, or ends that: then the answer has it, as often as it is
+        asked for.
+        """
         del arrays
-        told, self._log = self._log, [] if header["keep"] else None
-        return {"log": told or [], **self._state()}, []
+        self._is_logged = header["keep"]
+        if self._is_logged:
+            self._log = []
+        return {"log": self._log, **self._state()}, []
 
     def _status(self, header: Header, arrays: list[Array]) -> Answer:
         del header, arrays

@@ -565,6 +565,39 @@ def test_batches_of_other_forms(one_worker):
     assert seen.total.numpy() == sum(i * (4 if i % 3 else 2) for i in range(6))
 
 
+def test_batches_of_other_forms_for_which_other_variables_are_read(one_worker):
+    """On the coordinator and on a server, with what was added before."""
+    coordinator = ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        a = keras.Variable(5, dtype="int32", trainable=False)
+        b = keras.Variable(7, dtype="int32", trainable=False)
+        seen = keras.Variable(0, dtype="int32", trainable=False)
+        w = keras.Variable(0.5)
+
+    def step(batch):
+        rows = next(batch).shape[0]
+        found = a.value * 1.0 if rows == 4 else b.value + 100 * seen.value + w.value
+        seen.assign_add(rows)
+        return found
+
+    def last(batch):
+        rows = next(batch).shape[0]
+        return a.value * 1 if rows == 4 else a.value + b.value
+
+    sizes = [4, 2, 2, 4, 2]
+
+    def batches():
+        return (np.ones(size, "float32") for size in sizes)
+
+    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    found = [coordinator.schedule(step, (iterator,)).fetch() for _ in sizes]
+    assert found == [5.0, 407.5, 607.5, 5.0, 1207.5]
+    assert seen.numpy() == sum(sizes)
+    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    values = [coordinator.schedule(last, (iterator,)) for _ in sizes]
+    assert coordinator.fetch(values) == [5, 12, 12, 5, 12]
+
+
 def test_a_function_that_cannot_take_a_batch(one_worker):
     """What comes after it does not wait for its program."""
     coordinator = ClusterCoordinator(one_worker)

@@ -9,6 +9,7 @@ import pytest
 from keras import layers, ops
 
 import keras_distribute as kd
+from keras_distribute.scheduling import workers
 from tests.exactness.harness import assert_same_outcome, fit_only, observe, table
 from tests.parameter_server.test_fit import equals_one_device
 
@@ -190,6 +191,32 @@ def test_settings_that_change(one_worker, name):
         return model_of(make_optimizer())
 
     outcome = observe(build, run, one_worker, fit_in_scope=True)
+    assert_same_outcome(outcome, observe(build, run))
+
+
+def test_settings_that_change_without_compile(one_worker, monkeypatch):
+    """As with plain Keras the step stays as it is, also on a worker that comes back."""
+    told, away = workers.Worker._told, []
+
+    def failing(*args: Any) -> Any:
+        if away:
+            raise away.pop()
+        return told(*args)
+
+    monkeypatch.setattr(workers.Worker, "_told", failing)
+
+    def run(model: keras.Model) -> Any:
+        fit = fit_only(X, Y, batch_size=8)
+        first = fit(model)
+        settings_of_sgd(model.optimizer)
+        away.append(kd.errors.UnavailableError("The worker is gone."))
+        return first, fit(model)
+
+    def build() -> keras.Model:
+        return model_of(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    outcome = observe(build, run, one_worker, fit_in_scope=True)
+    assert not away
     assert_same_outcome(outcome, observe(build, run))
 
 

@@ -111,6 +111,7 @@ def test_a_loop_goes_on_from_its_checkpoint(own_cluster, tmp_path):
 
 
 def test_a_server_that_does_not_come_back(own_cluster):
+    """All calls say so, until one does."""
     strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
     for wrong, error in ((0, "ValueStructure"), ("10", "StructureType")):
         with pytest.raises(
@@ -122,8 +123,16 @@ def test_a_server_that_does_not_come_back(own_cluster):
         kd.errors.UnavailableError, match=r"ps:0 cannot be had\.(.|\n)*for 0\.5 s"
     ):
         strategy.reconnect(0.5)
+    coordinator = ClusterCoordinator(strategy)
+    for call in (coordinator.done, coordinator.join, coordinator.done):
+        with pytest.raises(
+            kd.errors.UnavailableError, match=r"no workers(.|\n)*ps:0(.|\n)*once more"
+        ):
+            call()
+    assert not any(worker.is_ready for worker in strategy.cluster.workers)
+    with pytest.raises(kd.errors.UnavailableError, match="ps:0 cannot be had"):
+        strategy.cluster.bytes_of_servers()
     own_cluster.start("ps", 0)
     strategy.reconnect(60)
-    coordinator = ClusterCoordinator(strategy)
     assert coordinator.schedule(lambda: 1.0 + np.ones(())).fetch() == 2.0
     strategy.close()

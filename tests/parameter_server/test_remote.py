@@ -396,12 +396,32 @@ def test_a_server_of_this_process(monkeypatch):
     server = kd.Server.create_local_server()
     assert server.target.startswith("grpc://127.0.0.1:")
     assert server.server_def["job_name"] == "worker"
-    server.stop()
-    server.join()
+    address = server.target.removeprefix("grpc://")
+    for _ in range(2):
+        server.start()
+        Channel(address, "worker:0", Credentials("t" * 40), 5.0).close()
+        server.stop()
+        server.join()
     with pytest.raises(kd.errors.ClusterError, match="was not started"):
         kd.Server(server.server_def["cluster"], "worker", 0, start=False).join()
     with pytest.raises(kd.errors.ClusterError, match="a worker or a parameter server"):
         kd.Server({"chief": ["a:1"]}, "chief", 0)
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large"), SystemExit(0)])
+def test_a_server_that_ends_by_an_error(monkeypatch, error):
+    """Not as after a goodbye: whoever has started it starts it again."""
+    monkeypatch.setenv("KERAS_DISTRIBUTE_JOB_TOKEN", "t" * 40)
+
+    def serve(*args):
+        raise error
+
+    monkeypatch.setattr(Endpoint, "serve", serve)
+    server = kd.Server.create_local_server()
+    with pytest.raises(kd.errors.ClusterError, match=r"worker:0 has ended") as raised:
+        server.join()
+    assert raised.value.__cause__ is error
+    server.stop()
 
 
 def test_the_token_is_nowhere_to_be_seen(cluster):

@@ -10,6 +10,7 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
+from keras_distribute.scheduling.servers import Server
 from tests.exactness.harness import table
 from tests.parameter_server.conftest import resolver_of
 from tests.parameter_server.test_fit import network
@@ -101,3 +102,54 @@ def test_what_workers_read_cannot_be_computed_again(strategy):
         coordinator.schedule(lambda it: v.assign_add(next(it)), (iter(dataset),))
     with pytest.raises(kd.errors.ContextError, match=r"workers read themselves"):
         updates.replayed()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_after_an_error_nothing_is_recorded(own_cluster, is_own):
+    """Neither here nor on the servers that are left, and it is the first error."""
+    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
+    coordinator = kd.coordinator.ClusterCoordinator(strategy)
+    dataset = coordinator.create_per_worker_dataset(lambda: iter(np.ones(1, "float32")))
+    iterator = iter(dataset)
+    first = KeyError("own") if is_own else kd.errors.OutOfRangeError("at its end")
+    with (
+        pytest.raises(type(first), match=str(first.args[0])),
+        kd.testing.RecordedUpdates(strategy) as updates,
+    ):
+        if is_own:
+            own_cluster.kill("ps", 0)
+            raise first
+        for _ in range(3):
+            coordinator.schedule(lambda it: next(it), (iterator,))
+    assert [server.told for server in strategy.cluster.servers] == [None, None]
+    assert len(updates.log) == (1 if is_own else 2)
+    server = strategy.cluster.servers[1]
+    server.call({"op": "set", "keys": [7]}, [1.0])
+    assert server.call({"op": "log", "keep": False})[0]["log"] == []
+    strategy.close()
+
+
+def test_answers_that_are_lost(one_worker, monkeypatch):
+    """What is asked once more is answered, and done, as the first time."""
+    with one_worker.scope():
+        v = keras.Variable(np.ones(3, "float32"))
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+
+    def add(x):
+        v.assign_add(x)
+
+    coordinator.schedule(add, (np.ones(3, "float32"),)).fetch()
+    asked = Server._asked
+
+    def twice(server, header, arrays):
+        asked(server, header, arrays)
+        return asked(server, header, arrays)
+
+    monkeypatch.setattr(Server, "_asked", twice)
+    with kd.testing.RecordedUpdates(one_worker) as updates:
+        for i in range(3):
+            v.assign(np.full(3, i, "float32"))
+            coordinator.schedule(add, (np.full(3, 0.5, "float32"),)).fetch()
+    again = updates.replayed()
+    np.testing.assert_array_equal(v.numpy(), np.full(3, 2.5))
+    np.testing.assert_array_equal(again[v.path], v.numpy())

@@ -16,9 +16,10 @@ from keras_distribute.variables import Blocks
 
 def meanwhile(monkeypatch, owner, name, act, when=lambda *args: True):
     """Lets `act` happen in another thread right after a method has done its work, once;
-    it may have to wait until the caller has gone on.
+    it may have to wait until the caller has gone on. Returns the thread.
     """
-    method, left = getattr(owner, name), [threading.Thread(target=act)]
+    method, thread = getattr(owner, name), threading.Thread(target=act)
+    left = [thread]
 
     def slow(*args, **kwargs):
         result = method(*args, **kwargs)
@@ -28,6 +29,7 @@ def meanwhile(monkeypatch, owner, name, act, when=lambda *args: True):
         return result
 
     monkeypatch.setattr(owner, name, slow)
+    return thread
 
 
 def test_what_is_assigned_while_an_older_value_travels(strategy, monkeypatch):
@@ -80,14 +82,33 @@ def test_what_is_assigned_while_the_coordinator_takes_a_count(strategy, monkeypa
     coordinator = ClusterCoordinator(strategy)
     with strategy.scope():
         count = keras.Variable(0, dtype="int32", trainable=False)
-    meanwhile(monkeypatch, Kept, "_first", lambda: count.assign(3))
+    other = meanwhile(monkeypatch, Kept, "_first", lambda: count.assign(3))
 
     def read():
         return count.value + 0
 
     coordinator.schedule(read).fetch()
+    other.join(10)
     assert coordinator.schedule(read).fetch() == 3
     assert count.numpy() == 3
+
+
+def test_an_older_number_of_writes_does_not_come_back(monkeypatch):
+    """A fence of a worker's thread, whose answer has none, beside an assignment."""
+    server = Server(0, "nowhere:1", None, None)
+
+    class Answer(dict):
+        """Whose methods can be replaced."""
+
+    def asked(header, arrays):
+        return Answer({"writes": 1} if header["op"] == "set" else {}), []
+
+    monkeypatch.setattr(server, "_asked", asked)
+    writing = {"op": "set", "keys": []}
+    other = meanwhile(monkeypatch, Answer, "get", lambda: server.call(writing))
+    server.call({"op": "fence"})
+    other.join(10)
+    assert server.writes == 1
 
 
 def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
