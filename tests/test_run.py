@@ -372,6 +372,9 @@ def test_refusals(strategy):
         strategy.run(5)
     with pytest.raises(errors.StructureTypeError, match="come as a tuple"):
         strategy.run(lambda x: x, args=np.ones(3))
+    for array in (np.array(["text"]), np.array([object()]), np.datetime64("2026-01")):
+        with pytest.raises(errors.StructureTypeError, match="computes with numbers"):
+            strategy.run(lambda x: x, args=(array,))
     with pytest.raises(errors.ContextError, match="inside another traced function"):
         jax.jit(lambda x: strategy.run(lambda y: y, args=(x,)))(1.0)
 

@@ -21,8 +21,13 @@ from jax import lax
 
 from keras_distribute._compat import variables as compat
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.errors import ContextError, ValueStructureError
+from keras_distribute.errors import (
+    ContextError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from keras_distribute.values import structures
+from keras_distribute.values.arrays import is_array
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]
@@ -201,12 +206,18 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
     if isinstance(leaf, jax.Array):
         elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
         return (mesh.put_replicated(leaf) if elsewhere else leaf), False
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf, False
     if (
-        leaf is not None
-        and not isinstance(leaf, compat.Variable | type)
-        and hasattr(leaf, "__array__")
+        leaf is None
+        or isinstance(leaf, compat.Variable | type)
+        or not hasattr(leaf, "__array__")
     ):
-        return np.asarray(leaf), False
-    return None, False
+        return None, False
+    array = leaf if isinstance(leaf, np.ndarray | np.generic) else np.asarray(leaf)
+    if not is_array(array):
+        raise StructureTypeError(
+            "A program computes with numbers.",
+            received=f"an array of dtype {array.dtype} as an argument.",
+            fix="arrays of numbers: text becomes numbers in the pipeline, by "
+            "keras.layers.StringLookup or in tf.data.",
+        )
+    return array, False

@@ -87,7 +87,8 @@ class PerWorkerValues:
                 received=f"{values!r}.",
                 fix="PerWorkerValues([value_of_worker_0, value_of_worker_1])",
             )
-        self.values = tuple(map(np.asarray, values))
+        # Copies: they are read when their turn comes.
+        self.values = tuple(map(np.array, values))
         forms = {(value.shape, value.dtype) for value in self.values}
         if len(forms) > 1:
             raise StructureTypeError(

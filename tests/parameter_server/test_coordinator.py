@@ -313,6 +313,7 @@ def test_values_of_each_worker(strategy, coordinator):
 def test_values_of_each_worker_that_share_one(coordinator):
     ones, twos, threes = (np.full(2, i, "float32") for i in (1, 2, 3))
     args = PerWorkerValues([ones, twos]), PerWorkerValues([ones, threes])
+    twos[:] = 7  # The values are copies.
 
     def both(a, b):
         return a, b
