@@ -9,12 +9,22 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_distribute.checkpoint.names import layers_in
 from keras_distribute.errors import CheckpointError
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-def is_adapted(layer: Any) -> bool:
+def adapted_in(name: str, model: Any) -> dict[str, Adapted]:
+    """Those layers of a model or a layer, by what they are called in a checkpoint."""
+    return {
+        f"{name}/adapted/{prefix}".rstrip("/"): Adapted(layer, model)
+        for prefix, layer in layers_in(model)
+        if _is_adapted(layer)
+    }
+
+
+def _is_adapted(layer: Any) -> bool:
     """Whether a layer has such a state; what its constructor was given is none."""
     if isinstance(layer, keras.layers.Discretization):
         return layer.num_bins is not None

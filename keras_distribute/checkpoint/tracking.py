@@ -13,13 +13,8 @@ import keras
 from keras_distribute import checks
 from keras_distribute._compat import checkpoint as compat
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute.checkpoint.adapted import Adapted, is_adapted
-from keras_distribute.checkpoint.names import (
-    layer_names,
-    layers_in,
-    metric_names,
-    optimizer_names,
-)
+from keras_distribute.checkpoint.adapted import adapted_in
+from keras_distribute.checkpoint.names import layer_names, metric_names, optimizer_names
 from keras_distribute.errors import CheckpointError, StructureTypeError
 from keras_distribute.variables import DistributedVariable
 
@@ -105,11 +100,7 @@ def track(objects: dict[str, Any]) -> Tracked:
             named = layer_names(value)
             labels |= {id(variable): label for label, variable in named.items()}
             add(f"{name}/variables", named)
-            for prefix, inner in layers_in(value):
-                if is_adapted(inner) and id(inner) not in seen:
-                    seen.add(id(inner))
-                    label = f"{name}/adapted/{prefix}".rstrip("/")
-                    tracked.stateful[label] = Adapted(inner, value)
+            tracked.stateful.update(adapted_in(name, value))
             if isinstance(value, keras.Model):
                 tracked.models[name] = value
                 if compat.has_unbuilt_metrics(value):
