@@ -267,7 +267,8 @@ class CheckpointManager:
 
     @property
     def _last_step(self) -> int | None:
-        return self._folder.agreed_last_step()
+        self._folder.agreed_steps()
+        return self._folder.last_step
 
     def _agreed_steps(self) -> list[int]:
         return self._folder.agreed_steps()

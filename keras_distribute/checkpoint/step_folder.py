@@ -77,18 +77,13 @@ class StepFolder:
 
     def agreed_steps(self) -> list[int]:
         """The steps as process 0 sees them, in all processes."""
-        return self._on_chief("the steps in", self.steps)
-
-    def agreed_last_step(self) -> int | None:
-        """The step that was saved or restored last, as process 0 knows it: a save that
-        has failed may be known there alone, after `close`.
-        """
-        return self._on_chief("the last step in", lambda: self.last_step)
+        return self._agreed("the steps in", self.steps)
 
     def last_or_latest(self) -> int | None:
         """The step that was saved or restored last; before that, the latest."""
-        last = self.agreed_last_step()
-        return max(self.agreed_steps(), default=None) if last is None else last
+        if self.last_step is not None:
+            return self.last_step
+        return max(self.agreed_steps(), default=None)
 
     def next_step(self) -> int:
         """The number of a save that has none: one more than the latest step.
@@ -96,9 +91,9 @@ class StepFolder:
         Steps that were found damaged do not count, once an earlier one was restored in
         their place: the saves that follow replace them.
         """
-        last, steps = self.agreed_last_step(), self.agreed_steps()
-        if last is not None:
-            steps = [last, *(s for s in steps if s not in self._damaged)]
+        steps = self.agreed_steps()
+        if self.last_step is not None:
+            steps = [self.last_step, *(s for s in steps if s not in self._damaged)]
         return max(steps, default=-1) + 1
 
     def best_step(self, steps: list[int]) -> int | None:
@@ -264,10 +259,19 @@ class StepFolder:
             f"{what} {self.directory}", function, self.checkpoint.num_processes
         )
 
+    def _agreed(self, what: str, function: Callable[[], _T]) -> _T:
+        """As `_on_chief`; all have its last step then: that a save has failed may be
+        known there alone, after `close`.
+        """
+        found, self.last_step = self._on_chief(
+            what, lambda: (function(), self.last_step)
+        )
+        return found
+
     def _raise_in_all(self, what: str, check: Callable[[], None]) -> None:
         """Raises the error of a save, after which the steps are what they were."""
         try:
-            self._on_chief(what, check)
+            self._agreed(what, check)
         except Exception:
             self.last_step = None
             under_way.forget(self._under_way)

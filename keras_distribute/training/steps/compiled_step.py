@@ -16,7 +16,12 @@ from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches, calls
 from keras_distribute.training.steps.packed_state import State, form_of
-from keras_distribute.training.steps.state import ArrayState, StepState, is_held
+from keras_distribute.training.steps.state import (
+    ArrayState,
+    StepState,
+    ids_of,
+    is_held,
+)
 from keras_distribute.training.steps.step_programs import (
     CarriedStep,
     Step,
@@ -53,7 +58,7 @@ class CompiledStep:
         self._seen: tuple[State | None, StepState | None] = (None, None)
         self._unchanged: list[Any] | None = None
         self.programs = StepPrograms(strategy, carried, groups)
-        self._known = {_ids(groups): (carried, self.programs)}
+        self._known = {ids_of(groups): (carried, self.programs)}
         self._groups = groups
 
     @property
@@ -180,7 +185,7 @@ class CompiledStep:
 
     def _turn_to(self, groups: Sequence[list[Any]]) -> None:
         """Has the programs for these variables: a layer may have been frozen since."""
-        key = _ids(groups)
+        key = ids_of(groups)
         if key not in self._known:
             if self._anew is not None:
                 made = self._anew()
@@ -192,11 +197,6 @@ class CompiledStep:
                 self._known[key] = self._carried, programs
         self._carried, self.programs = self._known[key]
         self._groups, self._unchanged = groups, None
-
-
-def _ids(groups: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], ...]:
-    """Which variables these are, while somebody has them."""
-    return tuple(tuple(map(id, group)) for group in groups)
 
 
 def refuse_changed(

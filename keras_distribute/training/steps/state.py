@@ -103,14 +103,7 @@ class StepState(Holder):
 
     def is_of(self, groups: Sequence[Sequence[Any]]) -> bool:
         """Whether it holds the values of these variables, in this order."""
-        return groups is self.groups or (
-            [len(group) for group in groups] == [len(group) for group in self.groups]
-            and all(
-                a is b
-                for ours, theirs in zip(self.groups, groups, strict=True)
-                for a, b in zip(ours, theirs, strict=True)
-            )
-        )
+        return groups is self.groups or ids_of(groups) == ids_of(self.groups)
 
     def as_groups(self) -> State:
         """The values as Keras's groups; of what is in buffers, too."""
@@ -262,6 +255,11 @@ class ArrayState:
         """The new values."""
         left = iter(self.landing[-1][1])
         return tuple([next(left) for _ in range(size)] for size in self._sizes)
+
+
+def ids_of(groups: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], ...]:
+    """Which variables these are, while somebody has them."""
+    return tuple(tuple(map(id, group)) for group in groups)
 
 
 def is_held(state: Sequence[Any]) -> bool:
