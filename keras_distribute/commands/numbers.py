@@ -38,10 +38,11 @@ def of_two_processes() -> tuple[Numbers, int]:
 
 def largest_difference(ours: Numbers, theirs: Numbers) -> float:
     """Of any number, relative to the largest of its kind (from 1 on)."""
-    return max(
-        float(np.max(np.abs(mine - other)) / max(1.0, float(np.max(np.abs(other)))))
+    differences = [
+        np.max(np.abs(mine - other)) / max(1.0, float(np.max(np.abs(other))))
         for mine, other in ((ours[name], theirs[name]) for name in theirs)
-    )
+    ]
+    return float(np.max(differences))  # Python's `max` may leave a NaN out.
 
 
 def _of_training(strategy: Strategy | None) -> Numbers:

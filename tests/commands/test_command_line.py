@@ -312,6 +312,7 @@ def test_strategies_that_fail_and_that_cannot_run(monkeypatch, capsys):
         "Near": trial(right | {"losses": np.ones(3) + 1e-6}),
         "Wrong": trial(right | {"losses": np.ones(3) + 0.01}),
         "NaN": trial(right | {"losses": np.full(3, np.nan)}),
+        "Later": trial(right | {"weights": np.array([np.nan, 0.0])}),
         "Raises": raises,
         "Cannot": cannot,
     }
@@ -327,6 +328,7 @@ def test_strategies_that_fail_and_that_cannot_run(monkeypatch, capsys):
     assert lines["Near"] == "Near 2 passed 1e-06 0.0"
     assert lines["Wrong"] == "Wrong 2 FAILED 1e-02 0.0 differs by more than 1e-04"
     assert lines["NaN"] == "NaN 2 FAILED nan 0.0 differs by more than 1e-04"
+    assert lines["Later"] == lines["NaN"].replace("NaN", "Later", 1)
     assert lines["Raises"] == "Raises FAILED 0.0 ValueError: a step failed"
     assert lines["Cannot"] == (
         "Cannot not run 0.0 it needs several devices: try --cpu-devices 4"
