@@ -33,6 +33,9 @@ SILENCE_SECONDS = 30.0
 _STARTS = 10
 _LOOK_SECONDS = 4.0
 _STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # How the errors of JAX's runtime begin.
+# The variables of gRPC: what names a proxy, and the hosts for which none is asked.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_WITHOUT_PROXY, _ELSE_WITHOUT = "no_grpc_proxy", "no_proxy"
 _T = TypeVar("_T")
 
 
@@ -86,6 +89,7 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             "model or variable.",
         )
     assert topology.coordinator is not None
+    _leave_proxy_out(topology.coordinator)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     terminated = signal.getsignal(signal.SIGTERM)
     try:
@@ -109,6 +113,17 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
         ) from error
     if threading.current_thread() is threading.main_thread() and terminated is not None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
+
+
+def _leave_proxy_out(coordinator: str) -> None:
+    """Has gRPC connect to process 0 itself, and not through a proxy of the environment,
+    which it would ask even for an address of this host.
+    """
+    if not any(os.environ.get(name) for name in _PROXIES):
+        return
+    host = coordinator.rpartition(":")[0].strip("[]")
+    others = os.environ.get(_WITHOUT_PROXY) or os.environ.get(_ELSE_WITHOUT)
+    os.environ[_WITHOUT_PROXY] = f"{others},{host}" if others else host
 
 
 def _own_address(coordinator: str) -> str | None:

@@ -1,10 +1,12 @@
 """`python -m keras_distribute.launch`: output, failures, restarts, signals."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import keras_distribute as kd
 from keras_distribute.callbacks.run import Run
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.ports import free_port
@@ -203,6 +206,28 @@ def test_processes_that_have_ended_leave_no_open_pipe(tmp_path):
     job.stop()
     assert [list(worker.lines) for worker in job.workers] == [["a line\n"]] * 2
     assert all(worker.process.stdout.closed for worker in job.workers)
+
+
+def replicas_in_sync():
+    return kd.MultiWorkerMirroredStrategy().num_replicas_in_sync
+
+
+def test_no_proxy_is_asked_for_the_way_to_process_0():
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def accepts():
+            with contextlib.suppress(OSError):
+                while True:
+                    asked.append(proxy.accept())
+
+        threading.Thread(target=accepts, daemon=True).start()
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        environment = {"http_proxy": address, "no_proxy": "example.com"}
+        found = kd.testing.run_in_processes(
+            replicas_in_sync, 2, environment=environment, timeout=100
+        )
+    assert (found, asked) == ([2, 2], [])
 
 
 @pytest.fixture(scope="module")
