@@ -238,7 +238,9 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         )
     else:
         launcher = _Launcher(command, options, output)
-    previous = {each: signal.signal(each, launcher.receive) for each in _SIGNALS}
+    # One that is ignored stays so: SIGHUP by `nohup`.
+    heard = [each for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    previous = {each: signal.signal(each, launcher.receive) for each in heard}
     try:
         return launcher.run()
     finally:

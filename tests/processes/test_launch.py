@@ -208,6 +208,31 @@ def test_processes_that_have_ended_leave_no_open_pipe(tmp_path):
     assert all(worker.process.stdout.closed for worker in job.workers)
 
 
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    """Under `nohup` a terminal may be closed."""
+    path = script(
+        tmp_path,
+        "open(sys.argv[1] + f'/ready{index}', 'w').write('')\n"
+        "while not os.path.exists(sys.argv[1] + '/end'):\n    time.sleep(0.1)\n",
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # A child inherits it.
+    try:
+
+        def ends():
+            while not (tmp_path / "ready1").exists():
+                time.sleep(0.1)
+            time.sleep(1.0)
+            (tmp_path / "end").touch()
+
+        end = threading.Thread(target=ends)
+        end.start()
+        code, out = signalled(path, signal.SIGHUP, tmp_path, 5)
+        end.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (code, out) == (0, "")
+
+
 def replicas_in_sync():
     return kd.MultiWorkerMirroredStrategy().num_replicas_in_sync
 
