@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_distribute.launch.folders import check_private
-from keras_distribute.launch.modules import module_of
+from keras_distribute.launch.modules import loaded, module_of
 
 
 def main(folder: Path) -> int:
@@ -28,9 +28,9 @@ def main(folder: Path) -> int:
 
             function, dumps = pickle.loads(call["function"]), cloudpickle.dumps
         else:
-            module = module_of(call["module"], call["file"])
+            module = module_of(call["module"], call["main"])
             function = operator.attrgetter(call["name"])(module)
-        args, kwargs = pickle.loads(call["arguments"])
+        args, kwargs = loaded(call["arguments"], call["main"])
         said = dumps((function(*args, **kwargs), None))
     except BaseException as failure:
         caught, said = failure, pickle.dumps((None, traceback.format_exc()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import inspect
+import operator
 import os
 import pickle
 import shutil
@@ -21,6 +23,7 @@ from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
 from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
 from keras_distribute.launch.folders import check_private
 from keras_distribute.launch.job import Job
+from keras_distribute.launch.modules import MAIN, file_of_main, loaded
 
 _MOST = 2**12  # Processes, or virtual devices of each: more are a typing error.
 _STOP_SECONDS = 2.0
@@ -109,19 +112,20 @@ class MultiProcessRunner:
         for given, flag in (("echo", echo), ("by_value", by_value)):
             checks.flag(given, flag)
         name = getattr(function, "__qualname__", "")
-        if not by_value and (not name or "<" in name):
+        module = inspect.getmodule(function)
+        if not by_value and not _is_found(function, module, name):
             raise StructureTypeError(
                 "The processes find a function by its module and its name.",
                 received=f"{function!r}.",
-                fix="define it with def at the top of a module.",
+                fix="define it with def at the top of a module that is a file; one of "
+                "a notebook is run by kd.notebook_launcher.",
             )
         self._timeout, self._num_processes, self._name = timeout, num_processes, name
-        module = inspect.getmodule(function)
         dumps = _dumps_by_value() if by_value else pickle.dumps
         call = {
             "path": [os.getcwd(), *sys.path],
             "module": getattr(module, "__name__", "builtins"),
-            "file": getattr(module, "__file__", None),
+            "main": file_of_main(),
             "name": name,
             "arguments": dumps((tuple(args), dict(kwargs or {}))),
             "function": dumps(function) if by_value else None,
@@ -138,7 +142,11 @@ class MultiProcessRunner:
 
     def start(self) -> MultiProcessRunner:
         """Starts the processes."""
-        self._job.start()
+        try:
+            self._job.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __enter__(self) -> MultiProcessRunner:
@@ -217,7 +225,7 @@ class MultiProcessRunner:
         value, error = None, None
         if file.exists():
             check_private(self._folder)
-            value, error = pickle.loads(file.read_bytes())
+            value, error = loaded(file.read_bytes())
         return ProcessResult(
             index, worker.exit_code or 0, value, error, "".join(worker.lines)
         )
@@ -282,6 +290,18 @@ def values_of(results: Sequence[ProcessResult]) -> list[Any]:
             fix="look at the first exception; the others often follow from it.",
         )
     return [result.value for result in results]
+
+
+def _is_found(function: Callable[..., Any], module: Any, name: str) -> bool:
+    """Whether another process finds this very function in its module by its name."""
+    if getattr(module, "__name__", "builtins") == MAIN:
+        file = file_of_main()
+        if file is None or not os.path.exists(file):
+            return False
+    try:
+        return operator.attrgetter(name)(module or builtins) == function
+    except AttributeError:
+        return False
 
 
 def _environment_of(

@@ -23,6 +23,7 @@ from keras_distribute.cluster.ports import free_port
 
 _KEPT_LINES = 400
 _POLL_SECONDS = 0.05
+_START_SECONDS = 10.0  # Until a process has an ID.
 _WITH_PARENT = pathlib.Path(__file__).with_name("with_parent.py")
 
 
@@ -82,14 +83,22 @@ class Job:
         self.workers: list[Worker] = []
 
     def start(self) -> None:
-        """Starts all."""
-        for index in self._indices:
-            started: Future[Worker] = Future()
-            follow = functools.partial(self._follow, index, started)
-            thread = threading.Thread(target=follow, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-            self.workers.append(started.result())
+        """Starts all; where one cannot be, or this is interrupted, none is left."""
+        started: list[Future[Worker]] = []
+        try:
+            for index in self._indices:
+                started.append(Future())
+                follow = functools.partial(self._follow, index, started[-1])
+                thread = threading.Thread(target=follow, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                self.workers.append(started[-1].result())
+        except BaseException:
+            # An interruption may have come while the last one was being started.
+            with contextlib.suppress(Exception):
+                self.workers = [each.result(_START_SECONDS) for each in started]
+            self.stop(0.0)
+            raise
 
     def _follow(self, index: int, started: Future[Worker]) -> None:
         """Starts a process, and lives as long as it: its parent is the thread that

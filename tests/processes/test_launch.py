@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -253,6 +254,75 @@ def test_no_proxy_is_asked_for_the_way_to_process_0():
             replicas_in_sync, 2, environment=environment, timeout=100
         )
     assert (found, asked) == ([2, 2], [])
+
+
+def test_of_processes_that_cannot_all_be_started_none_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started, popen = [], subprocess.Popen
+
+    def one_alone(*arguments, **options):
+        if started:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(popen(*arguments, **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", one_alone)
+    with pytest.raises(BlockingIOError), kd.testing.MultiProcessRunner(time.sleep, 3):
+        pass
+    assert started[0].returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = """
+import dataclasses, math
+import keras_distribute as kd
+from keras_distribute.errors import StructureTypeError
+
+@dataclasses.dataclass
+class Config:
+    size: int
+    def doubled(self):
+        return Config(2 * self.size)
+
+def doubled(config):
+    assert type(config) is Config
+    return config.doubled()
+
+first = doubled
+def doubled(config):
+    return Config(20 * config.size)
+
+def refused(function):
+    try:
+        kd.testing.run_in_processes(function, 1)
+    except StructureTypeError as error:
+        assert "notebook is run by kd.notebook_launcher" in str(error)
+        return True
+
+if __name__ == "__main__":
+    (found,) = kd.testing.run_in_processes(doubled, 1, Config(7))
+    assert found == Config(140) and type(found) is Config
+    assert kd.testing.run_in_processes(math.factorial, 1, 3) == [6]
+    assert refused(first) and refused(Config(7).doubled)
+    namespace = {"__name__": "elsewhere"}
+    exec("def nowhere(): pass", namespace)
+    assert refused(namespace["nowhere"])
+    print("as they are")
+"""
+
+
+def test_the_classes_of_a_program_and_functions_that_are_not_found(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    for arguments, said in ([str(path)], "as they are"), (["-"], "StructureTypeError"):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            input="" if arguments != ["-"] else PROGRAM,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert said in done.stdout + done.stderr, done.stderr
 
 
 @pytest.fixture(scope="module")
