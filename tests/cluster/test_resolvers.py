@@ -20,6 +20,7 @@ LAUNCHERS = (
     "SLURM_",
     "SM_",
     "TPU_",
+    "MEGASCALE_",
     "TF_CONFIG",
     "PMIX_",
     "PMI_",
@@ -134,6 +135,16 @@ def test_open_mpi_names_its_host_or_is_told(environment):
     ):
         CR.OpenMPIClusterResolver()
     assert CR.OpenMPIClusterResolver("h:5").topology() == CR.Topology(2, 3, "h:5")
+
+
+def test_jobs_of_open_mpi_on_one_host_have_ports_of_their_own(environment):
+    """Their names differ in a few digits."""
+    environment(MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"})
+    found = set()
+    for process in range(10000, 10100):
+        environment({"PMIX_NAMESPACE": f"prterun-host-{process}@1"})
+        found.add(CR.OpenMPIClusterResolver().topology().coordinator)
+    assert len(found) > 90
 
 
 def test_mpich_finds_the_host_that_mpirun_was_started_on(
@@ -289,6 +300,42 @@ def test_slurm_jobs_and_steps_have_ports_of_their_own(environment):
     assert ports == [64064, 64065, 64128]
     given = CR.SlurmClusterResolver(gpus_per_node=0, port_base=8888)
     assert given.topology().coordinator == "n1:8888"
+
+
+@pytest.mark.parametrize(
+    ("job", "step"),
+    [("41", "4294967290"), ("2147483650", "0")],  # A shell; a job of a federation.
+)
+def test_slurm_s_numbers_may_be_those_of_32_bits(environment, job, step):
+    environment(a_step(1, "1,1", JOB_ID=job, STEP_ID=step))
+    found = CR.SlurmClusterResolver(gpus_per_node=0).topology()
+    assert found.num_processes == 2 and found.coordinator.startswith("n1:6")
+
+
+def test_a_host_of_sagemaker_that_is_not_listed_does_not_train_alone(environment):
+    environment(SAGEMAKER, {"SM_CURRENT_HOST": "algo-3"})
+    assert CR.SageMakerClusterResolver().cluster_spec() == {}  # As in TensorFlow.
+    with pytest.raises(
+        kd.errors.ClusterError,
+        match=r"(?s)host is none of those.*SM_CURRENT_HOST='algo-3', SM_HOSTS=\['algo-1",
+    ):
+        CR.automatic_resolver().topology()
+
+
+def test_hosts_of_a_tpu_may_be_named_by_ipv6(environment):
+    environment({"TPU_WORKER_ID": "1"})
+    for given in ("[fd00::1]:8471,grpc://[fd00::2]", "[fd00::1]:8471,fd00::2"):
+        found = CR.TPUClusterResolver(f"grpc://{given}")
+        hosts = found.cluster_spec().job_tasks("worker")
+        assert hosts == ["[fd00::1]:8471", "[fd00::2]:8470"]
+        assert found.topology() == CR.Topology(1, 2, "[fd00::1]:8476")
+    environment(TPU, {"MEGASCALE_NUM_SLICES": ""})
+    assert CR.automatic_resolver().topology() == CR.Topology(1, 2, "t0:8476")
+    environment(
+        {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"},
+        {"MEGASCALE_COORDINATOR_ADDRESS": "[fd00::1]:8080"},
+    )
+    assert CR.automatic_resolver().topology() == CR.Topology(3, 4, "[fd00::1]:8476")
 
 
 def test_slurm_gpus_that_are_those_of_one_task_stay(environment):
@@ -464,6 +511,8 @@ def test_several_processes_need_an_address():
         kd.errors.ClusterError, match="need the address of the first one"
     ):
         CR.Topology(0, 2)
+    with pytest.raises(kd.errors.ClusterError, match="is that of a host and a port"):
+        CR.Topology(0, 2, "a:0")
 
 
 def test_a_union_says_which_task_comes_twice():

@@ -10,7 +10,7 @@ from typing import Any
 from keras_distribute import checks
 from keras_distribute.errors import ClusterError
 
-_NUMBER = re.compile(r"[0-9]{1,9}")
+_NUMBER = re.compile(r"[0-9]{1,10}")  # A step of Slurm may be 4294967290.
 
 
 def number(name: str, given: str | None = None) -> int:

@@ -247,8 +247,8 @@ class TPUClusterResolver(ClusterResolver):
     def _endpoints(self) -> list[str]:
         if not self._node:
             endpoints = self._tpu.split(",")
-            parts = (each.removeprefix("grpc://").split(":") for each in endpoints)
-            return [f"{host}:{(port or [_TPU_PORT])[0]}" for host, *port in parts]
+            parts = (_host_and_port(each.removeprefix("grpc://")) for each in endpoints)
+            return [f"{host}:{port or _TPU_PORT}" for host, port in parts]
         nodes = self._service.projects().locations().nodes()
         node = nodes.get(name=self._node).execute()
         if node.get("state") != "READY":
@@ -281,8 +281,8 @@ class TPUClusterResolver(ClusterResolver):
         if self._asks_machine and any(glob.glob(pattern) for pattern in _CHIPS):
             hosts = _hosts_of_slice()
             known = {**_settings_of_machine(), **os.environ} if hosts else os.environ
-        told = known.get("MEGASCALE_NUM_SLICES", "1") if hosts else "1"
-        slices = number("MEGASCALE_NUM_SLICES", told)
+        told = known.get("MEGASCALE_NUM_SLICES") if hosts else None
+        slices = number("MEGASCALE_NUM_SLICES", told or "1")
         if len(hosts) * slices < 2:
             return Topology()
         own = os.environ.get("TPU_WORKER_ID", "0" if len(hosts) == 1 else None)
@@ -299,7 +299,7 @@ class TPUClusterResolver(ClusterResolver):
                     received=f"MEGASCALE_NUM_SLICES={slices}.",
                     fix="set it on every host; Google's runtime does.",
                 )
-            first = known[needed[0]].split(":")[0]
+            first = _host_and_port(known[needed[0]])[0]
             before = number(needed[1], known[needed[1]]) * len(hosts)
         index = before + number("TPU_WORKER_ID", own)
         return Topology(index, len(hosts) * slices, f"{first}:{_COORDINATOR_PORT}")
@@ -367,6 +367,15 @@ def hosts_of_environment() -> str:
     # Without a TPU libtpu puts a warning there, which child processes inherit.
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return "" if " " in hosts else hosts
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    """The two, `""` for a port that is not there; IPv6 in brackets."""
+    if address.count(":") > 1 and not address.startswith("["):
+        return f"[{address}]", ""
+    host, bracket, rest = address.rpartition("]")
+    before, _, port = rest.partition(":")
+    return f"{host}{bracket}{before}", port
 
 
 def _hosts_of_slice() -> list[str]:

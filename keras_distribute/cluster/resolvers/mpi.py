@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import socket
+import zlib
 
 from keras_distribute import checks
 from keras_distribute.cluster.resolvers import environment
@@ -82,8 +83,8 @@ class OpenMPIClusterResolver(_MPIResolver):
 
     Where all processes are on one host, they find each other at 127.0.0.1; otherwise
     the first process is looked for on the host that `mpirun` was started on. The port
-    is chosen by the number of the job: JAX's convention. Where process 0 runs on
-    another host, or Open MPI does not say, name its address.
+    is chosen by the number or the name of the job. Where process 0 runs on another
+    host, or Open MPI does not say, name its address.
 
     Args:
         coordinator: The address of process 0, `host:port`.
@@ -117,7 +118,7 @@ class OpenMPIClusterResolver(_MPIResolver):
         )
         if os.environ.get(f"{_OPEN_MPI}LOCAL_SIZE") == str(num_processes):
             job = os.environ.get("PMIX_NAMESPACE", "0")
-            return f"{_HERE}:{_port(sum(map(ord, job)))}"
+            return f"{_HERE}:{_port(zlib.crc32(job.encode()))}"
         if match is not None:
             job, host, host6 = match.groups()
             port = _port(int(job) // _PORTS)

@@ -16,6 +16,7 @@ from keras_distribute.cluster.resolvers.base import (
 )
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.environment import json_value, number
+from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
 
 
@@ -171,10 +172,26 @@ class SageMakerClusterResolver(_ConfigResolver):
             checks.instance("SM_HOSTS", host, str, what, fix, ClusterError)
         hosts = sorted(hosts)
         current = os.environ["SM_CURRENT_HOST"]
-        if current not in hosts:
+        if current not in hosts:  # As in TensorFlow; `topology` refuses it.
             return {}
         workers = [f"{host}:{self._port}" for host in hosts]
         return {
             "cluster": {"worker": workers},
             "task": {"type": "worker", "index": hosts.index(current)},
         }
+
+    def topology(self) -> Topology:
+        """The place of this process among those that train together.
+
+        Raises:
+            ClusterError: Where `SM_CURRENT_HOST` is none of `SM_HOSTS`: this host would
+                train alone.
+        """
+        hosts, current = json_value("SM_HOSTS", list), os.environ.get("SM_CURRENT_HOST")
+        if hosts and current not in hosts:
+            raise ClusterError(
+                "This host is none of those that train together.",
+                received=f"SM_CURRENT_HOST={current!r}, SM_HOSTS={hosts}.",
+                fix="SM_CURRENT_HOST is one of the names in SM_HOSTS.",
+            )
+        return super().topology()

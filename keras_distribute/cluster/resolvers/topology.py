@@ -59,9 +59,9 @@ class Topology:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is `host:port`."""
+    """Whether it is `host:port`, of a port that others can be told."""
     match = _ADDRESS.fullmatch(text)
-    return match is not None and int(match.group(1)) < 2**16
+    return match is not None and 0 < int(match.group(1)) < 2**16
 
 
 def topology_of(
