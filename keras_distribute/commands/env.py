@@ -26,7 +26,7 @@ def main(
         description="Shows the versions, devices, thread pool, environment and cluster "
         "that a program here would find, as text for a bug report. It starts no "
         "training and connects to no other process; values of variables whose names "
-        "speak of tokens or keys are not shown.",
+        "speak of tokens or keys, also in JSON, are not shown.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     text = f"seconds to wait for devices and for the cluster (default: {_SECONDS:g})"

@@ -84,7 +84,9 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in sorted(filter(_RELEVANT.fullmatch, variables)):
         value = _IN_ADDRESS.sub("://...@", variables[name])
-        found[name] = HIDDEN if _SECRET.search(name) else value
+        # JSON has names of its own: hyperparameters, the environment of a job.
+        inside = value if value.lstrip().startswith(("{", "[")) else ""
+        found[name] = HIDDEN if _SECRET.search(name + inside) else value
     return found
 
 

@@ -134,6 +134,9 @@ def test_env_as_text_and_as_json():
         "KERAS_DISTRIBUTE_JOB_TOKEN": "5ecret" * 8,
         "RAY_AUTH": "5ecret",
         "JAX_PROXY": "http://user:5ecret@host:80",
+        "RAY_JOB_CONFIG_JSON": '{"runtime_env": {"env_vars": {"HF_TOKEN": "5ecret"}}}',
+        "SM_USER_ARGS": '["--wandb-api-key", "5ecret"]',
+        "SM_HPS": '{"epochs": 3}',
         "UNRELATED": "5ecret",
     }
     cluster = {
@@ -177,7 +180,9 @@ def test_env_as_text_and_as_json():
     assert found["strategy"] == "kd.MultiWorkerMirroredStrategy()"
     variables = found["environment"]
     assert variables["KERAS_DISTRIBUTE_JOB_TOKEN"] == facts.HIDDEN
-    assert variables["RAY_AUTH"] == facts.HIDDEN
+    for name in ("RAY_AUTH", "RAY_JOB_CONFIG_JSON", "SM_USER_ARGS"):
+        assert variables[name] == facts.HIDDEN
+    assert variables["SM_HPS"] == '{"epochs": 3}'
     assert variables["JAX_PROXY"] == "http://...@host:80"
     assert "UNRELATED" not in variables
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in variables
