@@ -36,6 +36,7 @@ def main(
     options = parser.parse_args(arguments)
     try:
         if options.cpu_devices is not None:
+            jax.config.update("jax_platforms", "cpu")
             config.set_cpu_devices(options.cpu_devices)
         kept = kept_steps.read(options.folder)
     except DistributeError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -182,6 +183,19 @@ def test_the_error_and_the_step_on_disk(tmp_path: pathlib.Path) -> None:
         kept_steps.read(kept)
     (kept / "program.bin").unlink()
     assert replay_command.main([str(kept)]) == 2
+
+
+def test_cpu_devices_take_the_place_of_an_accelerator() -> None:
+    """Which JAX would show alone."""
+    code = (
+        "import jax; from keras_distribute.commands import replay;"
+        "code = replay.main(['nowhere', '--cpu-devices', '2']);"
+        "print(code, jax.config.jax_platforms)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert ran.stdout == "2 cpu\n", ran.stderr
 
 
 def test_a_warning_and_the_next_steps(caplog: Any) -> None:
