@@ -178,18 +178,19 @@ def _largest_batch(
     limit: int,
 ) -> LargestBatch:
     """Searches the largest batch that fits, from the report on a first one."""
-    needed = {report.batch: report.needed_bytes}
+    reports = {report.batch: report}
 
     def needed_bytes(count: int) -> int:
-        if count not in needed:
-            resized = examples.with_rows(example, count)
-            needed[count] = compile_for(resized).needed_bytes
-        return needed[count]
+        if count not in reports:
+            reports[count] = compile_for(examples.with_rows(example, count))
+        found = reports[count]
+        # The compiler may refuse what the user's limit would allow.
+        return max(found.needed_bytes, 0 if found.fits else limit + 1)
 
     fits, too_large, _ = fitting.largest(
         needed_bytes, limit, report.target.num_devices, report.batch
     )
-    return LargestBatch(fits, too_large, compilations=len(needed))
+    return LargestBatch(fits, too_large, compilations=len(reports))
 
 
 def _check_host_memory(strategy: Strategy, devices: list[Any], topology: str) -> None:

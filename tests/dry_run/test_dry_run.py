@@ -237,6 +237,26 @@ def test_a_compiler_that_refuses_is_reported(monkeypatch):
         kd.dry_run(models.mlp, 16, topology="cpu:2")
 
 
+def test_what_the_compiler_refuses_does_not_fit_whatever_the_limit(monkeypatch):
+    compiles = jax.stages.Lowered.compile
+
+    def refuse_large(self, *args, **kwargs):
+        rows = max(
+            form.shape[0] for form in jax.tree.leaves(self.in_avals) if form.shape
+        )
+        if rows > 100:
+            raise jax.errors.JaxRuntimeError(
+                f"RESOURCE_EXHAUSTED: Ran out of memory. Used {rows}.00M of 0.01M hbm."
+            )
+        return compiles(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse_large)
+    options = {"memory_limit": 2**30, "largest_batch": True}
+    report = kd.dry_run(models.mlp, 16, topology="cpu:4", **options)
+    found = report.largest_batch
+    assert report.fits and found.rows <= 100 < found.too_large
+
+
 def test_json_and_pictures(tmp_path):
     report = kd.dry_run(models.mlp, 16, topology="cpu:2", memory_limit=2**30)
     report.save(tmp_path / "report.json")
@@ -281,6 +301,7 @@ def test_an_estimate_is_called_one(tmp_path):
 
 
 def test_errors_say_what_to_do(monkeypatch):
+    assert len(jax.devices()) == 8  # JAX has started: it could have 9 otherwise.
     with pytest.raises(DeviceError, match=r"There are 8 CPU device\(s\)") as caught:
         kd.dry_run(models.mlp, 16, topology="cpu:9")
     assert "kd.config.set_cpu_devices(9)" in str(caught.value)
