@@ -32,6 +32,7 @@ SILENCE_SECONDS = 30.0
 # How many times as long a process may take to start: its program may still be fetched.
 _STARTS = 10
 _LOOK_SECONDS = 4.0
+_ANSWER_SECONDS = 2.0
 _STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # How the errors of JAX's runtime begin.
 # The variables of gRPC: what names a proxy, and the hosts for which none is asked.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -92,6 +93,10 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
     _leave_proxy_out(topology.coordinator)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     terminated = signal.getsignal(signal.SIGTERM)
+    wait = _STARTS * silence
+    late = threading.Timer(wait, _tell_who_is_missing, (topology, how, wait))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             topology.coordinator,
@@ -99,7 +104,7 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             topology.process_id,
             cluster_detection_method="deactivate",
             coordinator_bind_address=_own_address(topology.coordinator),
-            initialization_timeout=round(_STARTS * silence),
+            initialization_timeout=round(wait + _ANSWER_SECONDS) + 1,
             # Later than `liveness`, which says who has died.
             heartbeat_timeout_seconds=round(2 * silence) + 5,
         )
@@ -111,8 +116,37 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             fix="check that process 0 runs, and that its address can be reached from "
             "this host.",
         ) from error
+    finally:
+        late.cancel()
     if threading.current_thread() is threading.main_thread() and terminated is not None:
         signal.signal(signal.SIGTERM, terminated)  # JAX's runtime would swallow it.
+
+
+def _tell_who_is_missing(topology: Topology, how: str, waited: float) -> None:
+    """Says why JAX's runtime is about to end this process, which cannot be caught."""
+    address, own = topology.coordinator or "", topology.process_id
+    missing, fix = "not all of the others have come", "start every process."
+    if own and not _answers(address):
+        missing = f"nothing answers at {address}"
+        fix = "check that process 0 runs, and that its address can be reached from "
+        fix += "this host."
+    error = ClusterError(
+        f"Process {own} of {topology.num_processes} could not join the others: in "
+        f"{waited:.0f} seconds {missing}.",
+        received=f"the address {address} of process 0, by {how}.",
+        fix=fix,
+    )
+    liveness.print_error(str(error))
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        place = host.strip("[]"), int(port)
+        socket.create_connection(place, _ANSWER_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _leave_proxy_out(coordinator: str) -> None:

@@ -4,6 +4,7 @@ time, and say which one it was, and where.
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -15,6 +16,7 @@ import keras_distribute as kd
 from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import liveness, processes
 from keras_distribute.cluster.heartbeats import Heartbeat, Heartbeats
+from keras_distribute.cluster.ports import free_port
 
 pytestmark = pytest.mark.timeout(120)
 SECONDS = 6.0
@@ -386,3 +388,35 @@ def test_who_has_ended_is_known_where_jax_numbers_otherwise():
     assert told[2] == "left"
     for text in told[:2]:
         assert "has ended" in text, told
+
+
+def test_who_never_comes_is_told_before_jax_ends_the_process():
+    """Which it does by a failed check, that names an RPC of its own."""
+    code = (
+        "from keras_distribute.cluster import processes\n"
+        "from keras_distribute.cluster_resolver import automatic_resolver\n"
+        "processes._STARTS = 1\n"
+        "processes.start(automatic_resolver().topology(), 'a test', 2.0)"
+    )
+    variables = {"NUM_PROCESSES": "2", "JOB_ADDRESSES": f"127.0.0.1:{free_port()}"}
+    told = []
+    for own in (1, 0):  # Nobody listens to the first.
+        environment = {**variables, "PROCESS_ID": str(own)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ
+            | {f"KERAS_DISTRIBUTION_{name}": v for name, v in environment.items()},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode, done.stderr
+        told.append(done.stderr[done.stderr.index("keras_distribute: Process") :])
+    address = variables["JOB_ADDRESSES"]
+    assert told[0].startswith(
+        "keras_distribute: Process 1 of 2 could not join the others: in 2 seconds "
+        f"nothing answers at {address}.\n  Received: the address {address} of process "
+        "0, by a test.\n  Fix: check that process 0 runs, and that its address can be "
+        "reached from this host.\n"
+    )
+    assert "in 2 seconds not all of the others have come.\n" in told[1]
