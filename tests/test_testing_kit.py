@@ -17,20 +17,31 @@ from keras_distribute.testing import combinations
 pytestmark = pytest.mark.timeout(200)
 
 
-@combinations.combine(
-    strategy=[
-        *combinations.strategies_minus_multi_worker,
-        combinations.multi_worker_mirrored_2x1_cpu,
-    ],
-    scale=[2.0],
-)
-def test_a_test_runs_under_each_strategy(strategy, scale, tmp_path):
+REPLICAS = {
+    "default_strategy": (1, 1),
+    "one_device_strategy": (1, 1),
+    "mirrored_strategy_with_one_cpu": (1, 1),
+    "mirrored_strategy_with_two_cpus": (2, 1),
+    "mirrored_strategy_with_cpu_1_and_2": (2, 1),
+    "multi_worker_mirrored_2x1_cpu": (2, 2),
+    "multi_worker_mirrored_2x2_cpu": (4, 2),
+}
+"""How many there are under each strategy, and in how many processes."""
+
+
+@combinations.combine(strategy=combinations.all_strategies, scale=[2.0])
+def test_a_test_runs_under_each_strategy(strategy, scale, tmp_path, request_name):
+    replicas, processes = REPLICAS[request_name]
+    assert (strategy.num_replicas_in_sync, kd.process_count()) == (replicas, processes)
     total = strategy.reduce("SUM", strategy.run(lambda: np.float32(scale)), axis=None)
-    assert total == scale * strategy.num_replicas_in_sync
+    assert total == scale * replicas
     assert tmp_path.exists()
-    assert strategy.num_replicas_in_sync == (
-        2 if kd.process_count() == 2 else strategy.num_replicas_in_sync
-    )
+
+
+@pytest.fixture
+def request_name(request):
+    """The name of the strategy of a case."""
+    return request.node.callspec.params["strategy"].name
 
 
 @combinations.combine(strategy=[combinations.multi_worker_mirrored_2x1_cpu])
@@ -45,6 +56,7 @@ def test_what_one_process_raises_fails_the_test():
 
 
 def test_the_names_and_the_marks():
+    assert REPLICAS.keys() == {each.name for each in combinations.all_strategies}
     mark = next(
         m
         for m in test_a_test_runs_under_each_strategy.pytestmark
