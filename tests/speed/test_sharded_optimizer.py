@@ -113,13 +113,12 @@ def test_custom_loops_keep_the_parts() -> None:
 
 def test_reading_assigning_and_saving(tmp_path: Any) -> None:
     model, plain = built(4, True), built(4, False)
-    model.fit(X, Y, batch_size=16, verbose=0)
+    for each in (model, plain):
+        each.fit(X, Y, batch_size=16, verbose=0)
     slot = model.optimizer.variables[2]
     assert slot.values[0].shape == slot.shape and len(slot.values) == 4
     slot.assign(np.ones(slot.shape))
-    assert (
-        bytes_of_slots(model)[0] < bytes_of_slots(plain)[0] or not plain.optimizer.built
-    )
+    assert bytes_of_slots(model)[0] < bytes_of_slots(plain)[0] * 0.27
     np.testing.assert_array_equal(slot.numpy(), np.ones(slot.shape))
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
