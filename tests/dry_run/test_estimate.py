@@ -43,6 +43,52 @@ def test_rings_have_twice_the_bandwidth_of_lines():
         targets.parse("h100:8"), "all-reduce", 450e9, 8
     ) == pytest.approx(2 * 7 / 8)
     assert estimate.seconds(line, "all-reduce", 1e6, 1) == 0
+    row = targets.parse("v5e:1x4")  # Of one axis.
+    assert estimate.seconds(row, "reduce-scatter", 1e6, 4) == pytest.approx(
+        1e6 * 3 / 4 / 50e9 + 3e-6
+    )
+
+
+def test_devices_of_a_chip_share_its_links():
+    """Of 4 x 4 chips no axis is a ring; each has a link along both, for two cores."""
+    target = targets.parse("v3:4x4")
+    assert target.num_devices == 32
+    assert estimate.seconds(target, "all-gather", 1e6, 32) == pytest.approx(
+        31e6 / (2 * 82e9 / 2) + 6e-6
+    )
+
+
+def test_neighbours_have_one_link_and_one_hop():
+    line, alone = targets.parse("v5e:8x8"), targets.parse("h100:8")
+    assert estimate.seconds(line, "collective-permute", 1e6, 2) == pytest.approx(
+        1e6 / 50e9 + 1e-6
+    )
+    assert estimate.seconds(alone, "collective-permute", 1e6, 2) == pytest.approx(
+        1e6 / 450e9
+    )
+
+
+def test_of_several_steps_a_call_each_has_its_share():
+    target = targets.parse("v5e:4x4")
+    once, often = all_reduce(100e6, 16), all_reduce(100e6, 16, times=6)
+    one = estimate.of_step(target, {}, 0, [once], 1).communication
+    here = estimate.of_step(target, {"bfloat16": 197e10}, 0, [often], 3)
+    assert here.communication == pytest.approx(2 * one)
+    for each, expected in (("v5e:8x8", 64), ("v5e:2x2", 4)):
+        points = estimate.scaling(target, here, [often], 0, rows=4, num_steps=3)
+        (point,) = [point for point in points if point.topology == each]
+        there = targets.parse(each)
+        seconds = estimate.seconds(there, "all-reduce", 100e6, expected)
+        assert point.in_turn == pytest.approx(0.01 + 2 * seconds)
+
+
+def test_scaling_names_slices_of_as_many_axes():
+    target = targets.parse("v4:2x2x1")
+    here = estimate.of_step(target, {"bfloat16": 1e12}, 0, [], 1)
+    points = estimate.scaling(target, here, [], 10**8, rows=4, num_steps=1)
+    named = [point.topology for point in points]
+    assert named[:4] == ["v4:1x1x1", "v4:2x2x1", "v4:2x4x1", "v4:4x4x1"]
+    assert [targets.parse(name).num_devices for name in named[:4]] == [1, 4, 8, 16]
 
 
 def test_nothing_is_known_of_cpus():
