@@ -425,6 +425,18 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
     assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]
 
 
+def test_a_name_that_looks_like_a_counted_one_is_another(tmp_path: Any) -> None:
+    layer = layers.Layer()
+    for i, name in enumerate(["w", "w", "w#2"]):
+        layer.add_weight(name=name, shape=(), initializer="zeros").assign(float(i + 1))
+    layer.built = True
+    path = Checkpoint(layer=layer).write(tmp_path / "c")
+    for variable in layer.weights:
+        variable.assign(0.0)
+    assert len(Checkpoint(layer=layer).restore(path).restored) == 3
+    assert [float(variable.value) for variable in layer.weights] == [1.0, 2.0, 3.0]
+
+
 def binned(numbers: Any) -> Any:
     """A model that says which bin its input is in."""
     bins = layers.Discretization(num_bins=3)
