@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from keras_distribute.checkpoint.manifest import ArrayRecord, Manifest
 from keras_distribute.checkpoint.tracking import Tracked
 from keras_distribute.errors import CheckpointError
@@ -186,7 +188,8 @@ def _described(
 
 
 def _form(variable: Any) -> str:
-    return f"{tuple(variable.shape)} {variable.dtype}"
+    # A "float64" of Keras is a float32 of JAX, unless that has x64.
+    return f"{tuple(variable.shape)} {jax.dtypes.canonicalize_dtype(variable.dtype)}"
 
 
 def _saved_form(manifest: Manifest, arrays: dict[str, ArrayRecord], name: str) -> str:

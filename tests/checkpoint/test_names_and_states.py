@@ -437,6 +437,20 @@ def test_a_name_that_looks_like_a_counted_one_is_another(tmp_path: Any) -> None:
     assert [float(variable.value) for variable in layer.weights] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_dtype_that_jax_has_smaller(place: int, tmp_path: Any) -> None:
+    """Of `keras.config.set_floatx("float64")`, where JAX has no x64."""
+    with scope(place):
+        saved = keras.Variable(np.arange(3), dtype="float64")
+        count = keras.Variable(7, dtype="int64", trainable=False)
+    path = Checkpoint(saved=saved, count=count).write(tmp_path / "c")
+    saved.assign(np.zeros(3))
+    count.assign(0)
+    Checkpoint(saved=saved, count=count).restore(path)
+    assert np.asarray(saved.value).tolist() == [0.0, 1.0, 2.0]
+    assert int(count.value) == 7
+
+
 def binned(numbers: Any) -> Any:
     """A model that says which bin its input is in."""
     bins = layers.Discretization(num_bins=3)
