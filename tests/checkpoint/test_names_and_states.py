@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+import keras_distribute as kd
 from keras_distribute.checkpoint import Checkpoint
 from keras_distribute.checkpoint.tracking import track
 from keras_distribute.cluster import messages
@@ -463,7 +464,7 @@ def binned(numbers: Any) -> Any:
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None:
-    """Where no step is compiled that has it as a constant."""
+    """Also where a step was compiled that has another as a constant."""
     x = np.array([[0.0], [5.0], [50.0], [500.0]])
     with scope(place):
         saved, other = (
@@ -478,11 +479,55 @@ def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None
     assert np.array_equal(other.predict(x, verbose=0), expected)
     assert same.predict(x, verbose=0).shape == late.predict(x, verbose=0).shape
     Checkpoint(model=same).restore(path)
-    with pytest.raises(CheckpointError, match="adapted to other data"):
-        Checkpoint(model=late).restore(path)
-    late.compile("sgd", "mse")
     Checkpoint(model=late).restore(path)
     assert np.array_equal(late.predict(x, verbose=0), expected)
+
+
+class RestoreOther(keras.callbacks.Callback):
+    """Restores a checkpoint after the first epoch."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self._where = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            Checkpoint(model=self.model).restore(self._where, partial=True)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("followed", [False, True])
+def test_steps_go_by_the_statistics_that_were_restored(
+    place: int, followed: bool, tmp_path: Any
+) -> None:
+    """Those of a `Normalization`, which compiled steps have as constants."""
+    x = np.random.default_rng(0).normal(3, 5, (20, 2)).astype("float32")
+
+    def model_of(data: Any) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        with scope(place):
+            normalization = layers.Normalization()
+            normalization.adapt(data)
+            model = keras.Sequential(
+                [keras.Input((2,)), normalization, layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        return model
+
+    model, other = model_of(x), model_of(30 * x + 7)
+    path = Checkpoint(model=model).write(tmp_path / "c")
+    other.predict(x, verbose=0)
+    other.evaluate(x, x[:, :1], verbose=0)
+    callbacks: list[Any] = [RestoreOther(path)]
+    if followed:
+        callbacks.append(kd.callbacks.BackupAndRestore(tmp_path / "b", save_freq=1))
+    other.fit(x, x[:, :1], batch_size=20, epochs=2, verbose=0, callbacks=callbacks)
+    loss = model.evaluate(x, x[:, :1], verbose=0)
+    assert other.history.history["loss"][1] == pytest.approx(loss, rel=1e-5)
+    Checkpoint(model=other).restore(path, partial=True)
+    expected = model.predict(x, verbose=0)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    assert other.evaluate(x, x[:, :1], verbose=0) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
