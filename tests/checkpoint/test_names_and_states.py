@@ -18,7 +18,7 @@ import pytest
 from keras import layers
 
 import keras_distribute as kd
-from keras_distribute.checkpoint import Checkpoint
+from keras_distribute.checkpoint import Checkpoint, tracking
 from keras_distribute.checkpoint.tracking import track
 from keras_distribute.cluster import messages
 from keras_distribute.cluster.encoding import can_encode, decode, encode
@@ -528,6 +528,22 @@ def test_steps_go_by_the_statistics_that_were_restored(
     expected = model.predict(x, verbose=0)
     assert np.array_equal(other.predict(x, verbose=0), expected)
     assert other.evaluate(x, x[:, :1], verbose=0) == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_checkpoint_of_version_0_1_has_nothing_of_adapt(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    x = np.array([[0.0], [5.0]])
+    saved, other = binned([1.0, 2.0, 3.0]), binned([4.0, 5.0, 6.0])
+    with monkeypatch.context() as before:
+        before.setattr(tracking, "adapted_in", lambda *_: {})
+        path = Checkpoint(model=saved).write(tmp_path / "c")
+    expected = other.predict(x, verbose=0)
+    with pytest.warns(UserWarning, match="not say to which.*model/adapted/discretiz"):
+        status = Checkpoint(model=other).restore(path)
+    assert status.missing == ("model/adapted/discretization",)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    Checkpoint(model=other).restore(path, partial=True)
 
 
 @pytest.mark.parametrize(
