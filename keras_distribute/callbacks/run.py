@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -68,7 +68,8 @@ class Run:
             self._watch = Watch(options.termination_config, self._num_processes)
         self._epochs: Any = None
         self._epoch = self._steps = self._since = 0
-        self._where, self._logs = _STEP, dict[str, Any]()
+        self._where = _STEP
+        self._logs: Any = {}  # Of the last step: what its `train_step` returns.
         self._last: tuple[str, int, int] | None = None
         self._reading: Reading | None = None
         self._state: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class Run:
             "epoch": self._epoch,
             "steps": self._steps,
             "since_last_save": self._since,
-            "logs": {name: _plain(value) for name, value in self._logs.items()},
+            "logs": _plain(self._logs),
             "stop_training": bool(self._model.stop_training),
             "data": data,
             "random": random_streams.get_state(),
@@ -361,6 +362,11 @@ class Run:
 
 
 def _plain(value: Any) -> Any:
+    """Logs as a checkpoint keeps them; they may be nested, as Keras allows."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
     try:
         return float(value)
     except (TypeError, ValueError):

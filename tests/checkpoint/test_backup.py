@@ -515,3 +515,33 @@ def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) 
         np.testing.assert_allclose(
             result["history"][name], values, rtol=1e-5, atol=1e-5
         )
+
+
+class Nested(keras.Model):
+    """Returns logs that are nested, which Keras allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {"loss": logs["loss"], "more": {"twice": 2 * logs["loss"]}}, state
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("place", [0, 2])
+def test_logs_that_are_nested(place: int, tmp_path: Any) -> None:
+    def make() -> Any:
+        model = Nested()
+        model.build((None, 6))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+        return model
+
+    cuts = [Cut(STEP, 10)]
+    result = interrupted(place, fit_arrays, tmp_path / "b", cuts, make=make)
+    assert_same(result, run(place, fit_arrays, None, make=make))
+    assert len(result["history"]["twice"]) == 3
