@@ -359,6 +359,28 @@ class Run:
                 received=f"steps_per_execution={group}.",
                 fix="compile the model with the same steps_per_execution as before.",
             )
+        if data is not None:
+            self._check_steps(data)
+
+    def _check_steps(self, data: dict[str, Any]) -> None:
+        """Raises for another `steps_per_epoch` in the middle of an epoch."""
+        here = self._epochs.steps_per_epoch
+        before = data.get("steps_per_epoch", here)  # Version 0.1 has not noted it.
+        if before == here:
+            return
+        if self._state["where"] == _STEP:
+            raise InputError(
+                "The training was interrupted in the middle of an epoch with another "
+                "number of steps.",
+                received=f"steps_per_epoch={before} in the checkpoint, {here} here.",
+                fix=f"fit(..., steps_per_epoch={before}), or start anew in another "
+                "backup_dir.",
+            )
+        warnings.warn(
+            f"The training was interrupted with steps_per_epoch={before}; its further "
+            f"epochs have steps_per_epoch={here}.",
+            stacklevel=2,
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,7 @@ from .support import data, scope, strategy_of
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(24)]
 STEP = "on_train_batch_end"
+EPOCH = {"save_freq": "epoch"}
 
 
 @functools.cache
@@ -515,6 +516,28 @@ def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) 
         np.testing.assert_allclose(
             result["history"][name], values, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.sampled(1)
+def test_another_number_of_steps_than_before(tmp_path: Any) -> None:
+    """An error in the middle of an epoch; behind one, further epochs have it."""
+
+    def fit(steps: int | None) -> Any:
+        return functools.partial(fit_arrays, steps_per_epoch=steps)
+
+    with pytest.raises(PowerCut):
+        run(2, fit(6), tmp_path / "b", cut=Cut(STEP, 10))
+    for steps in (3, None):
+        text = f"steps_per_epoch=6 in the checkpoint, {steps} here"
+        with pytest.raises(InputError, match=text):
+            run(2, fit(steps), tmp_path / "b")
+    with pytest.raises(PowerCut):
+        run(2, fit(6), tmp_path / "b", cut=Cut("on_epoch_end", 2), backup=EPOCH)
+    with pytest.warns(UserWarning, match="steps_per_epoch=6; its further .*epoch=2"):
+        result = run(2, fit(2), tmp_path / "b", backup=EPOCH)
+    assert result["epochs"] == [0, 1, 2]
+    steps = [entry for entry in result["log"]["seen"] if isinstance(entry, tuple)]
+    assert len(steps) == 6 + 6 + 2
 
 
 class Nested(keras.Model):
