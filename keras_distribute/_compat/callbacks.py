@@ -8,6 +8,8 @@ their attributes.
 - `Trainer._initial_epoch`: where `fit` begins; Keras's own `BackupAndRestore` sets it.
 - `MonitorCallback._set_monitor_op`: a function that is chosen at the end of the first
   epoch, and is no state.
+- `TensorBoard`, `CSVLogger`: attributes that say where this process writes, and what is
+  open there, which another process has to find out for itself.
 - `OrbaxCheckpoint.checkpointer`: saves in the background, and raises if a step is there
   already.
 - `orbax_checkpoint._get_state_tree`: what `OrbaxCheckpoint` saves. Orbax notes the
@@ -60,6 +62,32 @@ def _on_one_device(value: Any) -> Any:
     if under_keras or not isinstance(value, jax.Array) or not value.is_fully_replicated:
         return value
     return value.addressable_data(0)
+
+
+_OF_THIS_PROCESS = {
+    keras.callbacks.CSVLogger: frozenset({"append_header", "keys", "sep", "writer"}),
+    keras.callbacks.TensorBoard: frozenset(
+        {
+            "_is_tracing",
+            "_log_write_dir",
+            "_prev_summary_state",
+            "_profiler_started",
+            "_should_trace",
+            "_should_write_train_graph",
+            "_start_batch",
+            "_stop_batch",
+            "_train_dir",
+            "_val_dir",
+            "_writers",
+        }
+    ),
+}
+
+
+def of_this_process(callback: Any) -> frozenset[str]:
+    """The attributes of a callback that mean nothing to another process."""
+    found = (n for kind, n in _OF_THIS_PROCESS.items() if isinstance(callback, kind))
+    return frozenset().union(*found)
 
 
 def only_read(callback: Any) -> None:

@@ -166,6 +166,7 @@ def position(epochs: Any, *, within: bool) -> dict[str, Any]:
         "adapter": kind_of_data(epochs),
         "steps_seen": epochs._steps_seen,
         "num_batches": epochs._num_batches,
+        "steps_per_epoch": epochs.steps_per_epoch,
         "open": open_,
         "epoch": adapters.epoch_of(epochs.data_adapter),
         "at": last.feed.position(ended=not open_),

@@ -58,7 +58,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         CheckpointError: For arguments that make no sense together, and from `fit` if a
             save cannot be written or the checkpoint is of something else.
         InputError: From `fit`, after its first step, for data without positions; and if
-            data, `batch_size` or `steps_per_execution` are others than before.
+            data, `batch_size` or `steps_per_execution` are others than before, or in
+            the middle of an epoch `steps_per_epoch`.
 
     Example:
         >>> import tempfile, numpy as np, keras, keras_distribute as kd

@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -68,7 +68,8 @@ class Run:
             self._watch = Watch(options.termination_config, self._num_processes)
         self._epochs: Any = None
         self._epoch = self._steps = self._since = 0
-        self._where, self._logs = _STEP, dict[str, Any]()
+        self._where = _STEP
+        self._logs: Any = {}  # Of the last step: what its `train_step` returns.
         self._last: tuple[str, int, int] | None = None
         self._reading: Reading | None = None
         self._state: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class Run:
             "epoch": self._epoch,
             "steps": self._steps,
             "since_last_save": self._since,
-            "logs": {name: _plain(value) for name, value in self._logs.items()},
+            "logs": _plain(self._logs),
             "stop_training": bool(self._model.stop_training),
             "data": data,
             "random": random_streams.get_state(),
@@ -358,9 +359,36 @@ class Run:
                 received=f"steps_per_execution={group}.",
                 fix="compile the model with the same steps_per_execution as before.",
             )
+        if data is not None:
+            self._check_steps(data)
+
+    def _check_steps(self, data: dict[str, Any]) -> None:
+        """Raises for another `steps_per_epoch` in the middle of an epoch."""
+        here = self._epochs.steps_per_epoch
+        before = data.get("steps_per_epoch", here)  # Version 0.1 has not noted it.
+        if before == here:
+            return
+        if self._state["where"] == _STEP:
+            raise InputError(
+                "The training was interrupted in the middle of an epoch with another "
+                "number of steps.",
+                received=f"steps_per_epoch={before} in the checkpoint, {here} here.",
+                fix=f"fit(..., steps_per_epoch={before}), or start anew in another "
+                "backup_dir.",
+            )
+        warnings.warn(
+            f"The training was interrupted with steps_per_epoch={before}; its further "
+            f"epochs have steps_per_epoch={here}.",
+            stacklevel=2,
+        )
 
 
 def _plain(value: Any) -> Any:
+    """Logs as a checkpoint keeps them; they may be nested, as Keras allows."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
     try:
         return float(value)
     except (TypeError, ValueError):

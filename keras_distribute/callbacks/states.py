@@ -76,20 +76,21 @@ def before_training(callbacks: list[Any], states: dict[str, Any]) -> None:
 def _state_of(callback: Any) -> dict[str, Any]:
     if is_stateful(callback):
         return {"own": callback.get_state()}
-    if isinstance(callback, keras.callbacks.CSVLogger):
-        unopened = callback.csv_file is None
-        size = 0 if unopened else os.path.getsize(callback.filename)
-        return {"keys": callback.keys, "file_bytes": size}
     if isinstance(callback, keras.callbacks.ProgbarLogger):
         return {"target": callback.target}
     arguments = _constructor_names(callback)
+    left_out = _NO_STATE | compat.of_this_process(callback)
     attributes: dict[str, Any] = {}
     for name, value in vars(callback).items():
         value = list(value) if isinstance(value, deque) else value
         is_state = name not in arguments or isinstance(value, list | dict)
-        if is_state and name not in _NO_STATE and encoding.can_encode(value):
+        if is_state and name not in left_out and encoding.can_encode(value):
             attributes[name] = value
     state: dict[str, Any] = {"attributes": attributes} if attributes else {}
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        unopened = callback.csv_file is None
+        size = 0 if unopened else os.path.getsize(callback.filename)
+        state |= {"keys": callback.keys, "file_bytes": size}
     if compat.has_monitor(callback):
         state["monitors"] = True
     if isinstance(callback, keras.callbacks.OrbaxCheckpoint):
@@ -104,9 +105,11 @@ def _restore(callback: Any, state: dict[str, Any]) -> None:
     if state.get("monitors"):
         compat.choose_monitor(callback)  # Changes attributes that follow.
     if isinstance(callback, keras.callbacks.CSVLogger | keras.callbacks.ProgbarLogger):
-        own = {name: value for name, value in state.items() if name != "file_bytes"}
-        vars(callback).update(own)
+        vars(callback).update({n: state[n] for n in ("keys", "target") if n in state})
+    left_out = compat.of_this_process(callback)
     for name, value in state.get("attributes", {}).items():
+        if name in left_out:  # Of an earlier version.
+            continue
         # In place where it can be: others may hold it, and it keeps its type.
         own = vars(callback).get(name)
         if isinstance(own, dict) and isinstance(value, dict):

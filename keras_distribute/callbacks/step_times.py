@@ -148,6 +148,19 @@ class StepTimeReport(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._finish()
 
+    def get_state(self) -> dict[str, Any]:
+        """What a `BackupAndRestore` saves: a report that is complete."""
+        milliseconds, ahead = self.milliseconds, self._reads_ahead
+        return {"milliseconds": milliseconds, "reads_ahead": ahead}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes that report; where there was none, this process measures its own steps,
+        without those that compile.
+        """
+        if state["milliseconds"]:
+            self.milliseconds, self._left = state["milliseconds"], 0
+            self._reads_ahead = state["reads_ahead"]
+
     def _begin(self) -> None:
         self._times = timing.start(self.model, self._trace_dir)
         self._begun, self._devices = time.perf_counter(), 0.0

@@ -1,5 +1,6 @@
 """What Keras's `adapt` has found out for a layer, where that is no variable: the
-boundaries of a `Discretization`, and the vocabulary of a lookup.
+boundaries of a `Discretization`, and the vocabulary of a lookup; and what a
+`Normalization` derives from its variables.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_distribute._compat import epochs
 from keras_distribute.checkpoint.names import layers_in
-from keras_distribute.errors import CheckpointError
-
-_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def adapted_in(name: str, model: Any) -> dict[str, Adapted]:
@@ -60,24 +59,46 @@ class Adapted:
         return {"vocabulary": vocabulary, "idf_weights": weights}
 
     def set_state(self, state: dict[str, Any] | None) -> None:
-        """Makes the layer what it was.
-
-        Raises:
-            CheckpointError: If it was another, and the model has steps that may have
-                been compiled with what it is now.
-        """
+        """Makes the layer what it was."""
         if state is None or state == self.get_state():
             return
-        if any(getattr(self._model, name, None) is not None for name in _FUNCTIONS):
-            raise CheckpointError(
-                f"The layer {self._layer.name!r} was adapted to other data when the "
-                "checkpoint was saved.",
-                received="a model with steps that are compiled for what the layer is "
-                "now.",
-                fix="adapt it to the same data; or restore before the first fit, "
-                "evaluate or predict, or after another compile.",
-            )
         if isinstance(self._layer, keras.layers.Discretization):
             self._layer.bin_boundaries = state["bin_boundaries"]
         else:
             self._layer.set_vocabulary(state["vocabulary"], state["idf_weights"])
+        _make_steps_anew(self._model)
+
+
+def refresh(model: Any) -> None:
+    """Lets the layers of a model compute again what they derive from their variables,
+    as loading a weights file does.
+    """
+    others = [layer for _, layer in layers_in(model) if _has_other_statistics(layer)]
+    if others:
+        _make_steps_anew(model)
+
+
+def _has_other_statistics(layer: Any) -> bool:
+    """Whether a layer normalizes by other numbers than before, now that it was asked to
+    compute them again.
+    """
+    if not isinstance(layer, keras.layers.Normalization):
+        return False
+    before = layer.mean, layer.variance
+    layer.finalize_state()
+    pairs = zip(before, (layer.mean, layer.variance), strict=True)
+    return any(
+        old is not new and not np.array_equal(np.asarray(old), np.asarray(new))
+        for old, new in pairs
+    )
+
+
+def _make_steps_anew(model: Any) -> None:
+    """Steps that were compiled before have as constants what layers were then."""
+    for kind in ("train", "test", "predict"):
+        if getattr(model, f"{kind}_function", None) is None:
+            continue
+        getattr(model, f"make_{kind}_function")(force=True)
+        follower = epochs.follower_of(model) if kind == "train" else None
+        if follower is not None:
+            epochs.follow(model, follower)

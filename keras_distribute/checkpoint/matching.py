@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from keras_distribute import checks
 from keras_distribute.checkpoint.manifest import ArrayRecord, Manifest
 from keras_distribute.checkpoint.tracking import Tracked
 from keras_distribute.errors import CheckpointError
@@ -126,7 +130,9 @@ def match(
         for name in saved & present
         if (name in manifest.variables) != (name in tracked.variables)
     ]
-    if differing or (not partial and (missing or unexpected)):
+    older = _of_older_version(missing, manifest)
+    needed = [name for name in missing if name not in older]
+    if differing or (not partial and (needed or unexpected)):
         raise mismatch(
             path,
             _described(missing, here, tracked.variables),
@@ -134,8 +140,28 @@ def match(
             sorted(differing),
             _other_optimizers(manifest, tracked),
         )
+    if older and not partial:
+        warnings.warn(
+            f"The checkpoint {path!r} does not say to which data "
+            f"{checks.listed(older)} was adapted: keras_distribute 0.1 saved that with "
+            "no model. Adapt to the same data as then, and save once more.",
+            stacklevel=2,
+        )
     objects = [name for name in tracked.stateful if name in manifest.objects]
     return Match(variables, objects, missing, unexpected, unbuilt)
+
+
+def _of_older_version(missing: Sequence[str], manifest: Manifest) -> list[str]:
+    """What is missing of layers that were adapted, in a checkpoint that has that of
+    none.
+    """
+    if any(map(_is_adapted, manifest.objects)):
+        return []
+    return [name for name in missing if _is_adapted(name)]
+
+
+def _is_adapted(name: str) -> bool:
+    return name.split("/")[1:2] == ["adapted"]
 
 
 def _is_outer(name: str) -> bool:
@@ -186,7 +212,8 @@ def _described(
 
 
 def _form(variable: Any) -> str:
-    return f"{tuple(variable.shape)} {variable.dtype}"
+    # A "float64" of Keras is a float32 of JAX, unless that has x64.
+    return f"{tuple(variable.shape)} {jax.dtypes.canonicalize_dtype(variable.dtype)}"
 
 
 def _saved_form(manifest: Manifest, arrays: dict[str, ArrayRecord], name: str) -> str:

@@ -125,5 +125,8 @@ def _named(names: list[str], variables: list[Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, variable in zip(names, variables, strict=True):
         counts[name] += 1
-        named[name if counts[name] == 1 else f"{name}#{counts[name]}"] = variable
+        unique = name if counts[name] == 1 else f"{name}#{counts[name]}"
+        while unique in named:  # The name that another variable was given.
+            unique += "#"
+        named[unique] = variable
     return named

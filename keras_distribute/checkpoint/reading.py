@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_distribute.checkpoint import tracking, values
+from keras_distribute.checkpoint import adapted, tracking, values
 from keras_distribute.checkpoint.manifest import Manifest
 from keras_distribute.checkpoint.matching import Match, RestoreStatus
 from keras_distribute.checkpoint.tracking import Tracked
@@ -107,4 +107,4 @@ class Reading:
         )
         for value in self.objects.values():
             if isinstance(value, keras.layers.Layer):
-                tracking.refresh(value)
+                adapted.refresh(value)

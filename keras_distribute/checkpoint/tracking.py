@@ -156,13 +156,3 @@ def build_optimizer(optimizer: Any, model: Any) -> None:
         if variables and isinstance(variables[0], DistributedVariable):
             stack.enter_context(variables[0].distribute_strategy.scope())
         compat_optimizer.build(optimizer, variables)
-
-
-def refresh(layer: Any) -> None:
-    """Lets layers compute again what they derive from their variables, as loading a
-    weights file does.
-    """
-    if isinstance(layer, keras.layers.Normalization):
-        layer.finalize_state()
-    for inner in compat.inner_layers(layer):
-        refresh(inner)

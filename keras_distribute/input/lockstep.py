@@ -5,8 +5,8 @@ has none left. A process without data goes on with batches of no rows until all 
 ended, so that all take every step.
 
 Where each keeps its rows of the same batches, they only compare how many rows these
-have: before the first pass, if that is known; of each batch, if not even their number
-is; else of many batches at once.
+have, and the shapes and dtypes of a row: before the first pass, if that is known; of
+each batch, if not even their number is; else of many batches at once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from keras_distribute.input.splitting import piece_sizes
 Spec = tuple[tuple[int, ...], str]
 Specs = list[Spec]
 
-# Of how many batches of a known number the rows are compared at once: to speak with the
-# others takes as long as a small step, and there may be many of them.
+# How many batches of a known number are compared at once: to speak with the others
+# takes as long as a small step, and there may be many of them.
 _COMPARED_AT_ONCE = 16
+# The rows of a batch, and what the arrays of one row are; `None` for no batch.
+_Seen = tuple[int, str] | None
 
 
 class Announcement(NamedTuple):
@@ -55,15 +57,20 @@ class AgreedLayout:
         self.whole = layout.whole
         self._in_rounds = isinstance(layout, RoundLayout)
         self._same_batches = isinstance(layout, SplitLayout)
-        rows = self.source.num_rows
-        known = None if rows is None else (self.source.batch_size, rows)
-        own = (layout.num_steps, known)
+        rows, known = self.source.num_rows, None
+        if rows is not None:
+            form = _form_of_row(self.source.example)
+            known = (self.source.batch_size, rows, form)
+        own = (self._same_batches, layout.num_steps, known)
         told = agreement.exchange(self.topic("its length"), own, num_processes)
-        counts = [count for count, _ in told if count is not None]
+        self._check_shared_alike([same for same, _, _ in told])
+        counts = [count for _, count, _ in told if count is not None]
         # The steps of one pass, which ends when the last process has no data left.
         self.num_steps = max(counts) if len(counts) == num_processes else None
         if self._same_batches and len(set(told)) > 1:
-            raise self.different("a dataset", [_in_words(*each) for each in told])
+            forms = {known[2] for _, _, known in told if known is not None}
+            found = [_in_words(*each, of_rows=len(forms) > 1) for _, *each in told]
+            raise self.different("a dataset", found)
 
     def open(self) -> Reader:
         """A pass that yields one batch for each step."""
@@ -112,6 +119,17 @@ class AgreedLayout:
         """What is agreed on, for the others to compare."""
         return f"{what} ({self.source.kind})"
 
+    def _check_shared_alike(self, same: Sequence[bool]) -> None:
+        """Raises where only some processes keep their rows of the same batches."""
+        if len(set(same)) > 1:
+            ways = {True: "its rows of each batch", False: "a dataset of its own"}
+            listed = "; ".join(f"process {i}: {ways[s]}" for i, s in enumerate(same))
+            raise InputError(
+                "The processes share a dataset in different ways.",
+                received=f"{listed}.",
+                fix="the same auto_shard_policy in every process.",
+            )
+
     def different(self, what: str, found: Sequence[str]) -> InputError:
         """The error for processes that should read the same, and do not."""
         listed = "; ".join(f"process {i}: {text}" for i, text in enumerate(found))
@@ -134,9 +152,9 @@ class _AgreedReader(Reader):
         self._same = same = layout._same_batches
         self._agrees_once = same and layout.source.num_rows is not None
         self._channel: agreement.Channel | None = None
-        # The batches whose rows were compared, and the rows of those that were not.
+        # The batches that were compared, and what those are that were not.
         self._num_compared = 0
-        self._rows: list[int | None] = []
+        self._seen: list[_Seen] = []
         self._ended = False
         # Batches without rows, after the last own one.
         self._num_empty = 0
@@ -176,23 +194,20 @@ class _AgreedReader(Reader):
         return batch
 
     def _compare(self, batch: Batch | None) -> None:
-        """Compares the rows of the batches of all processes: of the first and the last
-        before they are used, since most differences are seen there.
+        """Compares the batches of all processes: the first and the last before they are
+        used, since most differences are seen there.
         """
         assert self._channel is not None
-        self._rows.append(None if batch is None else batch.rows)
-        num_steps, step = self._layout.num_steps, self._num_compared + len(self._rows)
-        many = num_steps is not None and len(self._rows) < _COMPARED_AT_ONCE
+        own = None if batch is None else (batch.rows, _form_of_row(batch.data))
+        self._seen.append(own)
+        num_steps, step = self._layout.num_steps, self._num_compared + len(self._seen)
+        many = num_steps is not None and len(self._seen) < _COMPARED_AT_ONCE
         if batch is not None and many and step not in (1, num_steps):
             return
-        said, self._rows, self._num_compared = self._rows, [], step
-        for rows in itertools.zip_longest(*self._channel.exchange(said)):
-            if len(set(rows)) > 1:
-                found = [
-                    "nothing left" if each is None else f"a batch of {each} rows"
-                    for each in rows
-                ]
-                raise self._layout.different("data", found)
+        said, self._seen, self._num_compared = self._seen, [], step
+        for each in itertools.zip_longest(*self._channel.exchange(said)):
+            if len(set(each)) > 1:
+                raise self._layout.different("data", _seen_in_words(each))
 
     def _announced(self, batch: Batch | None) -> Batch | None:
         """The batch with the specs of all processes; `None` where no process has one
@@ -268,8 +283,39 @@ def replica_specs(batch: Batch, piece: Any, num_replicas: int) -> list[Specs]:
     return [_with_rows(specs, rows) for rows in piece_sizes(batch.rows, num_replicas)]
 
 
-def _in_words(num_steps: int | None, of: tuple[int, int] | None) -> str:
-    return f"{num_steps} batches" + (f" of {of[0]} rows, {of[1]} in all" if of else "")
+def _in_words(
+    num_steps: int | None, of: tuple[int, int, str] | None, *, of_rows: bool
+) -> str:
+    batches = f"{num_steps} batches"
+    if of is None:
+        return batches
+    size, rows, form = of
+    return f"{batches} of {size} rows, {rows} in all" + (f", of {form}" * of_rows)
+
+
+def _seen_in_words(batches: Sequence[_Seen]) -> list[str]:
+    """The batches of one step, of which one differs from another."""
+    of_rows = len({form for _, form in filter(None, batches)}) > 1
+    return [
+        "nothing left"
+        if each is None
+        else f"a batch of {each[0]} rows" + f" of {each[1]}" * of_rows
+        for each in batches
+    ]
+
+
+def _form_of_row(data: Any) -> str:
+    """The shapes and dtypes of one row of a batch, as devices have them."""
+
+    def form(path: Any, leaf: Any) -> str:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if getattr(dtype, "kind", "O") not in "OSUMm":
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        shape = np.shape(leaf)
+        return f"{jax.tree_util.keystr(path)} {dtype}{list(shape[1:]) if shape else ''}"
+
+    leaves = jax.tree_util.tree_leaves_with_path(data, is_leaf=compat.is_sparse)
+    return ", ".join(form(path, leaf).strip() for path, leaf in leaves)
 
 
 def _specs(piece: Any) -> Specs:

@@ -29,6 +29,7 @@ from .support import data, scope, strategy_of
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.sampled(24)]
 STEP = "on_train_batch_end"
+EPOCH = {"save_freq": "epoch"}
 
 
 @functools.cache
@@ -515,3 +516,55 @@ def test_on_another_number_of_replicas(source: int, target: int, tmp_path: Any) 
         np.testing.assert_allclose(
             result["history"][name], values, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.sampled(1)
+def test_another_number_of_steps_than_before(tmp_path: Any) -> None:
+    """An error in the middle of an epoch; behind one, further epochs have it."""
+
+    def fit(steps: int | None) -> Any:
+        return functools.partial(fit_arrays, steps_per_epoch=steps)
+
+    with pytest.raises(PowerCut):
+        run(2, fit(6), tmp_path / "b", cut=Cut(STEP, 10))
+    for steps in (3, None):
+        text = f"steps_per_epoch=6 in the checkpoint, {steps} here"
+        with pytest.raises(InputError, match=text):
+            run(2, fit(steps), tmp_path / "b")
+    with pytest.raises(PowerCut):
+        run(2, fit(6), tmp_path / "b", cut=Cut("on_epoch_end", 2), backup=EPOCH)
+    with pytest.warns(UserWarning, match="steps_per_epoch=6; its further .*epoch=2"):
+        result = run(2, fit(2), tmp_path / "b", backup=EPOCH)
+    assert result["epochs"] == [0, 1, 2]
+    steps = [entry for entry in result["log"]["seen"] if isinstance(entry, tuple)]
+    assert len(steps) == 6 + 6 + 2
+
+
+class Nested(keras.Model):
+    """Returns logs that are nested, which Keras allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {"loss": logs["loss"], "more": {"twice": 2 * logs["loss"]}}, state
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("place", [0, 2])
+def test_logs_that_are_nested(place: int, tmp_path: Any) -> None:
+    def make() -> Any:
+        model = Nested()
+        model.build((None, 6))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+        return model
+
+    cuts = [Cut(STEP, 10)]
+    result = interrupted(place, fit_arrays, tmp_path / "b", cuts, make=make)
+    assert_same(result, run(place, fit_arrays, None, make=make))
+    assert len(result["history"]["twice"]) == 3

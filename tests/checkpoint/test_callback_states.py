@@ -4,6 +4,8 @@ and writes is equal.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections import deque
 from pathlib import Path
@@ -14,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_distribute as kd
 from keras_distribute.callbacks import states
 
 from .interrupting import (
@@ -428,3 +431,66 @@ def test_a_callback_that_is_missing_is_warned_about(tmp_path: Any) -> None:
         UserWarning, match="interrupted with Counting, Cut among its callbacks"
     ):
         run(2, fit_arrays, tmp_path / "b")
+
+
+class Counted(C.CSVLogger):
+    """Of the user: it counts its lines."""
+
+    lines = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.lines += 1
+
+
+@pytest.mark.sampled(1)
+def test_where_a_callback_writes_is_its_own(tmp_path: Any) -> None:
+    """A script that names the folder by the time goes on in the new one."""
+    pytest.importorskip("tensorflow")
+
+    def others(name: str) -> Any:
+        board = C.TensorBoard(str(tmp_path / name), write_graph=False)
+        return [board, Counted(str(tmp_path / f"{name}.csv"))]
+
+    with pytest.raises(PowerCut):
+        run(
+            2,
+            fit_arrays,
+            tmp_path / "b",
+            callbacks=others("before"),
+            cut=Cut("on_train_batch_end", 9),
+        )
+    before = sorted((tmp_path / "before").rglob("*tfevents*"))
+    board, table = later = others("later")
+    run(2, fit_arrays, tmp_path / "b", callbacks=later)
+    assert sorted((tmp_path / "before").rglob("*tfevents*")) == before
+    written = {path.parent.name for path in (tmp_path / "later").rglob("*tfevents*")}
+    assert written == {"train", "validation"}
+    assert board._global_train_batch == 18 and table.lines == 3
+    lines = (tmp_path / "later.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "1", "2"]
+
+
+@pytest.mark.sampled(1)
+def test_step_times_are_of_one_process(tmp_path: Any) -> None:
+    """A report that was not complete is begun anew, a complete one is kept."""
+
+    def report(num_steps: int) -> Any:
+        return kd.callbacks.StepTimeReport(num_steps, skip=2, verbose=0)
+
+    times = [report(3), report(9), report(9), report(3)]
+    for each, cut in zip(times, [8, 8, None, None], strict=True):
+        folder = tmp_path / ("first" if each in (times[0], times[3]) else "second")
+        place = None if cut is None else Cut("on_train_batch_end", cut)
+        with pytest.raises(PowerCut) if cut else contextlib.nullcontext():
+            run(
+                2,
+                functools.partial(fit_arrays, batch_size=2, validation_data=None),
+                folder,
+                callbacks=[each],
+                backup={"save_freq": 1},
+                cut=place,
+            )
+    assert times[0].milliseconds == times[3].milliseconds != {}
+    assert times[1].milliseconds == {} and times[1]._done == 8
+    assert times[2].milliseconds and times[2]._done > 11

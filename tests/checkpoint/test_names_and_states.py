@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_distribute.checkpoint import Checkpoint
+import keras_distribute as kd
+from keras_distribute.checkpoint import Checkpoint, tracking
 from keras_distribute.checkpoint.tracking import track
 from keras_distribute.cluster import messages
 from keras_distribute.cluster.encoding import can_encode, decode, encode
@@ -425,6 +426,32 @@ def test_a_variable_whose_memory_was_given_away_is_restored(tmp_path: Any) -> No
     assert [float(v.value) for v in (mirrored, own, plain)] == [1.0, 2.0, 3.0]
 
 
+def test_a_name_that_looks_like_a_counted_one_is_another(tmp_path: Any) -> None:
+    layer = layers.Layer()
+    for i, name in enumerate(["w", "w", "w#2"]):
+        layer.add_weight(name=name, shape=(), initializer="zeros").assign(float(i + 1))
+    layer.built = True
+    path = Checkpoint(layer=layer).write(tmp_path / "c")
+    for variable in layer.weights:
+        variable.assign(0.0)
+    assert len(Checkpoint(layer=layer).restore(path).restored) == 3
+    assert [float(variable.value) for variable in layer.weights] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_dtype_that_jax_has_smaller(place: int, tmp_path: Any) -> None:
+    """Of `keras.config.set_floatx("float64")`, where JAX has no x64."""
+    with scope(place):
+        saved = keras.Variable(np.arange(3), dtype="float64")
+        count = keras.Variable(7, dtype="int64", trainable=False)
+    path = Checkpoint(saved=saved, count=count).write(tmp_path / "c")
+    saved.assign(np.zeros(3))
+    count.assign(0)
+    Checkpoint(saved=saved, count=count).restore(path)
+    assert np.asarray(saved.value).tolist() == [0.0, 1.0, 2.0]
+    assert int(count.value) == 7
+
+
 def binned(numbers: Any) -> Any:
     """A model that says which bin its input is in."""
     bins = layers.Discretization(num_bins=3)
@@ -437,7 +464,7 @@ def binned(numbers: Any) -> Any:
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None:
-    """Where no step is compiled that has it as a constant."""
+    """Also where a step was compiled that has another as a constant."""
     x = np.array([[0.0], [5.0], [50.0], [500.0]])
     with scope(place):
         saved, other = (
@@ -452,11 +479,71 @@ def test_what_adapt_has_found_out_is_restored(place: int, tmp_path: Any) -> None
     assert np.array_equal(other.predict(x, verbose=0), expected)
     assert same.predict(x, verbose=0).shape == late.predict(x, verbose=0).shape
     Checkpoint(model=same).restore(path)
-    with pytest.raises(CheckpointError, match="adapted to other data"):
-        Checkpoint(model=late).restore(path)
-    late.compile("sgd", "mse")
     Checkpoint(model=late).restore(path)
     assert np.array_equal(late.predict(x, verbose=0), expected)
+
+
+class RestoreOther(keras.callbacks.Callback):
+    """Restores a checkpoint after the first epoch."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self._where = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            Checkpoint(model=self.model).restore(self._where, partial=True)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("followed", [False, True])
+def test_steps_go_by_the_statistics_that_were_restored(
+    place: int, followed: bool, tmp_path: Any
+) -> None:
+    """Those of a `Normalization`, which compiled steps have as constants."""
+    x = np.random.default_rng(0).normal(3, 5, (20, 2)).astype("float32")
+
+    def model_of(data: Any) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        with scope(place):
+            normalization = layers.Normalization()
+            normalization.adapt(data)
+            model = keras.Sequential(
+                [keras.Input((2,)), normalization, layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        return model
+
+    model, other = model_of(x), model_of(30 * x + 7)
+    path = Checkpoint(model=model).write(tmp_path / "c")
+    other.predict(x, verbose=0)
+    other.evaluate(x, x[:, :1], verbose=0)
+    callbacks: list[Any] = [RestoreOther(path)]
+    if followed:
+        callbacks.append(kd.callbacks.BackupAndRestore(tmp_path / "b", save_freq=1))
+    other.fit(x, x[:, :1], batch_size=20, epochs=2, verbose=0, callbacks=callbacks)
+    loss = model.evaluate(x, x[:, :1], verbose=0)
+    assert other.history.history["loss"][1] == pytest.approx(loss, rel=1e-5)
+    Checkpoint(model=other).restore(path, partial=True)
+    expected = model.predict(x, verbose=0)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    assert other.evaluate(x, x[:, :1], verbose=0) == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_checkpoint_of_version_0_1_has_nothing_of_adapt(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    x = np.array([[0.0], [5.0]])
+    saved, other = binned([1.0, 2.0, 3.0]), binned([4.0, 5.0, 6.0])
+    with monkeypatch.context() as before:
+        before.setattr(tracking, "adapted_in", lambda *_: {})
+        path = Checkpoint(model=saved).write(tmp_path / "c")
+    expected = other.predict(x, verbose=0)
+    with pytest.warns(UserWarning, match="not say to which.*model/adapted/discretiz"):
+        status = Checkpoint(model=other).restore(path)
+    assert status.missing == ("model/adapted/discretization",)
+    assert np.array_equal(other.predict(x, verbose=0), expected)
+    Checkpoint(model=other).restore(path, partial=True)
 
 
 @pytest.mark.parametrize(

@@ -509,6 +509,13 @@ def different_programs():
         ((np.arange(4.0 + kd.process_index()),) for _ in range(2)), data
     )
     tried("other rows", lambda: list(dataset))
+    own = kd.AutoShardPolicy.OFF if kd.process_index() else kd.AutoShardPolicy.DATA
+    tried(
+        "other policies",
+        lambda: strategy.experimental_distribute_dataset(
+            kd.ArrayDataset(np.arange(8), 4), kd.InputOptions(auto_shard_policy=own)
+        ),
+    )
     errors |= different_rows(strategy)
     tried("orbax", lambda: fit_with_orbax(strategy))
     tried("eager", lambda: eager_fit(strategy))
@@ -527,15 +534,15 @@ def different_programs():
 class Rows(keras.utils.PyDataset):
     """Batches of so many rows each."""
 
-    def __init__(self, *rows):
+    def __init__(self, *rows, dtype="float32"):
         super().__init__()
-        self.rows = rows
+        self.rows, self.dtype = rows, dtype
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
-        return (np.zeros((self.rows[index], 5), "float32"),)
+        return (np.zeros((self.rows[index], 5), self.dtype),)
 
 
 def different_rows(strategy):
@@ -548,6 +555,8 @@ def different_rows(strategy):
         "arrays of other batches": kd.ArrayDataset(
             *((np.arange(32), 4) if chief else (np.arange(16), 2))
         ),
+        "arrays of another width": kd.ArrayDataset(np.zeros((8, 3 if chief else 2)), 4),
+        "batches of another dtype": Rows(4, 4, dtype="int32" if chief else "float16"),
         "another first batch": Rows(4 if chief else 2, 4),
         "another last batch": Rows(4, 4, 4 if chief else 2),
         "another batch": Rows(*[4] * 9, 4 if chief else 2, *[4] * 30),

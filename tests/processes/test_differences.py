@@ -41,6 +41,18 @@ def errors():
             "0 InputError: .* a dataset.*0: 8 batches of 4 rows, 32 in all; process 1: 8 batches of 2 rows, 16",
         ),
         (
+            "arrays of another width",
+            "0 InputError: .* a dataset.*0: 2 .* 8 in all, of float32.3.; process 1: .* in all, of float32.2.",
+        ),
+        (
+            "batches of another dtype",
+            "0 InputError: The processes read data of .*0: a batch of 4 rows of .0. int32.5.; process 1: .* float16.5.",
+        ),
+        (
+            "other policies",
+            "InputError: The processes share a dataset in different ways.*0: its rows of each batch; process 1: a dataset of its own.*the same auto_shard_policy",
+        ),
+        (
             "another first batch",
             "0 InputError: The processes read data of .*0: a batch of 4 rows; process 1: a batch of 2",
         ),
