@@ -106,7 +106,16 @@ class ClusterCoordinator:
         cluster.queue.check()
         call, iterators = self._call(tuple(args), dict(kwargs or {}))
         program = cluster.program(self._strategy, fn, call)
-        return cluster.schedule(self._strategy, program, fn, [call], iterators)
+        # Of several workers none knows what the others add meanwhile.
+        sees_all = len(cluster.workers) == 1 and any(program.partial)
+        return cluster.schedule(
+            self._strategy,
+            program,
+            fn,
+            [call],
+            iterators,
+            alone=sees_all or bool(program.ordered),
+        )
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

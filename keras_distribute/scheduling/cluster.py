@@ -24,7 +24,7 @@ from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError, UnavailableError
 from keras_distribute.remote.credentials import Credentials
-from keras_distribute.remote.frames import Header
+from keras_distribute.remote.frames import Array, Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
@@ -269,6 +269,7 @@ class Cluster:
         calls: Sequence[Call],
         iterators: Sequence[PerWorkerIterator] = (),
         counted: int | None = None,
+        alone: bool = False,
     ) -> RemoteValue:
         """Puts a program into the queue.
 
@@ -279,6 +280,8 @@ class Cluster:
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
             counted: For a function of a round of local steps, of how many.
+            alone: Whether it needs to see all that was scheduled before, and runs while
+                nothing else does.
         """
 
         def retrace(closure: Closure, forms: Sequence[Any]) -> None:
@@ -296,7 +299,7 @@ class Cluster:
             self.send_changed()
             self.served.check(program.of_servers)
             with self.kept.lock:
-                kept = [self.kept.value_of(variable) for variable in program.kept]
+                kept = self.kept_by(program)
                 seeds = [self._advanced(program) for _ in calls]
             result = RemoteValue(self._condition, self.look)
             result._on_read = self.synchronize
@@ -316,12 +319,19 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
                 counted,
+                is_latest=alone or any(program.partial),
+                is_alone=alone,
             )
         recorded = self.recorded
         self.queue.put(closure)
         if recorded is not None:
             recorded[closure.number] = closure
         return result
+
+    def kept_by(self, program: Traced) -> list[Array]:
+        """The values that a program takes of the coordinator's variables."""
+        with self.kept.lock:
+            return [self.kept.value_of(variable) for variable in program.kept]
 
     def _advanced(self, program: Traced) -> list[Any]:
         """What one step takes of seeds and counters, which go on."""

@@ -46,6 +46,10 @@ class Owner(Protocol):
         """What the worker has to know of a program."""
         ...
 
+    def kept_by(self, program: Traced) -> list[Array]:
+        """The values that a program takes of the coordinator's variables."""
+        ...
+
     def address_of(self, worker: int) -> str | None:
         """Where a worker is now; `None` where that cannot be said."""
         ...
@@ -238,6 +242,8 @@ class Worker(threading.Thread):
             "done": self._owner.queue.done_below,
             **coordinator,
         }
+        if closure.is_latest:
+            closure.kept = self._owner.kept_by(program)
         return channel.send(header, [*closure.kept, *closure.args(self.index)])
 
     def _drop(self, channel: Channel) -> None:

@@ -129,6 +129,62 @@ def test_additions_of_all_workers_count(strategy, coordinator):
     assert counter.numpy() == 200
 
 
+class Largest(keras.metrics.Metric):
+    """A metric that is no sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, values):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(values)))
+
+    def result(self):
+        return self.most.value
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_no_sum_is_changed_by_one_function_after_the_other(make, workers):
+    strategy = make(workers)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        largest, count = Largest(), keras.Variable(0, dtype="int32")
+        turn = keras.Variable(0, dtype="int32")
+
+    def step(x):
+        largest.update_state(x)
+        turn.assign((turn.value * 2 + 1) % 5)
+        count.assign_add(1)
+
+    def add(number):
+        turn.assign_add(number)
+
+    expected = 0
+    for i in range(12):
+        coordinator.schedule(step, (np.full(3, 7.0 * i % 11, "float32"),))
+        coordinator.schedule(add, (np.int32(1),))
+        expected = (expected * 2 + 1) % 5 + 1
+    coordinator.join()
+    assert float(largest.result()) == 10.0
+    assert (int(turn.value), int(count.value)) == (expected, 12)
+
+
+def test_one_worker_returns_what_all_functions_before_have_added(one_worker):
+    coordinator = ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        mean, count = keras.metrics.Mean(), keras.Variable(0, dtype="int32")
+
+    def step(x):
+        mean.update_state(x)
+        count.assign_add(keras.ops.cast(x, "int32"))
+        return mean.result(), count.value
+
+    values = [coordinator.schedule(step, (float(i),)) for i in range(8)]
+    found = coordinator.fetch(values)
+    assert [float(each) for each, _ in found] == [i / 2 for i in range(8)]
+    assert [int(each) for _, each in found] == [sum(range(i + 1)) for i in range(8)]
+
+
 def test_what_the_coordinator_assigns_is_seen_by_what_it_schedules(
     strategy, coordinator
 ):
@@ -359,9 +415,7 @@ def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker, kind):
     model, optimizer, metric, step = training(one_worker, kind)
     values = [coordinator.schedule(step, (x, y[:, :2])) for x, y in batches]
     losses = coordinator.fetch(values)
-    plain, plain_optimizer, plain_metric, plain_step = training(
-        kd.get_strategy(), kind
-    )
+    plain, plain_optimizer, plain_metric, plain_step = training(kd.get_strategy(), kind)
     expected = [float(plain_step(x, y[:, :2])) for x, y in batches]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(
