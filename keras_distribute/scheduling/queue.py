@@ -41,6 +41,7 @@ class Closure:
         is_latest: Whether `kept` are the values of when a worker takes it.
         is_alone: Whether it runs while no other one does.
         number: In the order in which they were put into the queue.
+        ended: How many workers have ended while they ran it.
     """
 
     program: Traced
@@ -57,6 +58,7 @@ class Closure:
     is_latest: bool = False
     is_alone: bool = False
     number: int = 0
+    ended: int = 0
 
 
 class Queue:

@@ -28,6 +28,7 @@ from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure, Queue
 
 _AHEAD = 2  # Functions that a worker has: one runs, one is on its way.
+_MOST_ENDS = 8  # Of workers by one function.
 _MOST_CUTS = 3  # After which a worker that cannot reach a server is an error.
 _SECONDS_TO_REACH_SERVERS = 5.0  # They have just answered the coordinator.
 _log = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ class Worker(threading.Thread):
                 channel = self._connected()
                 self._serve(channel)
             except DistributeError as error:
-                self._lost(error)
+                has_ended = channel is not None and channel.is_over
+                self._lost(error, has_ended)
             except Exception as error:  # A mistake of ours must not hang the user.
                 self._owner.queue.failed(error)
                 self._lost(None)
@@ -299,8 +301,13 @@ class Worker(threading.Thread):
         closure.finish(program, copies[program.num_results :])
         self._owner.queue.finished(closure, program.results(copies))
 
-    def _lost(self, error: DistributeError | None) -> None:
-        """Gives the work of a worker that is gone to the others."""
+    def _lost(self, error: DistributeError | None, has_ended: bool = False) -> None:
+        """Gives the work of a worker that is gone to the others.
+
+        Args:
+            error: Why it is gone.
+            has_ended: Whether it may be what it ran that has ended it.
+        """
         if self.is_ready and not self._is_closed.is_set():
             _log.warning("worker:%d is gone: %s", self.index, error)
         self.is_ready, self.last_error = False, error
@@ -313,7 +320,26 @@ class Worker(threading.Thread):
             for closure in self._running.values():
                 self._owner.queue.failed(failure, closure)
         else:
+            if has_ended:  # The first one ran, others waited there.
+                self._count_end(next(iter(self._running)), error)
             newest_first = sorted(self._running.values(), key=lambda c: -c.number)
             for closure in newest_first:
                 self._owner.queue.put_back(closure)
         self._running.clear()
+
+    def _count_end(self, number: int, error: DistributeError | None) -> None:
+        """Gives up a function that has ended too many workers."""
+        closure = self._running[number]
+        closure.ended += 1
+        if closure.ended < _MOST_ENDS:
+            return
+        del self._running[number]
+        failure = ClusterError(
+            f"A function was given up: each of {closure.ended} workers that ran it has "
+            "ended, frozen or lost its connection meanwhile.",
+            received=f"the last time, of worker:{self.index}: {error}",
+            fix="mend what the worker has written about before it ended: a batch that "
+            "needs more memory than it has, or a dataset function that ends the "
+            "process; then schedule the function again.",
+        )
+        self._owner.queue.failed(failure, closure)

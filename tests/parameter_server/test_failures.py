@@ -2,10 +2,12 @@
 never a hang.
 """
 
+import os
 import threading
 import time
 
 import keras
+import numpy as np
 import pytest
 
 import keras_distribute as kd
@@ -63,6 +65,38 @@ def test_nobody_works_until_a_worker_comes(own_cluster, caplog):
     strategy.cluster.look(True)
     assert "none of 2 is there" in caplog.text
     own_cluster.start("worker", 1)
+    counting.coordinator.join()
+    counting.assert_counts(11)
+    strategy.close()
+
+
+def test_a_function_that_ends_each_worker_is_given_up(own_cluster, monkeypatch):
+    monkeypatch.setattr(workers, "_MOST_ENDS", 2)
+    strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1))
+    counting, here = Counting(strategy), os.getpid()
+    counting.scheduled(1)[0].fetch()
+
+    def ending():
+        if os.getpid() != here:
+            os._exit(1)
+        yield np.ones(1000, "float32")
+
+    iterator = iter(counting.coordinator.create_per_worker_dataset(ending))
+    made = [
+        counting.coordinator.schedule(counting.add_next, (iterator,)) for _ in range(4)
+    ]
+    assert not strategy.cluster.join(timeout=2.0)
+    own_cluster.start("worker", 0)
+    message = r"each of 2 workers that ran it has ended(.|\n)*worker:0(.|\n)*process;"
+    with pytest.raises(kd.errors.ClusterError, match=message):
+        counting.coordinator.join()
+    with pytest.raises(kd.errors.ClusterError, match=message):
+        made[0].fetch()
+    for each in made[1:]:
+        with pytest.raises(kd.errors.CancelledError):
+            each.fetch()
+    own_cluster.start("worker", 0)
+    counting.scheduled(10)
     counting.coordinator.join()
     counting.assert_counts(11)
     strategy.close()
