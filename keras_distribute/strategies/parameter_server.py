@@ -15,6 +15,7 @@ from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
+from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ClusterError, ContextError, ValueStructureError
@@ -155,7 +156,8 @@ class ParameterServerStrategy(Strategy):
         kwargs: Any = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` on the worker that runs the scheduled function around it.
+        """Calls `fn` on the worker that runs the scheduled function around it, in the
+        context of the only replica.
 
         Raises:
             ContextError: Outside of a scheduled function.
@@ -168,8 +170,9 @@ class ParameterServerStrategy(Strategy):
                 fix="coordinator.schedule(step), and strategy.run in `step`; or "
                 "model.fit.",
             )
-        del options
-        return fn(*args, **(kwargs or {}))
+        self._check_run(fn, args, kwargs, options)
+        with context.entered(Frame(self, Mode.REPLICA, self.make_replica_context())):
+            return fn(*args, **(kwargs or {}))
 
     @property
     def steps_of_workers(self) -> dict[str, int]:

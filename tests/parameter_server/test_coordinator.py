@@ -425,6 +425,49 @@ def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker, kind):
     assert optimizer.iterations.numpy() == plain_optimizer.iterations.numpy() == 20
 
 
+def test_the_replica_of_a_worker(strategy, coordinator):
+    """TensorFlow's tutorial of parameter servers, and what a replica can ask."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        accuracy = keras.metrics.MeanSquaredError()
+    each_loss = keras.losses.MeanSquaredError(reduction=None)
+    x = np.arange(12, dtype="float32").reshape(4, 3) / 12
+    y = x.sum(axis=1, keepdims=True)
+    before = model.get_weights()
+
+    def of_replica(x, y):
+        replica = kd.get_replica_context()
+        assert (replica.strategy, replica.num_replicas_in_sync) == (strategy, 1)
+        assert not kd.in_cross_replica_context()
+
+        def loss_of():
+            predicted = model(x, training=True)
+            accuracy.update_state(y, predicted)
+            return kd.nn.compute_average_loss(each_loss(y, predicted))
+
+        loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        total = replica.all_reduce("sum", replica.replica_id_in_sync_group + x)
+        return loss, total, replica.merge_call(lambda s, v: s.reduce("sum", v, 0), (y,))
+
+    def step(x, y):
+        loss, total, merged = strategy.run(of_replica, (x, y))
+        assert kd.in_cross_replica_context()
+        mean = strategy.reduce("mean", x, axis=0)
+        return strategy.reduce("sum", loss, axis=None), total, merged, mean
+
+    loss, total, merged, mean = coordinator.schedule(step, (x, y)).fetch()
+    np.testing.assert_array_equal(total, x)
+    np.testing.assert_allclose(merged, y.sum(0))
+    np.testing.assert_allclose(mean, x.mean(0))
+    error = x @ before[0] + before[1] - y
+    np.testing.assert_allclose(loss, (error**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(accuracy.result(), (error**2).mean(), rtol=1e-5)
+    kernel = before[0] - 0.1 * 2 * x.T @ error / 4
+    np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-4, atol=1e-6)
+
+
 def test_strategy_run_belongs_into_a_scheduled_function(strategy, coordinator):
     def step(x):
         return strategy.run(lambda y: 2 * y, (x,))
