@@ -493,13 +493,17 @@ class Cluster:
 
     def layout_of(self, program: Traced) -> Header:
         """What a worker has to know of a program, as plain data: the same for one that
-        comes later, when an optimizer may have other settings.
+        comes later, when an optimizer may have other settings. It is another one where
+        more servers have copies of what the program sets.
         """
-        known = program.layouts.get(self.coordinator)
+        places = [self.served.place_of(variable) for _, variable in program.pushed]
+        copies = [len(place.parts) for place in places if place and place.copies]
+        key = self.coordinator, *copies
+        known = program.layouts.get(key)
         if known is not None:
             return known
         made = layout_of(program, self.served, self.updates, len(self.servers))
-        return program.layouts.setdefault(self.coordinator, made)
+        return program.layouts.setdefault(key, made)
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since

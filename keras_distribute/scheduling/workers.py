@@ -99,7 +99,7 @@ class Worker(threading.Thread):
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._running: dict[int, Closure] = {}
-        self._sent: set[int] = set()
+        self._sent: dict[int, Header] = {}  # Of programs their layouts.
         self._ends_task = False
         self._num_dropped = self._cuts = 0
         owner.queue.on_work(self.wake)
@@ -223,16 +223,16 @@ class Worker(threading.Thread):
             if dataset.number not in self._sent:
                 told = {"op": "dataset", "id": dataset.number, **coordinator}
                 channel.send(told, [dataset.pickled])
-                self._sent.add(dataset.number)
+                self._sent[dataset.number] = {}
             if iterator.number not in self._sent:
                 told = {"op": "iterator", "id": iterator.number, **coordinator}
                 channel.send({**told, "dataset": dataset.number})
-                self._sent.add(iterator.number)
-        if program.number not in self._sent:
-            layout = self._owner.layout_of(program)
+                self._sent[iterator.number] = {}
+        layout = self._owner.layout_of(program)
+        if self._sent.get(program.number) is not layout:
             told = {"op": "program", "id": program.number, "layout": layout}
             channel.send({**told, **coordinator}, program.blobs)
-            self._sent.add(program.number)
+            self._sent[program.number] = layout
         header = {
             "op": "run",
             "closure": closure.number,
@@ -252,11 +252,12 @@ class Worker(threading.Thread):
         """Lets the worker drop programs, datasets and iterators that are gone."""
         new = self._owner.dropped[self._num_dropped :]
         self._num_dropped += len(new)
-        gone = self._sent.intersection(new)
+        gone = self._sent.keys() & set(new)
         if gone:
             told = {"op": "drop", "coordinator": self._owner.coordinator}
             channel.send({**told, "ids": sorted(gone)})
-            self._sent -= gone
+            for number in gone:
+                del self._sent[number]
 
     def _take(
         self, channel: Channel, number: int, header: Header, arrays: list[Array]

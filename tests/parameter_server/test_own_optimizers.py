@@ -260,3 +260,35 @@ def test_two_models_of_one_layer(one_worker):
             model.compile(Counting(0.1), "mse")
             model.fit(X, X[:, :3], batch_size=8, verbose=0)
             assert float(model.optimizer.count) == 3 * 4
+
+
+def test_a_function_that_sets_what_more_servers_have_since(one_worker):
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def loss_of() -> Any:
+        return ops.mean(ops.square(model(X)))
+
+    gradients = kd.value_and_grad(loss_of, model.trainable_variables)
+
+    def step() -> None:
+        optimizer.apply(gradients()[1], model.trainable_variables)
+
+    def set_rate(rate: Any) -> None:
+        optimizer.learning_rate.assign(rate)
+
+    coordinator.schedule(set_rate, (0.05,))
+    coordinator.schedule(step)
+    coordinator.join()
+    place = one_worker.cluster.served.place_of(optimizer.learning_rate)
+    assert len(place.parts) == 2
+    coordinator.schedule(set_rate, (0.0,))
+    coordinator.join()
+    before = model.get_weights()
+    coordinator.schedule(step)
+    coordinator.join()
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
