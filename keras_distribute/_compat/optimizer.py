@@ -454,13 +454,14 @@ def _emptied(value: Any, own: set[int]) -> Any:
 _DEPTH = 5  # Of a schedule in a list of an optimizer, and what it has, at most.
 
 
-def settings(optimizer: Any) -> Any:
-    """What a copy of an optimizer has as constants, to compare: it changes with each
-    attribute that is set, also of its schedule. Variables do not count.
+def settings(optimizer: Any, weights: list[Any]) -> Any:
+    """What a copy of an optimizer for some weights has as constants, to compare: it
+    changes with each attribute that is set, also of its schedule, and with a weight's
+    constraint. Variables do not count.
     """
     of_class = _MADE - {"_learning_rate"}
     own = {name: each for name, each in vars(optimizer).items() if name not in of_class}
-    return _comparable(own, _DEPTH)
+    return _comparable([own, *(weight.constraint for weight in weights)], _DEPTH + 1)
 
 
 def _comparable(value: Any, depth: int) -> Any:
