@@ -178,6 +178,23 @@ def test_several_workers_count_each_batch_once(strategy):
     assert evaluated["mean_absolute_error"] == pytest.approx(49.5)
 
 
+@pytest.mark.parametrize("per_execution", [1, 3])
+def test_callbacks_of_predict_see_arrays(strategy, per_execution):
+    with strategy.scope():
+        inputs = keras.Input((1,))
+        outputs = {"twice": 2 * inputs, "same": inputs + 0.0}
+        model = keras.Model(inputs, outputs)
+        model.compile(steps_per_execution=per_execution)
+    x, seen = np.arange(23.0, dtype="float32")[:, None], []
+
+    def see(batch, logs):
+        seen.extend((logs["twice"] - logs["same"])[:, 0].tolist())
+
+    callback = keras.callbacks.LambdaCallback(on_predict_batch_end=see)
+    model.predict(x, batch_size=4, callbacks=[callback], verbose=0)
+    assert seen == x[:, 0].tolist()
+
+
 def test_several_workers_train(strategy):
     """Every step is applied once, and the model learns."""
     x, y = table(512)
