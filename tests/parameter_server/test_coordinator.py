@@ -563,6 +563,9 @@ def test_datasets_that_cannot_be_had(coordinator):
     with pytest.raises(kd.errors.InputError, match="no batch"):
         coordinator.create_per_worker_dataset(lambda: iter(()))
     lock = __import__("threading").Lock()
+    message = r"computes with numbers\.(.|\n)*dtype <U1\.(.|\n)*StringLookup"
+    with pytest.raises(kd.errors.InputError, match=message):
+        coordinator.create_per_worker_dataset([{"x": np.ones(1), "name": ["a", "b"]}])
     with pytest.raises(kd.errors.InputError, match="cannot be sent"):
         coordinator.create_per_worker_dataset(lambda: [lock])
 

@@ -4,6 +4,7 @@ with several each batch once.
 
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -178,6 +179,14 @@ def test_several_workers_count_each_batch_once(strategy):
     assert evaluated["mean_absolute_error"] == pytest.approx(49.5)
 
 
+class Printing(layers.Layer):
+    """Prints what it is given."""
+
+    def call(self, x):
+        jax.debug.print("{}", x)
+        return x
+
+
 @pytest.mark.parametrize("per_execution", [1, 3])
 def test_callbacks_of_predict_see_arrays(strategy, per_execution):
     with strategy.scope():
@@ -193,6 +202,14 @@ def test_callbacks_of_predict_see_arrays(strategy, per_execution):
     callback = keras.callbacks.LambdaCallback(on_predict_batch_end=see)
     model.predict(x, batch_size=4, callbacks=[callback], verbose=0)
     assert seen == x[:, 0].tolist()
+
+
+def test_a_step_that_calls_python_is_an_error(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), Printing()])
+    message = r"calls no Python(.|\n)*host_callbacks(.|\n)*what a worker returns"
+    with pytest.raises(kd.errors.StructureTypeError, match=message):
+        model.predict(np.ones((4, 1)), verbose=0)
 
 
 def test_several_workers_train(strategy):
