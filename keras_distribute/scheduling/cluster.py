@@ -295,6 +295,7 @@ class Cluster:
                 programs[key] = self._made(strategy, function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
+        self.queue.wait(self.queue.has_room, look=self.look)
         with self._lock:
             self.send_changed()
             self.served.check(program.of_servers)

@@ -18,7 +18,7 @@ from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
 from keras_distribute.threads.condition import Condition
 
-_MOST = 256 * 1024  # As in TensorFlow: more wait in `schedule`.
+_MOST = 256 * 1024  # As in TensorFlow: for more, `schedule` waits.
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,18 +92,18 @@ class Queue:
         with self._condition.lock:
             return min(self._unfinished, default=self._numbers + 1)
 
+    def has_room(self) -> bool:
+        """Whether not too many wait. Called with the condition's lock."""
+        return len(self._waiting) < _MOST
+
     def put(self, closure: Closure) -> None:
-        """Adds one, and gives it its number; waits while there are too many.
+        """Adds one, and gives it its number.
 
         Raises:
             UnavailableError: Where the strategy is closed.
             Exception: The first error of those before.
         """
         with self._condition.lock:
-            self.raise_error()
-            self._condition.wait_for(
-                lambda: len(self._waiting) < _MOST or self._error is not None
-            )
             self.raise_error()
             self._check_open()
             self._numbers += 1

@@ -298,8 +298,12 @@ class Worker(threading.Thread):
         self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program
-        copies = [np.array(array) for array in arrays]
-        closure.finish(program, copies[program.num_results :])
+        try:
+            copies = [np.array(array) for array in arrays]
+            closure.finish(program, copies[program.num_results :])
+        except Exception as error:
+            self._owner.queue.failed(error, closure)
+            return
         self._owner.queue.finished(closure, program.results(copies))
 
     def _lost(self, error: DistributeError | None, has_ended: bool = False) -> None:
