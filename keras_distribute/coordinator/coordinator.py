@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -222,9 +223,7 @@ class ClusterCoordinator:
             dataset_fn if callable(dataset_fn) else lambda: dataset_fn
         )
         try:
-            import cloudpickle
-
-            pickled = np.frombuffer(cloudpickle.dumps(function), np.uint8)
+            pickled = np.frombuffer(_pickled(function), np.uint8)
         except Exception as error:
             raise InputError(
                 "The dataset cannot be sent to the workers.",
@@ -250,6 +249,21 @@ class ClusterCoordinator:
                 fix="call it in the program of the coordinator.",
             )
         context.require_own(f"coordinator.{what}", self._strategy)
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    """A dataset function; where it asks the strategy, it will ask a worker's own."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ParameterServerStrategy):
+                return context.default_strategy, ()
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(function)
+    return file.getvalue()
 
 
 def _is_ours(value: Any) -> bool:

@@ -269,6 +269,31 @@ def test_several_batches_in_a_function(coordinator):
     assert value.fetch() == 21.0
 
 
+@pytest.mark.parametrize("of_function", [True, False])
+def test_a_dataset_function_that_asks_the_strategy(strategy, coordinator, of_function):
+    """As in TensorFlow's tutorial of parameter servers."""
+
+    def dataset_fn(inputs):
+        rows = inputs.get_per_replica_batch_size(4 * strategy.num_replicas_in_sync)
+        x = np.arange(8, dtype="float32")
+        return kd.ArrayDataset((x, 2 * x), batch_size=rows)
+
+    def per_worker_dataset_fn():
+        if of_function:
+            return strategy.distribute_datasets_from_function(dataset_fn)
+        dataset = dataset_fn(kd.InputContext())
+        return strategy.experimental_distribute_dataset(dataset)
+
+    def step(iterator):
+        x, y = next(iterator)
+        return x, x + y
+
+    iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))
+    x, total = coordinator.schedule(step, (iterator,)).fetch()
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert total.tolist() == [0.0, 3.0, 6.0, 9.0]
+
+
 def test_a_dataset_of_tensorflow_whose_last_batch_is_smaller(coordinator):
     def dataset():
         import tensorflow as tf
