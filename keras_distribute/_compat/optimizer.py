@@ -41,6 +41,7 @@ check(
     "_untrack_variable",
     "_use_weight_decay",
 )
+check(optimizers.Adafactor, "_c", "_r")
 check(Variable, "_name", "_path")
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
@@ -233,10 +234,15 @@ def slot_weights(optimizer: Any) -> list[int | None]:
     `None` for one that belongs to no weight, as far as is known.
     """
     targets = {id(weight): i for i, weight in enumerate(optimizer._trainable_variables)}
-    return [
-        targets.get(id(getattr(variable, _WEIGHT, None)))
+    found = {
+        id(variable): targets.get(id(getattr(variable, _WEIGHT, None)))
         for variable in optimizer.variables
-    ]
+    }
+    if isinstance(optimizer, optimizers.Adafactor) and optimizer.built:
+        # Of the means over rows and columns it tells nobody whose they are.
+        for means in (optimizer._r, optimizer._c):
+            found |= {id(each): i for i, each in enumerate(means)}
+    return [found[id(variable)] for variable in optimizer.variables]
 
 
 def shares_state(optimizer: Any) -> bool:
