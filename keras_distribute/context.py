@@ -453,7 +453,7 @@ def require_cross_replica(
     current = frame()
     if strategy is not None:
         require_own(what, strategy)
-    if current.mode is not Mode.REPLICA or current is default_strategy().top_frame:
+    if current.mode is not Mode.REPLICA or current.strategy is default_strategy():
         return
     raise ContextError(
         f"{what} was called inside a replica.", received=describe(current), fix=fix

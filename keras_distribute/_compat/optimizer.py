@@ -41,6 +41,7 @@ check(
     "_untrack_variable",
     "_use_weight_decay",
 )
+check(optimizers.Adafactor, "_c", "_r")
 check(Variable, "_name", "_path")
 
 _WEIGHT = "_keras_distribute_weight"  # Of a slot: the weight that it belongs to.
@@ -233,10 +234,15 @@ def slot_weights(optimizer: Any) -> list[int | None]:
     `None` for one that belongs to no weight, as far as is known.
     """
     targets = {id(weight): i for i, weight in enumerate(optimizer._trainable_variables)}
-    return [
-        targets.get(id(getattr(variable, _WEIGHT, None)))
+    found = {
+        id(variable): targets.get(id(getattr(variable, _WEIGHT, None)))
         for variable in optimizer.variables
-    ]
+    }
+    if isinstance(optimizer, optimizers.Adafactor) and optimizer.built:
+        # Of the means over rows and columns it tells nobody whose they are.
+        for means in (optimizer._r, optimizer._c):
+            found |= {id(each): i for i, each in enumerate(means)}
+    return [found[id(variable)] for variable in optimizer.variables]
 
 
 def shares_state(optimizer: Any) -> bool:
@@ -454,13 +460,14 @@ def _emptied(value: Any, own: set[int]) -> Any:
 _DEPTH = 5  # Of a schedule in a list of an optimizer, and what it has, at most.
 
 
-def settings(optimizer: Any) -> Any:
-    """What a copy of an optimizer has as constants, to compare: it changes with each
-    attribute that is set, also of its schedule. Variables do not count.
+def settings(optimizer: Any, weights: list[Any]) -> Any:
+    """What a copy of an optimizer for some weights has as constants, to compare: it
+    changes with each attribute that is set, also of its schedule, and with a weight's
+    constraint. Variables do not count.
     """
     of_class = _MADE - {"_learning_rate"}
     own = {name: each for name, each in vars(optimizer).items() if name not in of_class}
-    return _comparable(own, _DEPTH)
+    return _comparable([own, *(weight.constraint for weight in weights)], _DEPTH + 1)
 
 
 def _comparable(value: Any, depth: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,16 @@ class ClusterCoordinator:
         cluster.queue.check()
         call, iterators = self._call(tuple(args), dict(kwargs or {}))
         program = cluster.program(self._strategy, fn, call)
-        return cluster.schedule(self._strategy, program, fn, [call], iterators)
+        # Of several workers none knows what the others add meanwhile.
+        sees_all = len(cluster.workers) == 1 and any(program.partial)
+        return cluster.schedule(
+            self._strategy,
+            program,
+            fn,
+            [call],
+            iterators,
+            alone=sees_all or bool(program.ordered),
+        )
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -213,9 +223,7 @@ class ClusterCoordinator:
             dataset_fn if callable(dataset_fn) else lambda: dataset_fn
         )
         try:
-            import cloudpickle
-
-            pickled = np.frombuffer(cloudpickle.dumps(function), np.uint8)
+            pickled = np.frombuffer(_pickled(function), np.uint8)
         except Exception as error:
             raise InputError(
                 "The dataset cannot be sent to the workers.",
@@ -241,6 +249,21 @@ class ClusterCoordinator:
                 fix="call it in the program of the coordinator.",
             )
         context.require_own(f"coordinator.{what}", self._strategy)
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    """A dataset function; where it asks the strategy, it will ask a worker's own."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ParameterServerStrategy):
+                return context.default_strategy, ()
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(function)
+    return file.getvalue()
 
 
 def _is_ours(value: Any) -> bool:

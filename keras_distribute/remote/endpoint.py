@@ -17,6 +17,7 @@ from keras_distribute.remote.sockets import endpoint_of, prepare, text_of
 Peer = bytes
 Answer = tuple[Header, Sequence[Any]] | None
 Handle = Callable[[Peer, Header, list[Array]], Answer]
+_HALF_OF_A_TEXT = 50_000  # Characters of an error.
 
 
 class Endpoint:
@@ -69,7 +70,7 @@ class Endpoint:
             try:
                 decoded = frames.decode([part.buffer for part in message])
             except ClusterError as error:  # From a task of another version.
-                self._send(peer.bytes, {"error": describe(error)})
+                self._send(peer.bytes, frames.encode({"error": describe(error)}))
                 return None
             self._upcoming = (peer.bytes, *decoded)
         return self._upcoming and self._upcoming[1:]
@@ -85,14 +86,15 @@ class Endpoint:
                 answer: Answer = ({"proof": proof}, [])
             else:
                 answer = handle(peer, header, arrays)
+            if answer is None:
+                return
+            message = frames.encode({**answer[0], "number": number}, answer[1])
         except Exception as error:
-            answer = {"error": describe(error)}, []
-        if answer is not None:
-            self._send(peer, {**answer[0], "number": number}, answer[1])
+            message = frames.encode({"error": describe(error), "number": number})
+        self._send(peer, message)
 
-    def _send(self, peer: Peer, header: Header, arrays: Sequence[Any] = ()) -> None:
-        parts: list[Any] = [peer, *frames.encode(header, arrays)]
-        self._socket.send_multipart(parts, copy=False)
+    def _send(self, peer: Peer, message: list[Any]) -> None:
+        self._socket.send_multipart([peer, *message], copy=False)
 
     def close(self) -> None:
         """Ends the conversations; answers that are on their way still go out."""
@@ -102,9 +104,22 @@ class Endpoint:
 
 def describe(error: BaseException) -> dict[str, str]:
     """An error as data: exceptions of others cannot be taken apart and put together."""
+    try:
+        text = str(error)
+    except Exception as of_text:
+        text = f"its text cannot be had: {type(of_text).__name__}"
     return {
         "type": type(error).__name__,
-        "text": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "text": _sendable(text),
+        "traceback": _sendable("".join(traceback.format_exception(error))),
         "time": time.strftime("%H:%M:%S"),
     }
+
+
+def _sendable(text: str) -> str:
+    """A text that fits into a header, without halves of characters, as names of files
+    may have.
+    """
+    if len(text) > 2 * _HALF_OF_A_TEXT:
+        text = f"{text[:_HALF_OF_A_TEXT]} [...] {text[-_HALF_OF_A_TEXT:]}"
+    return text.encode(errors="backslashreplace").decode()

@@ -24,7 +24,7 @@ from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError, UnavailableError
 from keras_distribute.remote.credentials import Credentials
-from keras_distribute.remote.frames import Header
+from keras_distribute.remote.frames import Array, Header
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.kept import Kept
@@ -269,6 +269,7 @@ class Cluster:
         calls: Sequence[Call],
         iterators: Sequence[PerWorkerIterator] = (),
         counted: int | None = None,
+        alone: bool = False,
     ) -> RemoteValue:
         """Puts a program into the queue.
 
@@ -279,6 +280,8 @@ class Cluster:
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
             counted: For a function of a round of local steps, of how many.
+            alone: Whether it needs to see all that was scheduled before, and runs while
+                nothing else does.
         """
 
         def retrace(closure: Closure, forms: Sequence[Any]) -> None:
@@ -292,11 +295,12 @@ class Cluster:
                 programs[key] = self._made(strategy, function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
+        self.queue.wait(self.queue.has_room, look=self.look)
         with self._lock:
             self.send_changed()
             self.served.check(program.of_servers)
             with self.kept.lock:
-                kept = [self.kept.value_of(variable) for variable in program.kept]
+                kept = self.kept_by(program)
                 seeds = [self._advanced(program) for _ in calls]
             result = RemoteValue(self._condition, self.look)
             result._on_read = self.synchronize
@@ -316,12 +320,19 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
                 counted,
+                is_latest=alone or any(program.partial),
+                is_alone=alone,
             )
         recorded = self.recorded
         self.queue.put(closure)
         if recorded is not None:
             recorded[closure.number] = closure
         return result
+
+    def kept_by(self, program: Traced) -> list[Array]:
+        """The values that a program takes of the coordinator's variables."""
+        with self.kept.lock:
+            return [self.kept.value_of(variable) for variable in program.kept]
 
     def _advanced(self, program: Traced) -> list[Any]:
         """What one step takes of seeds and counters, which go on."""
@@ -483,13 +494,17 @@ class Cluster:
 
     def layout_of(self, program: Traced) -> Header:
         """What a worker has to know of a program, as plain data: the same for one that
-        comes later, when an optimizer may have other settings.
+        comes later, when an optimizer may have other settings. It is another one where
+        more servers have copies of what the program sets.
         """
-        known = program.layouts.get(self.coordinator)
+        places = [self.served.place_of(variable) for _, variable in program.pushed]
+        copies = [len(place.parts) for place in places if place and place.copies]
+        key = self.coordinator, *copies
+        known = program.layouts.get(key)
         if known is not None:
             return known
         made = layout_of(program, self.served, self.updates, len(self.servers))
-        return program.layouts.setdefault(self.coordinator, made)
+        return program.layouts.setdefault(key, made)
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since

@@ -88,7 +88,8 @@ class Traced:
         ordered: Variables that a worker cannot change without knowing all that others
             did before.
         layouts: What workers are told of it, by the name of the coordinator, which is
-            another one for servers that are taken anew.
+            another one for servers that are taken anew, and by how many copies there
+            are of what it sets.
     """
 
     number: int
@@ -109,7 +110,7 @@ class Traced:
     changes: list[tuple[Change, Any]]
     constants: list[tuple[Any, np.ndarray[Any, Any]]]
     ordered: list[Any]
-    layouts: dict[str, Header] = dataclasses.field(default_factory=dict[str, Header])
+    layouts: dict[Any, Header] = dataclasses.field(default_factory=dict[Any, Header])
 
     @property
     def num_args(self) -> int:

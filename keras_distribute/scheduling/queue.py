@@ -18,7 +18,7 @@ from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
 from keras_distribute.threads.condition import Condition
 
-_MOST = 256 * 1024  # As in TensorFlow: more wait in `schedule`.
+_MOST = 256 * 1024  # As in TensorFlow: for more, `schedule` waits.
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,7 +38,10 @@ class Closure:
         finish: Called with the arrays that came back, before `result` is set.
         counted: For a function of a round of local steps, of how many: a worker takes
             it only when it has nothing else to do.
+        is_latest: Whether `kept` are the values of when a worker takes it.
+        is_alone: Whether it runs while no other one does.
         number: In the order in which they were put into the queue.
+        ended: How many workers have ended while they ran it.
     """
 
     program: Traced
@@ -52,7 +55,10 @@ class Closure:
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
     counted: int | None = None
+    is_latest: bool = False
+    is_alone: bool = False
     number: int = 0
+    ended: int = 0
 
 
 class Queue:
@@ -86,18 +92,18 @@ class Queue:
         with self._condition.lock:
             return min(self._unfinished, default=self._numbers + 1)
 
+    def has_room(self) -> bool:
+        """Whether not too many wait. Called with the condition's lock."""
+        return len(self._waiting) < _MOST
+
     def put(self, closure: Closure) -> None:
-        """Adds one, and gives it its number; waits while there are too many.
+        """Adds one, and gives it its number.
 
         Raises:
             UnavailableError: Where the strategy is closed.
             Exception: The first error of those before.
         """
         with self._condition.lock:
-            self.raise_error()
-            self._condition.wait_for(
-                lambda: len(self._waiting) < _MOST or self._error is not None
-            )
             self.raise_error()
             self._check_open()
             self._numbers += 1
@@ -116,11 +122,17 @@ class Queue:
         with self._condition.lock:
             if not self._waiting or self._error is not None:
                 return None
-            if self._waiting[0].counted is not None and not is_idle:
+            first = self._waiting[0]
+            if first.counted is not None and not is_idle:
+                return None
+            if self._running and (first.is_alone or self._runs_alone()):
                 return None
             closure = self._waiting.popleft()
             self._running.add(closure)
             return closure
+
+    def _runs_alone(self) -> bool:
+        return any(closure.is_alone for closure in self._running)
 
     def put_back(self, closure: Closure) -> None:
         """Of a worker that is gone: another one has to run it."""
@@ -141,6 +153,10 @@ class Queue:
             self._unfinished.pop(closure.number, None)
             closure.result.set_value(value)
             self._condition.notify_all()
+            next_alone = bool(self._waiting) and self._waiting[0].is_alone
+        if closure.is_alone or next_alone:  # Other workers wait for this one's end.
+            for wake in self._wake:
+                wake()
 
     def failed(self, error: BaseException, closure: Closure | None = None) -> None:
         """Notes an error, and cancels what waits."""

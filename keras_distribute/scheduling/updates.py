@@ -215,7 +215,8 @@ class Updates:
         own = tuple((part.key, sizes[i]) for i, part in parts)
         with self._lock:  # The threads of several workers ask at once.
             # One that has other settings since gets another program.
-            key = server, own, compat.settings(optimizer)
+            of_server = [weights[i] for i, _ in parts]
+            key = server, own, compat.settings(optimizer, of_server)
             numbers = self._numbers.setdefault(optimizer, {})
             if key not in numbers:
                 number = next(self._next)

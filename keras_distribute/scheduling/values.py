@@ -12,9 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.errors import (
+    InputError,
+    StructureTypeError,
+    ValueStructureError,
+)
 from keras_distribute.scheduling import traces
 from keras_distribute.threads.condition import Condition
+from keras_distribute.values.arrays import is_array
 
 
 class RemoteValue:
@@ -142,6 +147,22 @@ class IteratorArgument:
         return jax.tree.unflatten(self.structure, list(arrays))
 
 
+def _form(array: Any) -> traces.Form:
+    """The form of an array of a batch.
+
+    Raises:
+        InputError: For text and objects.
+    """
+    if not is_array(array):
+        raise InputError(
+            "A program on workers computes with numbers.",
+            received=f"a batch with an array of dtype {array.dtype}.",
+            fix="numbers: in the dataset function, text becomes some by "
+            "keras.layers.StringLookup or in tf.data.",
+        )
+    return str(jax.dtypes.canonicalize_dtype(array.dtype)), array.shape
+
+
 class PerWorkerDataset:
     """A dataset on each worker.
 
@@ -166,10 +187,7 @@ class PerWorkerDataset:
         self.number, self.pickled = next(numbers), pickled
         self.numbers, self._arguments = numbers, arguments
         leaves, self._structure = jax.tree.flatten(element)
-        self._forms = tuple(
-            (str(jax.dtypes.canonicalize_dtype(leaf.dtype)), leaf.shape)
-            for leaf in map(np.asarray, leaves)
-        )
+        self._forms = tuple(map(_form, map(np.asarray, leaves)))
         self._dropped = dropped
         weakref.finalize(self, dropped.append, self.number)
 

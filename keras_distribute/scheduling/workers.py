@@ -28,6 +28,7 @@ from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure, Queue
 
 _AHEAD = 2  # Functions that a worker has: one runs, one is on its way.
+_MOST_ENDS = 8  # Of workers by one function.
 _MOST_CUTS = 3  # After which a worker that cannot reach a server is an error.
 _SECONDS_TO_REACH_SERVERS = 5.0  # They have just answered the coordinator.
 _log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class Owner(Protocol):
 
     def layout_of(self, program: Traced) -> Header:
         """What the worker has to know of a program."""
+        ...
+
+    def kept_by(self, program: Traced) -> list[Array]:
+        """The values that a program takes of the coordinator's variables."""
         ...
 
     def address_of(self, worker: int) -> str | None:
@@ -94,7 +99,7 @@ class Worker(threading.Thread):
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._running: dict[int, Closure] = {}
-        self._sent: set[int] = set()
+        self._sent: dict[int, Header] = {}  # Of programs their layouts.
         self._ends_task = False
         self._num_dropped = self._cuts = 0
         owner.queue.on_work(self.wake)
@@ -127,7 +132,8 @@ class Worker(threading.Thread):
                 channel = self._connected()
                 self._serve(channel)
             except DistributeError as error:
-                self._lost(error)
+                has_ended = channel is not None and channel.is_over
+                self._lost(error, has_ended)
             except Exception as error:  # A mistake of ours must not hang the user.
                 self._owner.queue.failed(error)
                 self._lost(None)
@@ -217,16 +223,16 @@ class Worker(threading.Thread):
             if dataset.number not in self._sent:
                 told = {"op": "dataset", "id": dataset.number, **coordinator}
                 channel.send(told, [dataset.pickled])
-                self._sent.add(dataset.number)
+                self._sent[dataset.number] = {}
             if iterator.number not in self._sent:
                 told = {"op": "iterator", "id": iterator.number, **coordinator}
                 channel.send({**told, "dataset": dataset.number})
-                self._sent.add(iterator.number)
-        if program.number not in self._sent:
-            layout = self._owner.layout_of(program)
+                self._sent[iterator.number] = {}
+        layout = self._owner.layout_of(program)
+        if self._sent.get(program.number) is not layout:
             told = {"op": "program", "id": program.number, "layout": layout}
             channel.send({**told, **coordinator}, program.blobs)
-            self._sent.add(program.number)
+            self._sent[program.number] = layout
         header = {
             "op": "run",
             "closure": closure.number,
@@ -238,17 +244,20 @@ class Worker(threading.Thread):
             "done": self._owner.queue.done_below,
             **coordinator,
         }
+        if closure.is_latest:
+            closure.kept = self._owner.kept_by(program)
         return channel.send(header, [*closure.kept, *closure.args(self.index)])
 
     def _drop(self, channel: Channel) -> None:
         """Lets the worker drop programs, datasets and iterators that are gone."""
         new = self._owner.dropped[self._num_dropped :]
         self._num_dropped += len(new)
-        gone = self._sent.intersection(new)
+        gone = self._sent.keys() & set(new)
         if gone:
             told = {"op": "drop", "coordinator": self._owner.coordinator}
             channel.send({**told, "ids": sorted(gone)})
-            self._sent -= gone
+            for number in gone:
+                del self._sent[number]
 
     def _take(
         self, channel: Channel, number: int, header: Header, arrays: list[Array]
@@ -289,12 +298,21 @@ class Worker(threading.Thread):
         self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program
-        copies = [np.array(array) for array in arrays]
-        closure.finish(program, copies[program.num_results :])
+        try:
+            copies = [np.array(array) for array in arrays]
+            closure.finish(program, copies[program.num_results :])
+        except Exception as error:
+            self._owner.queue.failed(error, closure)
+            return
         self._owner.queue.finished(closure, program.results(copies))
 
-    def _lost(self, error: DistributeError | None) -> None:
-        """Gives the work of a worker that is gone to the others."""
+    def _lost(self, error: DistributeError | None, has_ended: bool = False) -> None:
+        """Gives the work of a worker that is gone to the others.
+
+        Args:
+            error: Why it is gone.
+            has_ended: Whether it may be what it ran that has ended it.
+        """
         if self.is_ready and not self._is_closed.is_set():
             _log.warning("worker:%d is gone: %s", self.index, error)
         self.is_ready, self.last_error = False, error
@@ -307,7 +325,26 @@ class Worker(threading.Thread):
             for closure in self._running.values():
                 self._owner.queue.failed(failure, closure)
         else:
+            if has_ended:  # The first one ran, others waited there.
+                self._count_end(next(iter(self._running)), error)
             newest_first = sorted(self._running.values(), key=lambda c: -c.number)
             for closure in newest_first:
                 self._owner.queue.put_back(closure)
         self._running.clear()
+
+    def _count_end(self, number: int, error: DistributeError | None) -> None:
+        """Gives up a function that has ended too many workers."""
+        closure = self._running[number]
+        closure.ended += 1
+        if closure.ended < _MOST_ENDS:
+            return
+        del self._running[number]
+        failure = ClusterError(
+            f"A function was given up: each of {closure.ended} workers that ran it has "
+            "ended, frozen or lost its connection meanwhile.",
+            received=f"the last time, of worker:{self.index}: {error}",
+            fix="mend what the worker has written about before it ended: a batch that "
+            "needs more memory than it has, or a dataset function that ends the "
+            "process; then schedule the function again.",
+        )
+        self._owner.queue.failed(failure, closure)

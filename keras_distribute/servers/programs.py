@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute.devices import exports
+from keras_distribute.errors import StructureTypeError
 
 Program = Callable[..., Any]
 
@@ -35,10 +36,13 @@ def exported(
         droppable: How many of the first arguments are left out where no result depends
             on them.
         needed: Those of them that are not.
+
+    Raises:
+        StructureTypeError: For a function that calls Python when it runs.
     """
     used = list(range(droppable))
     if droppable:
-        made = exports.exported(jax.jit(function), platforms)(*shapes)
+        made = _made(jax.jit(function), shapes, platforms)
         if len(made.module_kept_var_idx) == len(shapes):
             return _as_bytes(made), used  # It takes all: no other one is needed.
         kept = {*made.module_kept_var_idx, *needed}
@@ -54,8 +58,23 @@ def exported(
 
     taken = [*(shapes[i] for i in used), *shapes[droppable:]]
     final = jax.jit(of_used, keep_unused=True)
-    made = exports.exported(final, platforms)(*taken)
+    made = _made(final, taken, platforms)
     return _as_bytes(made), used
+
+
+def _made(
+    program: Any, shapes: Sequence[Any], platforms: Sequence[str]
+) -> jax.export.Exported:
+    try:
+        return exports.exported(program, platforms)(*shapes)
+    except NotImplementedError as error:
+        raise StructureTypeError(
+            "A function that workers run is a program, and calls no Python, as "
+            "jax.debug.print, jax.debug.callback and jax.pure_callback do.",
+            received=f"{error}.",
+            fix="keras.ops alone; and print what a worker returns: "
+            "coordinator.schedule(step).fetch(), or a callback of fit.",
+        ) from error
 
 
 def _as_bytes(made: jax.export.Exported) -> np.ndarray[Any, Any]:

@@ -133,10 +133,13 @@ class Runner(Task):
         return {**found, "jax": jax.__version__}, []
 
     def _take_program(self, header: Header, arrays: list[Array]) -> Answer:
-        if header["id"] not in self._functions:  # A replay may have told it, too.
-            self._functions[header["id"]] = function_of(
-                header["layout"], arrays, jax.local_device_count()
-            )
+        number, layout = header["id"], header["layout"]
+        known = self._functions.get(number)
+        self._functions[number] = (
+            function_of(layout, arrays, jax.local_device_count())
+            if known is None
+            else dataclasses.replace(known, layout=layout)  # Things are elsewhere now.
+        )
         return None
 
     def _compute(self, header: Header, arrays: list[Array]) -> Answer:

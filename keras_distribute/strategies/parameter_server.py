@@ -15,9 +15,11 @@ from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.cluster.resolvers.topology import check_cluster
+from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import ClusterError, ContextError, ValueStructureError
+from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.remote import credentials
 from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
@@ -155,7 +157,8 @@ class ParameterServerStrategy(Strategy):
         kwargs: Any = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` on the worker that runs the scheduled function around it.
+        """Calls `fn` on the worker that runs the scheduled function around it, in the
+        context of the only replica.
 
         Raises:
             ContextError: Outside of a scheduled function.
@@ -168,8 +171,35 @@ class ParameterServerStrategy(Strategy):
                 fix="coordinator.schedule(step), and strategy.run in `step`; or "
                 "model.fit.",
             )
-        del options
-        return fn(*args, **(kwargs or {}))
+        self._check_run(fn, args, kwargs, options)
+        with context.entered(Frame(self, Mode.REPLICA, self.make_replica_context())):
+            return fn(*args, **(kwargs or {}))
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> Any:
+        """As that of `Strategy`; in a dataset function of the workers, each of which
+        reads by itself, `dataset`.
+        """
+        if context.current_worker() is None:
+            return super().experimental_distribute_dataset(dataset, options)
+        return context.default_strategy().experimental_distribute_dataset(
+            dataset, options
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """As that of `Strategy`; in a dataset function of the workers, each of which
+        reads by itself, what `dataset_fn` returns for one replica.
+        """
+        if context.current_worker() is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        return context.default_strategy().distribute_datasets_from_function(
+            dataset_fn, options
+        )
 
     @property
     def steps_of_workers(self) -> dict[str, int]:

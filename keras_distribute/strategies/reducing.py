@@ -36,7 +36,8 @@ def reduce_one(
             strategy.extended.cross_device_ops, op, leaf, axes
         )
     array = _plain(leaf)
-    if isinstance(array, jax.core.Tracer):
+    # A function that a worker runs is that of one replica.
+    if isinstance(array, jax.core.Tracer) and context.scheduled_trace() is None:
         raise ContextError(
             "In a step of fit, and in any other traced function, there is nothing "
             "to reduce.",

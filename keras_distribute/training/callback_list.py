@@ -83,10 +83,16 @@ class StrategyCallbackList(CallbackList):
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._any_has("on_predict_batch_end"):
-            super().on_predict_batch_end(batch, logs)
+            super().on_predict_batch_end(batch, jax.tree.map(_there, logs))
 
     def _any_has(self, name: str) -> bool:
         return any(_has_own(each, name, "on_batch_end") for each in self.callbacks)
+
+
+def _there(output: Any) -> Any:
+    """An array, where what a worker has yet to compute stands for it."""
+    wait = getattr(output, "__jax_array__", None)
+    return output if wait is None else wait()
 
 
 def _sees_steps(callback: Any) -> bool:

@@ -129,6 +129,62 @@ def test_additions_of_all_workers_count(strategy, coordinator):
     assert counter.numpy() == 200
 
 
+class Largest(keras.metrics.Metric):
+    """A metric that is no sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, values):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(values)))
+
+    def result(self):
+        return self.most.value
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_no_sum_is_changed_by_one_function_after_the_other(make, workers):
+    strategy = make(workers)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        largest, count = Largest(), keras.Variable(0, dtype="int32")
+        turn = keras.Variable(0, dtype="int32")
+
+    def step(x):
+        largest.update_state(x)
+        turn.assign((turn.value * 2 + 1) % 5)
+        count.assign_add(1)
+
+    def add(number):
+        turn.assign_add(number)
+
+    expected = 0
+    for i in range(12):
+        coordinator.schedule(step, (np.full(3, 7.0 * i % 11, "float32"),))
+        coordinator.schedule(add, (np.int32(1),))
+        expected = (expected * 2 + 1) % 5 + 1
+    coordinator.join()
+    assert float(largest.result()) == 10.0
+    assert (int(turn.value), int(count.value)) == (expected, 12)
+
+
+def test_one_worker_returns_what_all_functions_before_have_added(one_worker):
+    coordinator = ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        mean, count = keras.metrics.Mean(), keras.Variable(0, dtype="int32")
+
+    def step(x):
+        mean.update_state(x)
+        count.assign_add(keras.ops.cast(x, "int32"))
+        return mean.result(), count.value
+
+    values = [coordinator.schedule(step, (float(i),)) for i in range(8)]
+    found = coordinator.fetch(values)
+    assert [float(each) for each, _ in found] == [i / 2 for i in range(8)]
+    assert [int(each) for _, each in found] == [sum(range(i + 1)) for i in range(8)]
+
+
 def test_what_the_coordinator_assigns_is_seen_by_what_it_schedules(
     strategy, coordinator
 ):
@@ -211,6 +267,31 @@ def test_several_batches_in_a_function(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers()))
     value = coordinator.schedule(lambda it: next(it) + 10 * next(it), (iterator,))
     assert value.fetch() == 21.0
+
+
+@pytest.mark.parametrize("of_function", [True, False])
+def test_a_dataset_function_that_asks_the_strategy(strategy, coordinator, of_function):
+    """As in TensorFlow's tutorial of parameter servers."""
+
+    def dataset_fn(inputs):
+        rows = inputs.get_per_replica_batch_size(4 * strategy.num_replicas_in_sync)
+        x = np.arange(8, dtype="float32")
+        return kd.ArrayDataset((x, 2 * x), batch_size=rows)
+
+    def per_worker_dataset_fn():
+        if of_function:
+            return strategy.distribute_datasets_from_function(dataset_fn)
+        dataset = dataset_fn(kd.InputContext())
+        return strategy.experimental_distribute_dataset(dataset)
+
+    def step(iterator):
+        x, y = next(iterator)
+        return x, x + y
+
+    iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))
+    x, total = coordinator.schedule(step, (iterator,)).fetch()
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert total.tolist() == [0.0, 3.0, 6.0, 9.0]
 
 
 def test_a_dataset_of_tensorflow_whose_last_batch_is_smaller(coordinator):
@@ -359,9 +440,7 @@ def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker, kind):
     model, optimizer, metric, step = training(one_worker, kind)
     values = [coordinator.schedule(step, (x, y[:, :2])) for x, y in batches]
     losses = coordinator.fetch(values)
-    plain, plain_optimizer, plain_metric, plain_step = training(
-        kd.get_strategy(), kind
-    )
+    plain, plain_optimizer, plain_metric, plain_step = training(kd.get_strategy(), kind)
     expected = [float(plain_step(x, y[:, :2])) for x, y in batches]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(
@@ -369,6 +448,49 @@ def test_a_custom_loop_with_one_worker_is_that_of_one_device(one_worker, kind):
     )
     assert metric.result() == pytest.approx(float(plain_metric.result()))
     assert optimizer.iterations.numpy() == plain_optimizer.iterations.numpy() == 20
+
+
+def test_the_replica_of_a_worker(strategy, coordinator):
+    """TensorFlow's tutorial of parameter servers, and what a replica can ask."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        accuracy = keras.metrics.MeanSquaredError()
+    each_loss = keras.losses.MeanSquaredError(reduction=None)
+    x = np.arange(12, dtype="float32").reshape(4, 3) / 12
+    y = x.sum(axis=1, keepdims=True)
+    before = model.get_weights()
+
+    def of_replica(x, y):
+        replica = kd.get_replica_context()
+        assert (replica.strategy, replica.num_replicas_in_sync) == (strategy, 1)
+        assert not kd.in_cross_replica_context()
+
+        def loss_of():
+            predicted = model(x, training=True)
+            accuracy.update_state(y, predicted)
+            return kd.nn.compute_average_loss(each_loss(y, predicted))
+
+        loss, grads = kd.value_and_grad(loss_of, model.trainable_variables)()
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        total = replica.all_reduce("sum", replica.replica_id_in_sync_group + x)
+        return loss, total, replica.merge_call(lambda s, v: s.reduce("sum", v, 0), (y,))
+
+    def step(x, y):
+        loss, total, merged = strategy.run(of_replica, (x, y))
+        assert kd.in_cross_replica_context()
+        mean = strategy.reduce("mean", x, axis=0)
+        return strategy.reduce("sum", loss, axis=None), total, merged, mean
+
+    loss, total, merged, mean = coordinator.schedule(step, (x, y)).fetch()
+    np.testing.assert_array_equal(total, x)
+    np.testing.assert_allclose(merged, y.sum(0))
+    np.testing.assert_allclose(mean, x.mean(0))
+    error = x @ before[0] + before[1] - y
+    np.testing.assert_allclose(loss, (error**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(accuracy.result(), (error**2).mean(), rtol=1e-5)
+    kernel = before[0] - 0.1 * 2 * x.T @ error / 4
+    np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-4, atol=1e-6)
 
 
 def test_strategy_run_belongs_into_a_scheduled_function(strategy, coordinator):
@@ -466,6 +588,9 @@ def test_datasets_that_cannot_be_had(coordinator):
     with pytest.raises(kd.errors.InputError, match="no batch"):
         coordinator.create_per_worker_dataset(lambda: iter(()))
     lock = __import__("threading").Lock()
+    message = r"computes with numbers\.(.|\n)*dtype <U1\.(.|\n)*StringLookup"
+    with pytest.raises(kd.errors.InputError, match=message):
+        coordinator.create_per_worker_dataset([{"x": np.ones(1), "name": ["a", "b"]}])
     with pytest.raises(kd.errors.InputError, match="cannot be sent"):
         coordinator.create_per_worker_dataset(lambda: [lock])
 

@@ -53,6 +53,20 @@ def test_constraints(make, name):
     assert set(found) == {parts}
 
 
+def test_a_constraint_that_comes_between_two_fits(one_worker):
+    with one_worker.scope():
+        optimizer = keras.optimizers.SGD(0.5)
+        model = model_of(optimizer)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    for axis, most in ((0, 0.5), (1, 0.1), (1, 0.05)):
+        constraint = constraints.MaxNorm(most, axis=axis)
+        model.layers[0].kernel.constraint = constraint
+        model.compile(optimizer, model.loss)
+        model.fit(X, Y, batch_size=8, verbose=0)
+        norms = np.linalg.norm(model.get_weights()[0], axis=axis)
+        assert norms.max() == pytest.approx(most, rel=1e-3)
+
+
 def test_a_constraint_that_comes_when_the_weight_is_divided(make):
     with make(1, variable_partitioner=PARTS(2)).scope():
         model = model_of("sgd")

@@ -2,14 +2,16 @@
 never a hang.
 """
 
+import os
 import threading
 import time
 
 import keras
+import numpy as np
 import pytest
 
 import keras_distribute as kd
-from keras_distribute.scheduling import workers
+from keras_distribute.scheduling import queue, workers
 from keras_distribute.servers.local import LocalResolver
 from keras_distribute.threads import condition
 from tests.exactness.harness import table
@@ -66,6 +68,76 @@ def test_nobody_works_until_a_worker_comes(own_cluster, caplog):
     counting.coordinator.join()
     counting.assert_counts(11)
     strategy.close()
+
+
+def test_a_function_that_ends_each_worker_is_given_up(own_cluster, monkeypatch):
+    monkeypatch.setattr(workers, "_MOST_ENDS", 2)
+    strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1))
+    counting, here = Counting(strategy), os.getpid()
+    counting.scheduled(1)[0].fetch()
+
+    def ending():
+        if os.getpid() != here:
+            os._exit(1)
+        yield np.ones(1000, "float32")
+
+    iterator = iter(counting.coordinator.create_per_worker_dataset(ending))
+    made = [
+        counting.coordinator.schedule(counting.add_next, (iterator,)) for _ in range(4)
+    ]
+    assert not strategy.cluster.join(timeout=2.0)
+    own_cluster.start("worker", 0)
+    message = r"each of 2 workers that ran it has ended(.|\n)*worker:0(.|\n)*process;"
+    with pytest.raises(kd.errors.ClusterError, match=message):
+        counting.coordinator.join()
+    with pytest.raises(kd.errors.ClusterError, match=message):
+        made[0].fetch()
+    for each in made[1:]:
+        with pytest.raises(kd.errors.CancelledError):
+            each.fetch()
+    own_cluster.start("worker", 0)
+    counting.scheduled(10)
+    counting.coordinator.join()
+    counting.assert_counts(11)
+    strategy.close()
+
+
+def test_who_waits_for_room_in_the_queue_notices_a_server_that_is_gone(
+    own_cluster, monkeypatch
+):
+    """Though no worker is there that would."""
+    monkeypatch.setattr(queue, "_MOST", 2)
+    monkeypatch.setattr(condition, "_SECONDS_TO_LOOK", 0.1)
+    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
+    counting = Counting(strategy)
+    counting.scheduled(5)[-1].fetch()
+    for index in range(2):
+        own_cluster.kill("worker", index)
+    counting.scheduled(2)
+    ending = threading.Timer(1.0, own_cluster.kill, ("ps", 0))
+    ending.start()
+    with pytest.raises(kd.errors.UnavailableError, match="parameter server ps:0"):
+        counting.scheduled(1)
+    ending.join()
+    strategy.close()
+
+
+def test_what_the_coordinator_cannot_take_is_an_error(strategy, monkeypatch):
+    counting = Counting(strategy)
+    counting.scheduled(5)[-1].fetch()
+
+    def full(*given):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(strategy.cluster, "_finish", full)
+        value = counting.scheduled(1)[0]
+        with pytest.raises(MemoryError, match="no room"):
+            counting.coordinator.join()
+        with pytest.raises(MemoryError, match="no room"):
+            value.fetch()
+    counting.scheduled(3)
+    counting.coordinator.join()
 
 
 @pytest.mark.parametrize("method", ["fit", "predict"])

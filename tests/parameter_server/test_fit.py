@@ -4,6 +4,7 @@ with several each batch once.
 
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -176,6 +177,39 @@ def test_several_workers_count_each_batch_once(strategy):
     np.testing.assert_allclose(model.predict(x, batch_size=7, verbose=0), x)
     evaluated = model.evaluate(x, 0 * x, batch_size=7, verbose=0, return_dict=True)
     assert evaluated["mean_absolute_error"] == pytest.approx(49.5)
+
+
+class Printing(layers.Layer):
+    """Prints what it is given."""
+
+    def call(self, x):
+        jax.debug.print("{}", x)
+        return x
+
+
+@pytest.mark.parametrize("per_execution", [1, 3])
+def test_callbacks_of_predict_see_arrays(strategy, per_execution):
+    with strategy.scope():
+        inputs = keras.Input((1,))
+        outputs = {"twice": 2 * inputs, "same": inputs + 0.0}
+        model = keras.Model(inputs, outputs)
+        model.compile(steps_per_execution=per_execution)
+    x, seen = np.arange(23.0, dtype="float32")[:, None], []
+
+    def see(batch, logs):
+        seen.extend((logs["twice"] - logs["same"])[:, 0].tolist())
+
+    callback = keras.callbacks.LambdaCallback(on_predict_batch_end=see)
+    model.predict(x, batch_size=4, callbacks=[callback], verbose=0)
+    assert seen == x[:, 0].tolist()
+
+
+def test_a_step_that_calls_python_is_an_error(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), Printing()])
+    message = r"calls no Python(.|\n)*host_callbacks(.|\n)*what a worker returns"
+    with pytest.raises(kd.errors.StructureTypeError, match=message):
+        model.predict(np.ones((4, 1)), verbose=0)
 
 
 def test_several_workers_train(strategy):

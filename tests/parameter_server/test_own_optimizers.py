@@ -233,11 +233,25 @@ def test_slots_that_were_not_built(one_worker):
         model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("optimizer", [Counting, keras.optimizers.Adafactor])
-def test_state_of_all_weights_where_they_are_apart(one_worker, optimizer):
+def test_slots_of_other_shapes_than_their_weights(one_worker):
+    """They are where those are, whoever has used the weights before."""
+
+    def run(model: keras.Model) -> Any:
+        loss = model.evaluate(X, Y, verbose=0)
+        return loss, fit_only(X, Y, batch_size=8)(model)
+
+    def build() -> keras.Model:
+        return model_of(keras.optimizers.Adafactor(0.1))
+
+    equals_one_device(one_worker, build, run)
+    places = [place for _, place in one_worker.cluster.served.places()]
+    assert {part.server for place in places for part in place.parts} == {0, 1}
+
+
+def test_state_of_all_weights_where_they_are_apart(one_worker):
     """What the error says to do helps, whoever has used the weights before."""
     with one_worker.scope():
-        model = model_of(optimizer(0.1))
+        model = model_of(Counting(0.1))
     model.evaluate(X, Y, verbose=0)
     with pytest.raises(
         kd.errors.ValueStructureError,
@@ -245,7 +259,7 @@ def test_state_of_all_weights_where_they_are_apart(one_worker, optimizer):
     ):
         model.fit(X, Y, verbose=0)
     with one_worker.scope():
-        new = model_of(optimizer(0.1))
+        new = model_of(Counting(0.1))
     new.set_weights(model.get_weights())
     new.fit(X, Y, batch_size=8, verbose=0)
     assert int(new.optimizer.iterations) == -(-len(X) // 8)
@@ -260,3 +274,35 @@ def test_two_models_of_one_layer(one_worker):
             model.compile(Counting(0.1), "mse")
             model.fit(X, X[:, :3], batch_size=8, verbose=0)
             assert float(model.optimizer.count) == 3 * 4
+
+
+def test_a_function_that_sets_what_more_servers_have_since(one_worker):
+    coordinator = kd.coordinator.ClusterCoordinator(one_worker)
+    with one_worker.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def loss_of() -> Any:
+        return ops.mean(ops.square(model(X)))
+
+    gradients = kd.value_and_grad(loss_of, model.trainable_variables)
+
+    def step() -> None:
+        optimizer.apply(gradients()[1], model.trainable_variables)
+
+    def set_rate(rate: Any) -> None:
+        optimizer.learning_rate.assign(rate)
+
+    coordinator.schedule(set_rate, (0.05,))
+    coordinator.schedule(step)
+    coordinator.join()
+    place = one_worker.cluster.served.place_of(optimizer.learning_rate)
+    assert len(place.parts) == 2
+    coordinator.schedule(set_rate, (0.0,))
+    coordinator.join()
+    before = model.get_weights()
+    coordinator.schedule(step)
+    coordinator.join()
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)

@@ -20,6 +20,18 @@ from keras_distribute.remote.engine import msgpack, zmq
 from keras_distribute.scheduling.servers import Server
 from tests.interruptions import Interrupter
 
+
+class _NoTextError(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+_ERRORS = {
+    "fail": KeyError("of the task"),
+    "half": FileNotFoundError("\udc80.csv"),
+    "no text": _NoTextError(),
+    "long": ValueError("A" * 10**8 + "Z"),
+}
 TOKEN = "the token of a job, which is long"
 
 
@@ -41,8 +53,10 @@ class Task:
 
     def _handle(self, peer, header, arrays):
         self.seen.append(header["op"])
-        if header["op"] == "fail":
-            raise KeyError("of the task")
+        if header["op"] in _ERRORS:
+            raise _ERRORS[header["op"]]
+        if header["op"] == "object":
+            return {"answer": object()}, []
         return header, [np.array(array) for array in arrays]
 
     def stop(self):
@@ -204,6 +218,24 @@ def test_a_message_that_cannot_be_read_is_an_error(task):
     with pytest.raises(kd.errors.ClusterError, match="that is none(.|\n)*same version"):
         channel.answer(first + 1, timeout=5.0)
     assert channel.call({"op": "next"})[0]["op"] == "next"
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        ("half", r"FileNotFoundError in the task ps:0: \\udc80\.csv\n"),
+        ("no text", "_NoTextError in the task ps:0: its text cannot be had: KeyError"),
+        ("long", r"AAA \[\.\.\.\] AAA"),
+        ("object", "TypeError in the task ps:0: can not serialize 'object' object"),
+    ],
+)
+def test_what_cannot_be_sent_as_it_is_ends_no_task(task, op, told):
+    channel = task.channel()
+    with pytest.raises(kd.errors.RemoteError, match=told) as info:
+        channel.call({"op": op}, timeout=10.0)
+    assert len(str(info.value)) < 10**6
+    assert channel.call({"op": "again"}, timeout=10.0)[0]["op"] == "again"
     channel.close()
 
 

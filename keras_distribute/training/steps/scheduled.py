@@ -132,11 +132,11 @@ class ScheduledStep:
         of_metrics, others = self._kinds_of_logs[program.number]
         if program.ordered:
             self._check_order(program.ordered)
-            most = 1
-        elif others:
-            most = 1  # They need all that was added before.
+        alone = bool(program.ordered or others)  # They need all that was added before.
         cluster.queue.wait(lambda: cluster.queue.num_pending < most, look=cluster.look)
-        result = cluster.schedule(strategy, program, self._traced, calls, iterators)
+        result = cluster.schedule(
+            strategy, program, self._traced, calls, iterators, alone=alone
+        )
         if self._kind == "predict":
             return _late(program, result)
         self._first = self._first or result
