@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import keras
 
 from keras_distribute import checks
+from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.run.tracing import check_kept
 from keras_distribute.values import structures
 
 
@@ -25,6 +27,7 @@ class _Recording(compat.StatelessScope):
         self._outer = compat.get_stateless_scope()
         super().__init__(state_mapping, collect_losses=True)
         self.assigned: dict[int, Any] = {}
+        self._trace = jax_internals.current_trace()
 
     def get_current_value(self, variable: Any) -> Any:
         value = super().get_current_value(variable)
@@ -33,6 +36,7 @@ class _Recording(compat.StatelessScope):
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
+        check_kept(*update, self._trace)
         super().add_update(update)
         self.assigned[id(update[0])] = update[0]
 
