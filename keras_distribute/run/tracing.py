@@ -199,15 +199,24 @@ def unwrapped(leaf: Any, how: str) -> Any:
         return jnp.asarray(leaf.value)
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.asarray(leaf)
-    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
-        raise StructureTypeError(
-            f"The function {how} returned an object that holds arrays and is no "
-            "structure of them.",
-            received=f"a {type(leaf).__name__}.",
-            fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
-            "register the class with JAX: jax.tree_util.register_pytree_node.",
-        )
+    if structures.tracers_in(leaf):
+        raise holding_error(leaf, how)
     return leaf
+
+
+def holding_error(leaf: Any, how: str) -> StructureTypeError:
+    """The error for an object that would keep arrays of a trace beyond it.
+
+    Args:
+        how: As of `unwrapped`.
+    """
+    return StructureTypeError(
+        f"The function {how} returned an object that holds arrays and is no "
+        "structure of them.",
+        received=f"a {type(leaf).__name__}.",
+        fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
+        "register the class with JAX: jax.tree_util.register_pytree_node.",
+    )
 
 
 class Capture(compat.StatelessScope):
