@@ -48,6 +48,26 @@ def test_reduce(strategy, op, axis):
         np.testing.assert_array_equal(shard.data, result)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_complex_arrays_that_repeat_one_number(n):
+    """XLA ends the process where it sums such an array over devices."""
+    strategy, one = mirrored(n), np.full(3, 1 + 2j, "complex64")
+    with strategy.scope():
+        variable = keras.Variable(0 * one, dtype="complex64", aggregation="sum")
+
+    def step():
+        variable.assign(one)
+        context = kd.get_replica_context()
+        merged = context.merge_call(
+            lambda strategy, x: strategy.reduce("SUM", x, axis=0), args=(one[None],)
+        )
+        return *(context.all_reduce(op, one) for op in ("SUM", "MEAN")), merged
+
+    total, mean, merged = [value.values[n - 1] for value in strategy.run(step)]
+    np.testing.assert_array_equal([total, merged, variable], [n * one] * 3)
+    np.testing.assert_array_equal(mean, one)
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_reduce_of_ragged_components_divides_by_the_true_count(op):
     strategy = mirrored(4)

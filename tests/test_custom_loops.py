@@ -567,6 +567,50 @@ def test_value_and_grad_refusals():
         match=r"(?s)Only a scalar has gradients.*shape \(2,\).*Fix: reduce it",
     ):
         kd.value_and_grad(lambda: variable * 2, [variable])()
+    for loss, text in (
+        (lambda: 3, r"Only a floating number.*dtype int32.*Fix: keras.ops.cast"),
+        (lambda: keras.ops.sum(variable) * 1j, r"dtype complex64.*keras.ops.real"),
+        (lambda: None, "A loss is a number.*None"),
+    ):
+        with pytest.raises(errors.StructureTypeError, match=f"(?s){text}"):
+            kd.value_and_grad(loss, [variable])()
+    scalar = keras.Variable(2.0)
+    with pytest.raises(errors.StructureTypeError, match="(?s)returns a pair.*Fix"):
+        kd.value_and_grad(lambda: scalar * 2, [scalar], has_aux=True)()
+
+
+class Slotted:
+    __slots__ = "prediction"
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, Slotted])
+def test_value_and_grad_refuses_objects_that_hold_arrays(kind):
+    """They would end with the trace of the gradients. What belongs to the trace around
+    it may be in them.
+    """
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable(2.0)
+
+    def made_by(prediction_of):
+        def step(x):
+            def loss_fn():
+                made = kind()
+                made.prediction = prediction_of(x)
+                return variable * x, made
+
+            (_, made), _ = kd.value_and_grad(loss_fn, [variable], has_aux=True)()
+            return made.prediction + 1
+
+        return step
+
+    for run in (strategy.run, lambda step, args: step(*args)):
+        with pytest.raises(
+            errors.StructureTypeError, match="(?s)kd.value_and_grad.*holds arrays.*Fix"
+        ):
+            run(made_by(lambda x: variable * x), (np.float32(3),))
+    result = strategy.run(made_by(lambda x: x), (np.float32(3),))
+    assert [float(v) for v in result.values] == [4, 4]
 
 
 def test_average_loss_and_regularization():

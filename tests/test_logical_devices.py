@@ -288,6 +288,39 @@ def test_a_custom_loop_has_the_numbers_of_one_device(num_logical: int) -> None:
     assert_close(weights[1], weights[0])
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("divided", [False, True])
+def test_sums_of_bfloat16_over_the_replicas(divided: bool) -> None:
+    """XLA for CPUs widens such a sum, and ended the process over logical devices."""
+    devices = [f"cpu:{i}" for i in range(4)]
+    strategy = kd.MirroredStrategy(
+        devices,
+        num_logical_devices=2,
+        communication_dtype="bfloat16",
+        shard_variables=divided,
+        min_shard_bytes=16,
+    )
+    losses = []
+    for each in (kd.OneDeviceStrategy("cpu:0"), strategy):
+        with each.scope():
+            keras.utils.set_random_seed(0)
+            dense = keras.layers.Dense(4, dtype="bfloat16")
+            model = keras.Sequential([keras.Input((192,)), dense])
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        history = model.fit(ROWS[:16], LABELS[:16], epochs=2, verbose=0).history
+        losses.append(history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
+
+    def sums() -> Any:
+        number = kd.get_replica_context().replica_id_in_sync_group + 1.5
+        total = jax.lax.psum(number.astype("bfloat16"), "replica")
+        return number.astype("bfloat16"), total
+
+    own, total = strategy.run(sums)
+    assert [float(v) for v in total.values] == [4.0, 4.0]
+    assert float(strategy.reduce("SUM", own, axis=None)) == 4.0
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_is_divided_leaves_replicas_of_different_rows(first: int) -> None:
     strategy = kd.MirroredStrategy(

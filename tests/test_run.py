@@ -357,6 +357,8 @@ def test_variables_of_others_are_refused():
 
 
 def test_refusals(strategy):
+    with strategy.scope():
+        variable = keras.Variable(2.0)
     unlike = distributed(strategy, lambda i: np.zeros((1,) * (i + 1), "float32"))
     if strategy.num_replicas_in_sync > 1:
         text = r"(?s)differ in the sizes of their dimensions only.*float32\[1\], float32\[1, 1\].*Fix"
@@ -377,6 +379,24 @@ def test_refusals(strategy):
             strategy.run(lambda x: x, args=(array,))
     with pytest.raises(errors.ContextError, match="inside another traced function"):
         jax.jit(lambda x: strategy.run(lambda y: y, args=(x,)))(1.0)
+    # Without traced arguments it would run once, and never again.
+    for call in (
+        lambda x: x + strategy.run(lambda: jnp.ones(())).values[0],
+        lambda x: strategy.extended.update(variable, lambda v: v.assign(x)),
+    ):
+        for transformed in (jax.jit(call), jax.grad(call)):
+            with pytest.raises(errors.ContextError, match="another traced function"):
+                transformed(1.0)
+    assert float(variable) == 2
+
+
+def test_integers_that_do_not_fit_and_other_byte_orders(strategy):
+    """JAX cuts the former off, and does not take the latter."""
+    for number in (np.int64(2**40), np.array([1, -(2**31) - 1])):
+        with pytest.raises(errors.ValueStructureError, match="32-bit integers"):
+            strategy.run(lambda x: x, args=(number,))
+    kept = strategy.run(lambda x: x, args=([np.array([7]), np.array([1.5], ">f4")],))
+    assert [float(each.values[0][0]) for each in kept] == [7, 1.5]
 
 
 def test_user_errors_come_out_as_they_are(strategy):

@@ -181,6 +181,69 @@ def test_communication_that_only_some_replicas_would_reach_is_refused(strategy):
     assert float(kd.MirroredStrategy(["cpu:0"]).run(in_condition).values[0]) == 1.0
 
 
+_APART = {
+    "cond": lambda assign: jax.lax.cond(True, assign, lambda: jnp.zeros(2)),
+    "keras-cond": lambda assign: keras.ops.cond(
+        jnp.asarray(True), assign, lambda: jnp.zeros(2)
+    ),
+    "scan": lambda assign: jax.lax.scan(
+        lambda carry, _: (carry, assign()), 0, None, length=2
+    ),
+    "jit": lambda assign: jax.jit(assign)(),
+    "checkpoint": lambda assign: jax.checkpoint(assign)(),
+    "vmap": lambda assign: jax.vmap(lambda one: assign(one))(jnp.ones(3)),
+    "grad": lambda assign: jax.grad(lambda one: assign(one)[0])(1.0),
+}
+
+
+@pytest.mark.parametrize("how", _APART)
+def test_assignments_in_functions_that_jax_traces_apart_are_refused(strategy, how):
+    """They would be lost, or be made in any case, as that of a branch that is not
+    taken.
+    """
+    with strategy.scope():
+        variable = keras.Variable(np.ones(2, "float32"), name="apart")
+        weight = keras.Variable(3.0)
+
+    def step(x):
+        outside = x[0, :2] * 0
+
+        def assign(factor=1.0):
+            # In a branch also what is computed outside of it.
+            return variable.assign(outside if how == "cond" else outside + factor)
+
+        _APART[how](assign)
+        return weight * weight
+
+    def gradient(x):
+        return kd.value_and_grad(lambda: step(x), [weight])()
+
+    text = r"(?s)was assigned in a function that JAX traces apart.*lax\.scan.*Fix"
+    for run in (
+        lambda: strategy.run(step, (X,)),
+        lambda: strategy.run(gradient, (X,)),
+        lambda: gradient(jnp.asarray(X)),
+    ):
+        with pytest.raises(errors.VariableScopeError, match=text):
+            run()
+    np.testing.assert_array_equal(variable, [1, 1])
+
+
+def test_assignments_under_transformations_of_what_they_do_not_depend_on(strategy):
+    with strategy.scope():
+        variable, seed = keras.Variable(1.0), keras.random.SeedGenerator(0)
+    before = seed.state.numpy()
+
+    def step():
+        jax.grad(lambda one: (variable.assign(variable * 2), one)[1])(1.0)
+        return jax.vmap(lambda one: keras.random.uniform((), seed=seed) + one)(X[:, 0])
+
+    with jax.checking_leaks():
+        strategy.run(step)
+    assert float(variable) == 2
+    assert not np.array_equal(seed.state, before)
+
+
 def test_references_and_callbacks_prove_nothing(strategy):
     with strategy.scope():
         v = keras.Variable(0.0)

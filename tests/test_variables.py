@@ -102,6 +102,28 @@ def test_bare_variables(arguments, kind):
     np.testing.assert_array_equal(shards(variable)[1].reshape(3), np.ones(3))
 
 
+def test_arguments_by_their_places():
+    with mirrored(2).scope():
+        of_each = keras.Variable(2.0, None, "int32", None, True, "sum", "on_read", "a")
+        common = keras.Variable(2.0, None, "int32", False, True, "mean")
+        with pytest.raises(TypeError, match="multiple values for argument 'dtype'"):
+            keras.Variable(
+                2.0, None, "int32", dtype="float32", synchronization="on_read"
+            )
+    assert (of_each.name, of_each.aggregation, of_each.dtype) == ("a", "sum", "int32")
+    assert [int(v) for v in of_each.values] == [2, 0]
+    assert isinstance(common, kd.MirroredVariable)
+    assert common.aggregation == "mean"
+
+
+def test_a_variable_of_a_value_is_not_made_in_run(strategy):
+    with pytest.raises(
+        errors.VariableScopeError,
+        match=r"(?s)run creates a variable.*keras.Variable\(0.0\) in the replica.*Fix",
+    ):
+        strategy.run(lambda: keras.Variable(0.0).assign_add(1.0))
+
+
 def test_layer_state_that_is_not_trained():
     class Layer(keras.layers.Layer):
         def build(self, input_shape):

@@ -21,9 +21,12 @@
   its own. Goes when a `Compiled` can be called without Python.
 - `core.trace_ctx`: what JAX traces at the moment. Its context managers are Python: an
   exception from outside that comes while one of them is being left would have all that
-  follows traced, for ever.
+  follows traced, for ever. And what a branch or the body of a loop assigns to a
+  variable is lost, or is assigned in any case: that is refused.
 - `Tracer._trace`: what a traced array belongs to. A weight that is divided over the
   replicas is gathered there, not in a loop that a layer runs. Goes when JAX has it.
+- `parent_trace`, of a trace: the one around it; and `DynamicJaxprTrace`, which is that
+  of a function that becomes a program of its own: a branch, a loop's body.
 - `core.trace_state_clean`: whether anything is being traced, in less time than a read
   of a variable takes. Goes when `jax.core` has it.
 - `JaxprEqnContext`: what JAX notes of the place where an operation is traced. A program
@@ -48,7 +51,7 @@ import jax
 import jax.core
 import numpy as np
 from jax._src import core, distributed, xla_bridge
-from jax._src.interpreters import pxla
+from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import parallel
 
 from keras_distribute._compat.seams import check
@@ -130,6 +133,25 @@ def go_back_to(trace: Any) -> None:
         core.trace_ctx.set_trace(before)
     if core.trace_ctx.axis_env is not axes:
         core.trace_ctx.set_axis_env(axes)
+
+
+def is_of_inner_function(value: Any, trace: Any) -> bool:
+    """Whether `value` is computed, or handed on, in a function that JAX traces apart,
+    inside of a trace: it ends with that function, or is there without its being called.
+
+    Args:
+        trace: What `current_trace` said where the value is to be kept.
+    """
+    inner: list[Any] = []
+    current: Any = core.trace_ctx.trace
+    while current is not trace[0]:
+        if isinstance(current, core.EvalTrace):  # Computed while tracing.
+            return False
+        if current is None or isinstance(current, partial_eval.DynamicJaxprTrace):
+            return True
+        inner.append(current)
+        current = getattr(current, "parent_trace", None)
+    return isinstance(value, core.Tracer) and any(value._trace is t for t in inner)
 
 
 @contextlib.contextmanager

@@ -48,21 +48,25 @@ __all__ = [
 
 check(Variable, "_dtype", "_initializer", "_shape")
 
-# Of the arguments after the initializer.
-_PLACE_OF_NAME = list(signature(Variable.__init__).parameters).index("name") - 2
+_SIGNATURE = signature(Variable.__init__)
+_PARAMETERS = [
+    parameter.name
+    for parameter in list(_SIGNATURE.parameters.values())[1:]
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+]
 _INITIALIZED_LATER = "keras_distribute_initialized_later"
 
 
-def with_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The named arguments of a variable with the name that Keras's own would have.
+def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a variable by their names, with the name that Keras's own would
+    have where it is given none.
 
-    Args:
-        args: The others, but for the initializer.
-        kwargs: The named ones.
+    Raises:
+        TypeError: For more arguments than there are, or one that is given twice.
     """
-    if len(args) > _PLACE_OF_NAME or kwargs.get("name"):
-        return kwargs
-    return {**kwargs, "name": auto_name(Variable.__name__)}
+    _SIGNATURE.bind_partial(None, *args, **kwargs)
+    named = _named(args, kwargs)
+    return named if named.get("name") else {**named, "name": auto_name("Variable")}
 
 
 def install(
@@ -178,14 +182,4 @@ def _with_function(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = (
-        "initializer",
-        "shape",
-        "dtype",
-        "trainable",
-        "autocast",
-        "aggregation",
-        "synchronization",
-        "name",
-    )
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(_PARAMETERS, args, strict=False)) | kwargs

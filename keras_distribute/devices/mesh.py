@@ -26,7 +26,7 @@ from keras_distribute._compat import jax_internals
 from keras_distribute.devices.axes import LOGICAL_AXIS as LOGICAL_AXIS
 from keras_distribute.devices.axes import REPLICA_AXIS as REPLICA_AXIS
 from keras_distribute.devices.launches import launches
-from keras_distribute.devices.series import Series
+from keras_distribute.devices.series import DISABLED_PASSES, Series
 from keras_distribute.errors import DeviceError
 
 _SERIES = "series_of_"  # How the name of that axis begins.
@@ -111,8 +111,16 @@ class ReplicaMesh:
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """How programs on this mesh are compiled, where not as XLA likes."""
-        return None if self.series is None else self.series.compiler_options
+        """How programs on this mesh are compiled, where not as XLA likes.
+
+        XLA for CPUs (JAX 0.10) ends the process where it widens the sum of bfloat16
+        over replicas of several logical devices. It can sum them as they are.
+        """
+        if self.series is not None:
+            return self.series.compiler_options
+        if self.logical_axes and self.platform == "cpu":
+            return {DISABLED_PASSES: "all-reduce-promotion"}
+        return None
 
     @property
     def _num_groups(self) -> int:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.series import DISABLED_PASSES
 
 MIN_SHARD_BYTES = 16 * 1024
 _LEAST_BYTES = 8  # A seed, of which JAX takes no parts.
-_PASSES = "xla_disable_hlo_passes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,11 @@ class Placement:
         XLA for CPUs would begin whatever it can as early as it can: with divided
         weights, gather those of the last layer while the first one is computed.
         """
+        options = self.mesh.compiler_options
         if self.shard_variables and self.mesh.platform == "cpu":
-            return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-        return self.mesh.compiler_options
+            own = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+            return {**(options or {}), **own}
+        return options
 
     @property
     def apart_options(self) -> dict[str, Any] | None:
@@ -108,7 +110,10 @@ class Placement:
         """
         options = self.compiler_options
         if self.shard_variables and self.mesh.platform == "cpu":
-            return {**(options or {}), _PASSES: "cpu-all-reduce-combiner"}
+            options = options or {}
+            others = [options[name] for name in (DISABLED_PASSES,) if name in options]
+            passes = ",".join([*others, "cpu-all-reduce-combiner"])
+            return {**options, DISABLED_PASSES: passes}
         return options
 
     @property

@@ -10,6 +10,9 @@ from jax import lax
 
 from keras_distribute.devices.axes import REPLICA_AXIS
 
+DISABLED_PASSES = "xla_disable_hlo_passes"
+"""The compiler option that names passes of XLA which a program goes without."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Series:
@@ -46,7 +49,7 @@ class Series:
         (https://openxla.org/xla/determinism).
         """
         options: dict[str, Any] = {
-            "xla_disable_hlo_passes": "cse,while-loop-invariant-code-motion,"
+            DISABLED_PASSES: "cse,while-loop-invariant-code-motion,"
             "simplify-conditional,small-while-loop-hoisting"
         }
         if self.platform == "gpu":

@@ -27,7 +27,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import structures
-from keras_distribute.values.arrays import is_array
+from keras_distribute.values.arrays import fitting, is_array
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]
@@ -163,6 +163,17 @@ class Call:
         )
 
 
+def in_trace_error(received: str) -> ContextError:
+    """The error for a program that a function which JAX traces calls: it would run
+    once, while that function is traced.
+    """
+    return ContextError(
+        "strategy.run was called inside another traced function.",
+        received=received,
+        fix="call strategy.run outside jax.jit and jax.grad: it compiles by itself.",
+    )
+
+
 def is_leaf(value: Any) -> bool:
     """Whether a structure of arguments or results ends here."""
     return isinstance(value, PerReplica | Mirrored | compat.Variable) or value is None
@@ -197,12 +208,7 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
     if isinstance(leaf, Mirrored):
         leaf = leaf.value
     if isinstance(leaf, jax.core.Tracer):
-        raise ContextError(
-            "strategy.run was called inside another traced function.",
-            received=f"{leaf!r}.",
-            fix="call strategy.run outside jax.jit and jax.grad: it compiles by "
-            "itself.",
-        )
+        raise in_trace_error(f"{leaf!r}.")
     if isinstance(leaf, jax.Array):
         elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
         return (mesh.put_replicated(leaf) if elsewhere else leaf), False
@@ -220,4 +226,4 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
             fix="arrays of numbers: text becomes numbers in the pipeline, by "
             "keras.layers.StringLookup or in tf.data.",
         )
-    return array, False
+    return fitting(array), False

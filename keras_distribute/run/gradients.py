@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import keras
 
 from keras_distribute import checks
+from keras_distribute._compat import jax_internals
 from keras_distribute._compat import variables as compat
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.run.tracing import check_kept, holding_error
 from keras_distribute.values import structures
+from keras_distribute.values.arrays import as_array
 
 
 class _Recording(compat.StatelessScope):
@@ -25,6 +28,7 @@ class _Recording(compat.StatelessScope):
         self._outer = compat.get_stateless_scope()
         super().__init__(state_mapping, collect_losses=True)
         self.assigned: dict[int, Any] = {}
+        self._trace = jax_internals.current_trace()
 
     def get_current_value(self, variable: Any) -> Any:
         value = super().get_current_value(variable)
@@ -33,6 +37,7 @@ class _Recording(compat.StatelessScope):
         return value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
+        check_kept(*update, self._trace)
         super().add_update(update)
         self.assigned[id(update[0])] = update[0]
 
@@ -64,7 +69,9 @@ def value_and_grad(
 
     Raises:
         ValueStructureError: Without variables, or when `fn` does not return a scalar.
-        StructureTypeError: For what is no variable, or a variable of an integer dtype.
+        StructureTypeError: For what is no variable, or a variable of an integer dtype;
+            when `fn` returns no floating number, with `has_aux` no pair, or in it an
+            object that holds arrays and is no structure.
 
     Example:
         >>> import keras, keras_distribute as kd
@@ -80,13 +87,15 @@ def value_and_grad(
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
         assigned: list[Any] = []
         form: Any = None
+        outside = jax_internals.current_trace()
 
         def pure(values: list[Any]) -> Any:
             nonlocal form
             with _Recording(list(zip(targets, values, strict=True))) as scope:
                 result = fn(*args, **kwargs)
-            loss, aux = result if has_aux else (result, None)
+            loss, aux = _pair(result) if has_aux else (result, None)
             aux, form = structures.flatten(aux)
+            _check_outlives(aux, outside)
             assigned[:] = scope.assigned.values()
             return _scalar(loss), (aux, list(map(scope.get_current_value, assigned)))
 
@@ -135,13 +144,42 @@ def _checked(fn: Any, variables: Any, has_aux: Any) -> list[Any]:
     return targets
 
 
+def _pair(result: Any) -> tuple[Any, Any]:
+    """The loss and what comes with it."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise StructureTypeError(
+            "With has_aux=True, fn returns a pair: the loss and anything else.",
+            received=f"{checks.shown(result)}.",
+            fix="return loss, predictions",
+        )
+    return result[0], result[1]
+
+
+def _check_outlives(aux: list[Any], outside: Any) -> None:
+    """Raises for objects with arrays that end with the trace of the gradients.
+
+    Args:
+        outside: What is traced around it.
+    """
+    for leaf in aux:
+        for tracer in structures.tracers_in(leaf):
+            if jax_internals.is_of_inner_function(tracer, outside):
+                raise holding_error(leaf, "given to kd.value_and_grad")
+
+
 def _scalar(loss: Any) -> jax.Array:
-    loss = jnp.asarray(loss)
+    loss = as_array(loss, "A loss is a number.")
     if loss.ndim:
         raise ValueStructureError(
             "Only a scalar has gradients.",
             received=f"a result of shape {loss.shape}.",
             fix="reduce it: kd.nn.compute_average_loss(per_example_loss), or "
             "keras.ops.sum(loss).",
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise StructureTypeError(
+            "Only a floating number has gradients.",
+            received=f"a result of dtype {loss.dtype}.",
+            fix='keras.ops.cast(loss, "float32"), or keras.ops.real(loss).',
         )
     return loss

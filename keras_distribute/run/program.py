@@ -23,6 +23,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from keras_distribute import checks
+from keras_distribute._compat import jax_internals
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices import replication_proof
@@ -32,7 +33,7 @@ from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.placement import Placement
 from keras_distribute.errors import AggregationError
 from keras_distribute.run import tracing
-from keras_distribute.run.arguments import Call, Static
+from keras_distribute.run.arguments import Call, Static, in_trace_error
 from keras_distribute.run.traces import Trace
 from keras_distribute.run.whole_variables import check_gathered
 from keras_distribute.types import RunOptions
@@ -122,7 +123,12 @@ def run(
 
     Returns:
         What `function` returns, with a `PerReplica` for each array.
+
+    Raises:
+        ContextError: Inside a function that JAX traces.
     """
+    if jax_internals.is_tracing():
+        raise in_trace_error("a call while JAX traces a function.")
     call = Call(args, kwargs, strategy.replica_mesh)
     programs = strategy.programs.programs_of(function)
     own = getattr(function, "__self__", function)

@@ -163,7 +163,7 @@ def _trace_local(
     """One replica's call: from the values of `variables` and the arguments' arrays to
     results and assigned values.
     """
-    scope.given = {id(v): value for v, value in zip(variables, values, strict=True)}
+    scope.begin(variables, values)
     args, kwargs = call.rebuilt(variant.cut(arrays))
     with context.entered(frame):
         try:
@@ -179,9 +179,8 @@ def _trace_local(
         None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves
     ]
     output["written"] = list(scope.updated.values())
-    # Nothing of this trace may be read after it.
-    written, scope.updates = [scope.updates[key] for key in scope.updated], {}
-    scope.given = {}
+    written = [scope.updates[key] for key in scope.updated]
+    scope.end()
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], written
 
 
@@ -200,15 +199,24 @@ def unwrapped(leaf: Any, how: str) -> Any:
         return jnp.asarray(leaf.value)
     if isinstance(leaf, np.ndarray | np.generic):
         return jnp.asarray(leaf)
-    if not isinstance(leaf, jax.Array) and structures.holds_tracer(leaf):
-        raise StructureTypeError(
-            f"The function {how} returned an object that holds arrays and is no "
-            "structure of them.",
-            received=f"a {type(leaf).__name__}.",
-            fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
-            "register the class with JAX: jax.tree_util.register_pytree_node.",
-        )
+    if structures.tracers_in(leaf):
+        raise holding_error(leaf, how)
     return leaf
+
+
+def holding_error(leaf: Any, how: str) -> StructureTypeError:
+    """The error for an object that would keep arrays of a trace beyond it.
+
+    Args:
+        how: As of `unwrapped`.
+    """
+    return StructureTypeError(
+        f"The function {how} returned an object that holds arrays and is no "
+        "structure of them.",
+        received=f"a {type(leaf).__name__}.",
+        fix="return a dict, a list, a tuple or a dataclass of the arrays, or "
+        "register the class with JAX: jax.tree_util.register_pytree_node.",
+    )
 
 
 class Capture(compat.StatelessScope):
@@ -226,6 +234,17 @@ class Capture(compat.StatelessScope):
         self.unknown: dict[int, Any] = {}
         self.foreign: dict[int, Any] = {}
         self.created: dict[int, Any] = {}
+        self._trace: Any = None
+
+    def begin(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """In the trace that begins here, variables have these values."""
+        pairs = zip(variables, values, strict=True)
+        self.given = {id(variable): value for variable, value in pairs}
+        self._trace = jax_internals.current_trace()
+
+    def end(self) -> None:
+        """Nothing of this trace may be read after it."""
+        self.updates, self.given, self._trace = {}, {}, None
 
     def get_current_value(self, variable: Any) -> Any:
         key = id(variable)
@@ -253,10 +272,33 @@ class Capture(compat.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
+        check_kept(variable, value, self._trace)
         if not isinstance(variable, DistributedVariable):
             self.foreign[id(variable)] = variable
         self.updates[id(variable)] = value
         self.updated[id(variable)] = variable
+
+
+def check_kept(variable: Any, value: Any, trace: Any) -> None:
+    """Raises where a variable is assigned in a function that JAX traces apart.
+
+    Args:
+        trace: Of the code around that function, as `current_trace` gives it.
+
+    Raises:
+        VariableScopeError: Names the variable.
+    """
+    if jax_internals.is_of_inner_function(value, trace):
+        raise VariableScopeError(
+            f"The variable {variable.path!r} was assigned in a function that JAX "
+            "traces apart: the value would end with that function, or be assigned "
+            "whether it is called or not.",
+            received="an assignment in a branch of lax.cond, in the body of lax.scan "
+            "or another loop, or under jax.jit, jax.grad, jax.vmap or jax.checkpoint.",
+            fix="return the value from that function, and assign it outside: "
+            "variable.assign(keras.ops.cond(condition, f, g)); kd.value_and_grad in "
+            "place of jax.grad.",
+        )
 
 
 def _no_rows_error(variant: Variant, error: Exception) -> ValueStructureError:

@@ -219,9 +219,7 @@ class Trace:
     def _called(self, *inputs: Any) -> list[Any]:
         left = list(inputs)
         values = [left.pop(0) for _ in self.known]
-        self.scope.given = {
-            id(v): value for v, value in zip(self.known, values, strict=True)
-        }
+        self.scope.begin(self.known, values)
         arguments = [left.pop(0) for _ in self.call.shapes]
         self._given = [[left.pop(0) for _ in forms] for _, forms in self.elements]
         args, kwargs = self.call.rebuilt(arguments)
@@ -243,7 +241,7 @@ class Trace:
             if self.scope.updates[key] is not given.get(key)
         ]
         new = [self.scope.updates[id(variable)] for variable in self.written]
-        self.scope.updates, self.scope.given = {}, {}
+        self.scope.end()
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         return [*arrays, *self._pushed, *new]
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute import checks
+from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
 
@@ -66,6 +67,17 @@ def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
         lax.full((), 0, array.dtype),
         [(before, after, 0) for before, after in widths],
     )
+
+
+def summed(values: Sequence[Any]) -> list[jax.Array]:
+    """The sums of arrays over the replicas, inside a program.
+
+    Of complex numbers the two parts by themselves: XLA (JAX 0.10) ends the process
+    where it finds that a complex array repeats one number.
+    """
+    parts = [(v.real, v.imag) if jnp.iscomplexobj(v) else (v,) for v in values]
+    sums = lax.psum(parts, REPLICA_AXIS) if parts else []
+    return [lax.complex(*each) if len(each) == 2 else each[0] for each in sums]
 
 
 def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -19,7 +19,7 @@ from keras_distribute import checks
 from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values.arrays import as_array, is_array
+from keras_distribute.values.arrays import as_array, is_array, summed
 from keras_distribute.values.packs import joined, packs_of
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.values.stacked import (
@@ -197,8 +197,7 @@ class _Packed(CrossDeviceOps):
         return results
 
     def _sums(self, values: list[Any]) -> list[jax.Array]:
-        # One operation, which XLA need not combine.
-        return lax.psum(values, REPLICA_AXIS) if values else []
+        return summed(values)  # One operation, which XLA need not combine.
 
 
 class NcclAllReduce(_Packed):

@@ -23,7 +23,7 @@ from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.devices.placement import narrowed
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values.arrays import checked_arrays, filled_up
+from keras_distribute.values.arrays import checked_arrays, filled_up, summed
 from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from keras_distribute.values.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -149,9 +149,8 @@ def reduce_along_axes_local(
     """
     value = jnp.asarray(value)
     axes = check_axes(axes, value.ndim)
-    total = lax.psum(
-        jnp.sum(widened(reduce_op, of_this_replica(value)), axes), REPLICA_AXIS
-    )
+    own = jnp.sum(widened(reduce_op, of_this_replica(value)), axes)
+    (total,) = summed([own])
     if reduce_op is not ReduceOp.MEAN:
         return total
     return _mean(
@@ -285,7 +284,7 @@ def _reduce_padded_local(
         jnp.logical_and,
         [lax.broadcasted_iota("int32", value.shape, a) < own[a] for a in axes],
     )
-    total = lax.psum(jnp.sum(widened(reduce_op, value), axes, where=true), REPLICA_AXIS)
+    (total,) = summed([jnp.sum(widened(reduce_op, value), axes, where=true)])
     if reduce_op is not ReduceOp.MEAN:
         return total
     return _mean(

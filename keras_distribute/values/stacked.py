@@ -131,10 +131,10 @@ def _compiled_for(
     def body(*stacked: jax.Array) -> Any:
         return box.function(*(x[0] for x in stacked))
 
-    mapped = over_replicas(
-        ReplicaMesh(mesh), body, in_specs=split, out_specs=PartitionSpec()
-    )
-    return launches.ordered(jax.jit(mapped))
+    replicas = ReplicaMesh(mesh)
+    mapped = over_replicas(replicas, body, in_specs=split, out_specs=PartitionSpec())
+    options = replicas.compiler_options
+    return launches.ordered(jax.jit(mapped, compiler_options=options))
 
 
 class _Box:

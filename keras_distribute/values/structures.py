@@ -87,15 +87,22 @@ def filled(value: Any, items: Sequence[Any]) -> Any:
     return new
 
 
-def holds_tracer(value: Any) -> bool:
-    """Whether an object, which is no structure, has values of a trace in it."""
+def tracers_in(value: Any) -> list[Any]:
+    """The values of a trace that an object has in it, which is no structure."""
     if isinstance(value, _COLLECTIONS):
         parts = list(value)
-    elif isinstance(value, type | compat.Variable):
-        return False
+    elif isinstance(value, type | compat.Variable | jax.Array):
+        return []
     else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(parts))
+        slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+        names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
+        parts = [getattr(value, name, None) for name in names]
+        parts += getattr(value, "__dict__", {}).values()
+    return [leaf for leaf in jax.tree.leaves(parts) if _is_tracer(leaf)]
+
+
+def _is_tracer(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
 
 
 class _Opened:

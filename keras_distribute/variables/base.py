@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from keras_distribute import context
+from keras_distribute import checks, context
 from keras_distribute._compat import variables as compat
 from keras_distribute.context import Frame
 from keras_distribute.devices.launches import launches
@@ -43,10 +43,13 @@ class DistributedVariable(compat.Variable):
     # How often it was given an array by anything but a step of `fit`.
     _assignments = 0
 
-    def __init__(self, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._strategy = context.get_strategy()
-        kwargs = compat.with_name(args, kwargs)
-        super().__init__(owned(initializer), *args, **kwargs)
+        named = compat.named_arguments(args, kwargs)
+        if "initializer" in named:
+            _refuse_value_in_run(named["initializer"])
+            named["initializer"] = owned(named["initializer"])
+        super().__init__(**named)
 
     def _initialize(self, value: Any) -> None:
         self._shape = self._validate_shape(value.shape)
@@ -343,4 +346,19 @@ class DistributedVariable(compat.Variable):
             f"<{type(self).__name__} path={self.path}, shape={self.shape}, "
             f"dtype={self.dtype}, "
             f"num_replicas={self._strategy.num_replicas_in_sync}{value}>"
+        )
+
+
+def _refuse_value_in_run(initializer: Any) -> None:
+    """Raises `VariableScopeError` for a variable that a function given to `run` creates
+    from a value, which would be another one in each trace.
+    """
+    given = not callable(initializer) and not isinstance(initializer, str)
+    if given and context.frame().per_replica and compat.in_stateless_scope():
+        raise VariableScopeError(
+            "The function given to strategy.run creates a variable.",
+            received=f"keras.Variable({checks.shown(initializer)}) in "
+            f"{context.describe(context.frame())}",
+            fix="make it once, inside `with strategy.scope():`, and use it in the "
+            "function.",
         )

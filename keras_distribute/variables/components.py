@@ -22,6 +22,7 @@ from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
 from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.types import ReduceOp
+from keras_distribute.values.arrays import summed
 from keras_distribute.values.cross_device_ops import widened
 from keras_distribute.values.stacked import of_this_replica
 
@@ -37,10 +38,10 @@ def combined(aggregation: str, value: Any) -> Any:
     """
     value = of_this_replica(value)
     if aggregation == "mean":
-        total = lax.psum(widened(ReduceOp.MEAN, value), REPLICA_AXIS)
+        (total,) = summed([widened(ReduceOp.MEAN, value)])
         return (total / lax.axis_size(REPLICA_AXIS)).astype(value.dtype)
     own = of_first(value) if aggregation == "only_first_replica" else value
-    return lax.psum(own, REPLICA_AXIS).astype(value.dtype)
+    return summed([own])[0].astype(value.dtype)
 
 
 def strong(value: Any) -> Any:

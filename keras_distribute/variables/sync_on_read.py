@@ -52,19 +52,12 @@ class SyncOnReadVariable(DistributedVariable):
     its component.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        synchronization: str = "auto",
-        aggregation: str = "none",
-        **kwargs: Any,
-    ) -> None:
-        if synchronization == "auto":
-            synchronization = "on_read"
-            aggregation = "sum" if thread.creates_accumulators else "mean"
-        super().__init__(
-            *args, synchronization=synchronization, aggregation=aggregation, **kwargs
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        named = compat.named_arguments(args, kwargs)
+        if named.get("synchronization", "auto") == "auto":
+            named["synchronization"] = "on_read"
+            named["aggregation"] = "sum" if thread.creates_accumulators else "mean"
+        super().__init__(**named)
         if isinstance(self._own, jax.Array):  # Keras took the shape of the components.
             self._shape = self._own.shape[1:]
             self._ndim = len(self._shape)
