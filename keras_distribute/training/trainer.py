@@ -314,7 +314,8 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
-    calls.note_function(trainer, kind)
+    is_eager = isinstance(step, choose.EagerStep)
+    calls.note_function(trainer, kind, compiled=not is_eager)
     if kind == "train" and isinstance(step, choose.CompiledStep):
         step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution
@@ -322,7 +323,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
         size = None
     if kind == "predict":
         function = _joining(step, size or 1)
-    elif size == 1 or isinstance(step, choose.EagerStep):
+    elif size == 1 or is_eager:
         function = _repeating(step, size or 1)
     else:
         function = _grouped(step.several, size)
