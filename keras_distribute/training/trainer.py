@@ -218,8 +218,6 @@ def install(replaced: Replacements) -> None:
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
-        calls.forget_functions(self)
-        forget_mixed(self)
         sizes = adoption.group_sizes(self)
         named = compat.compile_arguments(args, kwargs)
         size = named.get("steps_per_execution", 1)
@@ -228,11 +226,14 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             what = 'steps_per_execution is a number of steps, or "auto".'
             checks.count("steps_per_execution", size, 1, what=what)
         sizes = sizes if automatic else None
-        object.__setattr__(self, calls.GROUP_SIZES, sizes)
         if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
             args, kwargs = (), named | {"steps_per_execution": 1}
-        return called(self, "compile", functools.partial(original, self), args, kwargs)
+        called(self, "compile", functools.partial(original, self), args, kwargs)
+        # One that raises leaves the steps that there were.
+        calls.forget_functions(self)
+        forget_mixed(self)
+        object.__setattr__(self, calls.GROUP_SIZES, sizes)
 
     return compile
 
