@@ -231,6 +231,34 @@ def test_callbacks_see_and_change_accumulating_state(one_device):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loop_that_keeps_the_state_by_itself(n):
+    def trained():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+        model.make_train_function()
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+            model.metrics_variables,
+        )
+        state = [[np.array(v) for v in group] for group in groups]
+        for _ in range(3):
+            batch = TOKENS[:8].astype("float32"), TARGETS[:8, :2, 0]
+            _, state = model.train_function(state, iter([batch]))
+        return [np.asarray(array) for array in jax.tree.leaves(state)]
+
+    with mirrored(n).scope():
+        ours = trained()
+    for a, b in zip(ours, trained(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_training_goes_on_in_a_custom_loop():
     """Accumulators filled by `fit` are the ones that `run` goes on with."""
     x, y = RNG.randn(24, 3).astype("float32"), RNG.randn(24, 1).astype("float32")

@@ -129,8 +129,11 @@ def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:
     if strategy is None or strategy.placement.is_on_servers:
         return feeds.host_feed(adapter, per_epoch)
     followed, call = follower_of(trainer) is not None, calls.innermost()
-    form = feeds.Form.TRACED if compat.is_traced(trainer) else feeds.Form.EAGER
     kind = _KINDS.get("" if call is None else call.name)
+    compiled = None if kind is None else calls.is_function_compiled(trainer, kind)
+    if compiled is None:
+        compiled = compat.is_traced(trainer)
+    form = feeds.Form.TRACED if compiled else feeds.Form.EAGER
     if kind is not None and calls.has_own_function(trainer, kind):
         form = feeds.Form.PLAIN
     has_loss = kind != "predict"

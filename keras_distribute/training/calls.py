@@ -127,11 +127,20 @@ def unchanged_variables(trainer: Any) -> list[Any]:
     return [] if step is None else step.unchanged
 
 
-def note_function(trainer: Any, kind: str) -> None:
+def note_function(trainer: Any, kind: str, *, compiled: bool) -> None:
     """Notes that `train_function`, `test_function` or `predict_function` is made by
     this package; what the model makes around it may take its place.
+
+    Args:
+        compiled: Whether its steps are. The model may be told otherwise since.
     """
-    vars(trainer).setdefault(_FUNCTIONS, set()).add(kind)
+    vars(trainer).setdefault(_FUNCTIONS, {})[kind] = compiled
+
+
+def is_function_compiled(trainer: Any, kind: str) -> bool | None:
+    """Whether the steps of a function are; `None` where none was made here."""
+    found: bool | None = vars(trainer).get(_FUNCTIONS, {}).get(kind)
+    return found
 
 
 def forget_functions(trainer: Any) -> None:

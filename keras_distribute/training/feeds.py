@@ -202,11 +202,13 @@ def feed(
     def placed(batch: Batch) -> Any:
         data = whole(batch)
         sizes = replica_rows(batch, mesh.num_replicas) if several else None
-        empty = any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(data))
-        if has_loss and empty and not any(sizes or ()):
+        shapes = list(map(np.shape, jax.tree.leaves(data, is_leaf=compat.is_sparse)))
+        # A single array may be empty beside others: a graph has no edges.
+        rows = [*(shape[0] for shape in shapes if shape), *(sizes or ())]
+        if has_loss and rows and not any(rows):
             raise InputError(
                 "A batch without rows has no loss.",
-                received=f"shapes {list(map(np.shape, jax.tree.leaves(data)))}.",
+                received=f"shapes {shapes}.",
                 fix="leave such batches out of the dataset.",
             )
         ready = batches.place(data, mesh, sizes, traced=form is Form.TRACED)

@@ -218,8 +218,6 @@ def install(replaced: Replacements) -> None:
 def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         adoption.adopt(self)
-        calls.forget_functions(self)
-        forget_mixed(self)
         sizes = adoption.group_sizes(self)
         named = compat.compile_arguments(args, kwargs)
         size = named.get("steps_per_execution", 1)
@@ -228,11 +226,14 @@ def _around_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             what = 'steps_per_execution is a number of steps, or "auto".'
             checks.count("steps_per_execution", size, 1, what=what)
         sizes = sizes if automatic else None
-        object.__setattr__(self, calls.GROUP_SIZES, sizes)
         if sizes is not None:
             # A model that is saved says 1, or plain Keras could not train it.
             args, kwargs = (), named | {"steps_per_execution": 1}
-        return called(self, "compile", functools.partial(original, self), args, kwargs)
+        called(self, "compile", functools.partial(original, self), args, kwargs)
+        # One that raises leaves the steps that there were.
+        calls.forget_functions(self)
+        forget_mixed(self)
+        object.__setattr__(self, calls.GROUP_SIZES, sizes)
 
     return compile
 
@@ -314,7 +315,8 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
-    calls.note_function(trainer, kind)
+    is_eager = isinstance(step, choose.EagerStep)
+    calls.note_function(trainer, kind, compiled=not is_eager)
     if kind == "train" and isinstance(step, choose.CompiledStep):
         step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution
@@ -322,7 +324,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
         size = None
     if kind == "predict":
         function = _joining(step, size or 1)
-    elif size == 1 or isinstance(step, choose.EagerStep):
+    elif size == 1 or is_eager:
         function = _repeating(step, size or 1)
     else:
         function = _grouped(step.several, size)

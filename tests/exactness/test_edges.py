@@ -53,6 +53,17 @@ def test_run_eagerly() -> None:
     )
 
 
+def test_steps_go_on_as_they_were_made() -> None:
+    """Until the model is compiled again, whatever its attributes say."""
+
+    def run(model: keras.Model) -> Any:
+        model.fit(X[:4], Y[:4], verbose=0)
+        model.jit_compile = True
+        return model.fit(X[:11], Y[:11], batch_size=8, shuffle=False, verbose=0).history
+
+    equals_one_device(lambda: compiled(jit_compile=False), run)
+
+
 def test_unbuilt_model_is_built_by_its_first_batch_outside_the_scope() -> None:
     """The variables that the first batch makes belong to the model's strategy."""
 

@@ -9,9 +9,11 @@ import threading
 import traceback
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 
 import keras_distribute as kd
 from keras_distribute import errors
@@ -178,6 +180,49 @@ def test_an_empty_batch(ahead: int) -> None:
     assert int(trained.optimizer.iterations) == 1
     with pytest.raises(errors.InputError, match="A batch without rows has no loss"):
         trained.evaluate(batches(), verbose=0)
+
+
+class _AddSums(keras.layers.Layer):
+    """Adds the sums of other rows, of which there may be none, to each row."""
+
+    def call(self, rows: Any, others: Any) -> Any:
+        return rows + keras.ops.sum(others, 0, keepdims=True)
+
+    def compute_output_shape(self, rows_shape: Any, others_shape: Any) -> Any:
+        return rows_shape
+
+
+def test_an_empty_array_beside_others() -> None:
+    """A graph without edges, say, is trained on as by plain Keras."""
+
+    def batches() -> Any:
+        for others in (2, 0, 3):
+            yield (X, np.ones((others, 3), "float32")), Y
+
+    def trained() -> Any:
+        inputs = [keras.Input((3,)), keras.Input((3,))]
+        outputs = keras.layers.Dense(1, kernel_initializer="ones")(_AddSums()(*inputs))
+        ours = keras.Model(inputs, outputs)
+        ours.compile("sgd", "mse")
+        ours.fit(batches(), verbose=0)
+        return ours.get_weights(), ours.evaluate(batches(), verbose=0)
+
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        found = trained()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(trained()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_sparse_batch_of_zeros() -> None:
+    """It has rows, of which nothing is stored."""
+    table = scipy.sparse.csr_matrix(np.diag([1.0, 2.0, 0.0, 0.0]).astype("float32"))
+    with kd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ours = keras.Sequential(
+            [keras.Input((4,), sparse=True), keras.layers.Dense(1, use_bias=False)]
+        )
+        ours.compile("sgd", "mse")
+    ours.fit(table, np.ones((4, 1)), batch_size=2, shuffle=False, verbose=0)
+    assert int(ours.optimizer.iterations) == 2
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -169,6 +169,15 @@ def test_steps_per_epoch_and_data_that_knows_its_length(
     np.testing.assert_allclose(run(built(2, "auto")), run(built(0, 1)), rtol=1e-5)
 
 
+def test_a_compile_that_fails_changes_nothing(eager_to_group: None) -> None:
+    model = built(2, 1)
+    model.fit(X[:80], Y[:80], batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="no such optimizer"):
+        model.compile("no such optimizer", steps_per_execution="auto")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == 10 + 201
+
+
 def test_data_of_unknown_length(eager_to_group: None) -> None:
     def generator() -> Any:
         for i in range(0, 1600, 8):

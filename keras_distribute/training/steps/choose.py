@@ -145,29 +145,19 @@ def _accumulating(
     step: Step,
 ) -> CompiledStep:
     """A training step that keeps gradient accumulators per replica between calls."""
+    indices = plan.accumulators
     if plan.is_local:
         told = functools.partial(note_mixed, trainer)
-        step = step_by_rows(strategy, step, told, accumulators=plan.accumulators)
+        on_own = step_by_rows(strategy, step, told, accumulators=indices)
     else:
-        step = accumulating.on_sums(step, plan.accumulators, 1)
-    return _with_accumulators(strategy, step, groups, plan.accumulators)
-
-
-def _with_accumulators(
-    strategy: Strategy,
-    step: Step,
-    groups: Sequence[list[Any]],
-    indices: Sequence[int],
-) -> CompiledStep:
-    """The program of a step whose state has accumulators with an axis for the
-    replicas.
-    """
+        on_own = accumulating.on_sums(step, indices, 1)
+    # An accumulator has an axis for the replicas.
     shardings = state_shardings.of_state(groups, strategy.replica_mesh)
     for i in indices:
         shardings[SLOTS][i] = groups[SLOTS][i].sharding
     components = [(SLOTS, i) for i in indices]
-    carried = CarriedStep(step, shardings=shardings, components=components)
-    return CompiledStep(strategy, carried, groups)
+    carried = CarriedStep(on_own, shardings=shardings, components=components)
+    return CompiledStep(strategy, carried, groups, step)
 
 
 def _ignored(mixed: MixedRows | None) -> None:

@@ -23,7 +23,13 @@ from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
 from keras_distribute.training.steps import state_shardings
-from keras_distribute.training.steps.packed_state import Packed, Packing, Place, State
+from keras_distribute.training.steps.packed_state import (
+    Packed,
+    Packing,
+    Place,
+    State,
+    form_of,
+)
 from keras_distribute.training.steps.unchanged import Step, unchanged
 
 
@@ -129,10 +135,8 @@ class StepPrograms:
         """
         if self.latest is None:
             return []
-        on_rows, state = (
-            self._on_true_rows(step, self.latest),
-            self.form_of_groups(self._mesh),
-        )
+        on_rows = self._on_true_rows(step, self.latest)
+        state = tuple(map(list, form_of(self._groups)))
         with launches.tracing:
             return unchanged(on_rows, self._groups, state, self.latest.data)
 
