@@ -316,7 +316,6 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     if step is None:
         return original(force)
     is_eager = isinstance(step, choose.EagerStep)
-    calls.note_function(trainer, kind, compiled=not is_eager)
     if kind == "train" and isinstance(step, choose.CompiledStep):
         step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution
@@ -329,6 +328,7 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     else:
         function = _grouped(step.several, size)
     setattr(trainer, name, function)
+    calls.note_function(trainer, kind, function, compiled=not is_eager)
     return function
 
 
