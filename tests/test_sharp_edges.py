@@ -514,6 +514,19 @@ def test_a_state_that_a_step_has_deleted(strategy):
     model.train_function(state, iter([batch]))
 
 
+def test_programs_that_are_not_to_be_compiled_are_refused(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    refused = pytest.raises(errors.ContextError, match=r"Received: jax.disable_jit\(\)")
+    for _ in range(2):  # New, and known.
+        with jax.disable_jit(), refused:
+            model.fit(X, X[:, :1], verbose=0)
+        model.fit(X, X[:, :1], verbose=0)
+    with jax.disable_jit(), refused:
+        strategy.run(lambda: kd.get_replica_context().replica_id_in_sync_group + 1)
+
+
 def test_reduce_inside_a_step_of_fit(strategy):
     class Model(keras.Sequential):
         def compute_loss(

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.errors import ContextError
 
 Landing = list[tuple[Any, Any]]
 """Where results land: pairs of outputs and state, the newest one last."""
@@ -133,6 +134,7 @@ class Executable:
     """
 
     def __init__(self, program: Any, *arguments: Any) -> None:
+        _require_jit()
         with launches.tracing:
             self.lowered: Any = program.lower(*arguments)
         self.logs: Any = None
@@ -155,6 +157,7 @@ class Executable:
         Args:
             landing: Where the result is appended.
         """
+        _require_jit()
         launches.settle()
         if self._direct is None:
             launches.run_in_thread(self.compile(), arguments, landing)
@@ -163,6 +166,17 @@ class Executable:
         # No bytecode between the program's return and the append.
         each = [(argument,) for argument in arguments]
         landing.extend(map(self._direct, *each))
+
+
+def _require_jit() -> None:
+    """Raises `ContextError` where JAX compiles nothing."""
+    if getattr(jax.config, "jax_disable_jit"):  # noqa: B009
+        raise ContextError(
+            "The steps of fit, and what run is given, are compiled for all replicas.",
+            received="jax.disable_jit(), or jax_disable_jit=True.",
+            fix="leave it off; to look at values, model.compile(..., "
+            "run_eagerly=True), or jax.debug.print in the function.",
+        )
 
 
 class _Job:

@@ -99,10 +99,14 @@ def group_sizes_of(trainer: Any) -> Any:
 
 def group_sizes() -> epochs.Sizes | None:
     """What sizes the groups of steps of this method, if it is a `fit` that may group
-    them.
+    them: a step that is not compiled, or a function of the user's own, may take one
+    batch of a group, and leave out the others.
     """
     call = innermost()
     if call is None or call.name != "fit" or getattr(call.trainer, _SEES_STEPS, False):
+        return None
+    made, compiled = _functions(call.trainer).get("train", (None, False))
+    if not compiled or made() is not call.trainer.train_function:
         return None
     return group_sizes_of(call.trainer)
 
@@ -127,19 +131,25 @@ def unchanged_variables(trainer: Any) -> list[Any]:
     return [] if step is None else step.unchanged
 
 
-def note_function(trainer: Any, kind: str, *, compiled: bool) -> None:
+def note_function(trainer: Any, kind: str, function: Any, *, compiled: bool) -> None:
     """Notes that `train_function`, `test_function` or `predict_function` is made by
     this package; what the model makes around it may take its place.
 
     Args:
         compiled: Whether its steps are. The model may be told otherwise since.
     """
-    vars(trainer).setdefault(_FUNCTIONS, {})[kind] = compiled
+    noted = weakref.ref(function), compiled
+    vars(trainer).setdefault(_FUNCTIONS, {})[kind] = noted
 
 
 def is_function_compiled(trainer: Any, kind: str) -> bool | None:
     """Whether the steps of a function are; `None` where none was made here."""
-    found: bool | None = vars(trainer).get(_FUNCTIONS, {}).get(kind)
+    noted = _functions(trainer).get(kind)
+    return None if noted is None else noted[1]
+
+
+def _functions(trainer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = vars(trainer).get(_FUNCTIONS, {})
     return found
 
 
@@ -151,7 +161,7 @@ def forget_functions(trainer: Any) -> None:
 def has_own_function(trainer: Any, kind: str) -> bool:
     """Whether the model has a `make_train_function`, or the like, of its own."""
     made = getattr(trainer, f"{kind}_function", None)
-    return made is not None and kind not in vars(trainer).get(_FUNCTIONS, ())
+    return made is not None and kind not in _functions(trainer)
 
 
 def watch_next_step(trainer: Any, watcher: Any) -> None:

@@ -315,8 +315,6 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
     step = choose.compile_step(trainer, kind)
     if step is None:
         return original(force)
-    is_eager = isinstance(step, choose.EagerStep)
-    calls.note_function(trainer, kind, compiled=not is_eager)
     if kind == "train" and isinstance(step, choose.CompiledStep):
         step = WatchedStep(trainer, step)
     size: int | None = trainer.steps_per_execution
@@ -324,11 +322,13 @@ def _made(trainer: Any, kind: str, force: bool, original: Callable[[bool], Any])
         size = None
     if kind == "predict":
         function = _joining(step, size or 1)
-    elif size == 1 or is_eager:
+    elif size == 1 or isinstance(step, choose.EagerStep):
         function = _repeating(step, size or 1)
     else:
         function = _grouped(step.several, size)
     setattr(trainer, name, function)
+    is_compiled = not isinstance(step, choose.EagerStep)
+    calls.note_function(trainer, kind, function, compiled=is_compiled)
     return function
 
 

@@ -169,6 +169,29 @@ def test_steps_per_epoch_and_data_that_knows_its_length(
     np.testing.assert_allclose(run(built(2, "auto")), run(built(0, 1)), rtol=1e-5)
 
 
+class OneBatch(keras.Sequential):
+    """Takes one batch each time that Keras calls it."""
+
+    def make_train_function(self, force: bool = False) -> None:
+        super().make_train_function(force)
+        own = self.train_function
+        self.train_function = lambda state, batches: own(state, iter([next(batches)]))
+
+
+@pytest.mark.parametrize("kind", ["run_eagerly", "own function"])
+def test_steps_that_take_one_batch_are_not_grouped(
+    kind: str, monkeypatch: Any, eager_to_group: None
+) -> None:
+    monkeypatch.setattr(group_size, "_STEPS", 2)
+    own = kind == "own function"
+    with mirrored_or_default(2).scope():
+        model = (OneBatch if own else keras.Sequential)([keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=not own, steps_per_execution="auto")
+    model.fit(X[:80], Y[:80], batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations) == 20
+
+
 def test_a_compile_that_fails_changes_nothing(eager_to_group: None) -> None:
     model = built(2, 1)
     model.fit(X[:80], Y[:80], batch_size=8, verbose=0)
