@@ -95,8 +95,8 @@ class LaunchOptions:
             is.
         cpu_devices: The virtual CPU devices of each process, which then uses no
             accelerator.
-        grace: Seconds from a signal, or from the failure of a process, until all are
-            killed.
+        grace: Seconds from a signal until all are killed; from the failure of a process
+            at most five.
         log_dir: A folder for the output of each process.
         workers: On one host: the workers of a job with parameter servers.
         ps: Its parameter servers.

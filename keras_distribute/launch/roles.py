@@ -156,6 +156,7 @@ class Roles:
                     self._tell(f"{name} has ended (exit code {code}).")
                     return code
                 if self._is_due(name, code):
+                    task.stop(0.0)  # What it had started goes with it.
                     self._start("worker", int(name.partition(":")[2]), more)
             time.sleep(_POLL_SECONDS)
         return self._stopped()

@@ -431,6 +431,15 @@ def test_slurm_counts_the_gpus_of_the_node(environment, monkeypatch):
         CR.SlurmClusterResolver()
 
 
+@pytest.mark.parametrize(
+    ("visible", "count"), [("-1", 0), ("NoDevFiles", 0), ("2, 3,-1,4", 2), ("", 0)]
+)
+def test_gpus_that_cuda_does_not_show_do_not_count(environment, visible, count):
+    environment(SLURM, {"CUDA_VISIBLE_DEVICES": visible})
+    assert CR.SlurmClusterResolver().num_accelerators() == {"GPU": count}
+    assert len(slurm.gpus()) == count
+
+
 @pytest.mark.parametrize(("place", "own"), [("0", "4,6"), ("1", "5,7")])
 @pytest.mark.parametrize("gpus_per_node", [None, 4])
 def test_slurm_divides_the_gpus_that_are_visible(

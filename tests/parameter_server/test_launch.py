@@ -3,6 +3,7 @@ becomes of them.
 """
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import pytest
 
 from keras_distribute import config
+from keras_distribute.launch import roles
 from keras_distribute.launch.job import Job
 from keras_distribute.launch.roles import Roles, addresses, environment_of
 
@@ -192,3 +194,46 @@ def test_tasks_outlive_the_thread_that_started_them():
     assert not job.running()
     with pytest.raises(FileNotFoundError):
         Job(["/no/such/program"], 1).start()
+
+
+TASK = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "100"])
+print("child", child.pid, flush=True)
+if '"type": "worker"' in os.environ["TF_CONFIG"]:
+    os._exit(3)
+time.sleep(100)
+"""
+
+
+def test_what_a_worker_has_started_ends_before_it_is_started_again(monkeypatch):
+    monkeypatch.setattr(roles, "SERVER", [sys.executable, "-c", TASK])
+    monkeypatch.setattr(roles, "_SECONDS_UNTIL_RESTART", 0.1)
+    lines, told = [], []
+    chief = [sys.executable, "-c", "import time; time.sleep(4)"]
+    launcher = Roles(
+        chief,
+        1,
+        1,
+        cpu_devices=1,
+        max_restarts=0,
+        grace=1.0,
+        on_line=lambda _, line: lines.append(line.split()),
+        tell=told.append,
+    )
+    assert launcher.run() == 0
+    children = [int(line[1]) for line in lines if line[0] == "child"]
+    assert len(children) > 2 and "worker:0 has ended (exit code 3)" in told[0]
+    end = time.monotonic() + 10
+    while any(map(runs, children)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert [process for process in children if runs(process)] == []
+
+
+def runs(process):
+    """Whether it has not ended; one that nobody has asked for may still be listed."""
+    try:
+        state = pathlib.Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"

@@ -30,6 +30,7 @@ _PORT = 8888
 _PORTS = 4096  # The last ports, of which each step has its own; as JAX chooses.
 _OF_JOB = 64  # How far the ports of a job are from those of the next one.
 _ASK_SECONDS = 60
+_NO_GPU = ("-1", "NoDevFiles")  # The user's word in CUDA_VISIBLE_DEVICES, and Slurm's.
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -364,7 +365,10 @@ def gpus() -> list[str]:
     """The NVIDIA GPUs of this node, by `CUDA_VISIBLE_DEVICES` or by the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [device for device in visible.split(",") if device]
+        devices = [device.strip() for device in visible.split(",") if device.strip()]
+        # CUDA shows those before the first that there is not.
+        none = [i for i, each in enumerate(devices) if each in _NO_GPU]
+        return devices[: none[0]] if none else devices
     command: Any = ["nvidia-smi", "--list-gpus"]
     options: Any = {"capture_output": True, "text": True, "check": True, "timeout": 60}
     try:

@@ -187,11 +187,12 @@ class SageMakerClusterResolver(_ConfigResolver):
             ClusterError: Where `SM_CURRENT_HOST` is none of `SM_HOSTS`: this host would
                 train alone.
         """
-        hosts, current = json_value("SM_HOSTS", list), os.environ.get("SM_CURRENT_HOST")
+        found = super().topology()
+        hosts, current = json_value("SM_HOSTS", list), os.environ["SM_CURRENT_HOST"]
         if hosts and current not in hosts:
             raise ClusterError(
                 "This host is none of those that train together.",
                 received=f"SM_CURRENT_HOST={current!r}, SM_HOSTS={hosts}.",
                 fix="SM_CURRENT_HOST is one of the names in SM_HOSTS.",
             )
-        return super().topology()
+        return found
