@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_distribute._compat import adapters as compat
+from keras_distribute.cluster import processes
 from keras_distribute.errors import InputError
 from keras_distribute.input.source import (
     Batch,
@@ -75,6 +77,9 @@ class _PyDatasetReader(Reader):
         self._epoch = self._step = 0
         self._sought: Position | None = None
         self._before: Any = None
+        # Seeds of the random streams after the pass, where the workers of each process
+        # may have drawn from them another number of times.
+        self._after: list[int] | None = None
         self._adapter: Any = None
         self._iterator: Iterator[Any] = iter(())
 
@@ -83,6 +88,9 @@ class _PyDatasetReader(Reader):
         self._epoch, draws = source.next_pass(sought)
         source.epoch = self._epoch + 1
         if source.hooks:
+            several = processes.process_count() > 1 and source.dataset.workers > 1
+            if several and self._after is None:
+                self._after = np.random.randint(2**31, size=8).tolist()
             source.dataset.on_epoch_begin()
         if sought is not None and sought["own"] is not None:
             source.dataset.set_state(sought["own"])
@@ -127,14 +135,24 @@ class _PyDatasetReader(Reader):
                 "set_state(self, state).",
             )
         before = self._before and [self._before[0], [*self._before[1]], self._before[2]]
-        return {"epoch": self._epoch, "step": self._step, "random": before, "own": own}
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "random": before,
+            "after": self._after,
+            "own": own,
+        }
 
     def seek(self, position: Position) -> None:
         self._sought, self._step = position, position["step"]
+        self._after = position.get("after")
 
     def close(self, unread: int) -> None:
         if self._adapter is not None:
             compat.stop_workers(self._adapter)
             self._adapter = None
+            if self._after is not None:
+                np.random.seed(self._after)
+                random.seed(str(self._after))
             if self._source.hooks:
                 self._source.dataset.on_epoch_end()

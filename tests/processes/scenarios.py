@@ -531,6 +531,43 @@ def different_programs():
     return errors, on_chief, os.getpid()
 
 
+class Ordered(keras.utils.PyDataset):
+    """Batches in a new order after each pass, whose workers draw random numbers, in each
+    process how fast it likes.
+    """
+
+    num_batches = 40
+
+    def __init__(self):
+        super().__init__(workers=2, max_queue_size=2)
+        self.order = np.arange(self.num_batches)
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * ((7 * index + 5 * kd.process_index()) % 4))
+        batch = self.order[index]
+        np.random.normal(size=1 + batch % 3)
+        return (np.full((4, 1), batch, "float32"),)
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def orders_of_workers():
+    """The numbers of the batches that each process reads of an `Ordered`, three of each
+    pass.
+    """
+    keras.utils.set_random_seed(3)
+    strategy = kd.MultiWorkerMirroredStrategy()
+    dataset = strategy.experimental_distribute_dataset(Ordered())
+    passes = []
+    for _ in range(4):
+        iterator = iter(dataset)
+        batches = [next(iterator)[0].values[0] for _ in range(3)]
+        iterator.close()
+        passes.append([float(np.asarray(batch)[0, 0]) for batch in batches])
+    return passes
+
+
 class Rows(keras.utils.PyDataset):
     """Batches of so many rows each."""
 

@@ -188,3 +188,10 @@ def test_a_killed_process_has_the_code_of_its_signal():
 def test_a_function_needs_a_name():
     with pytest.raises(TypeError, match="define it with def at the top of a module"):
         kd.testing.run_in_processes(lambda: None)
+
+
+def test_workers_that_draw_leave_the_orders_alike():
+    """What a `PyDataset` draws after a pass is the same in all processes."""
+    first, second = kd.testing.run_in_processes(scenarios.orders_of_workers, 2)
+    assert first == second
+    assert first[0] == [0, 1, 2] != first[1] != first[2]
