@@ -1306,7 +1306,13 @@ OF_A_CLUSTER = {
             "ParameterServerStrategy",
             "experimental.ParameterServerStrategy",
         )
-        for name in ("close", "reconnect", "run")
+        for name in (
+            "close",
+            "distribute_datasets_from_function",
+            "experimental_distribute_dataset",
+            "reconnect",
+            "run",
+        )
     ),
 }
 # Called in a program, where JAX says what its arrays cannot be; see the test below.
@@ -1315,6 +1321,7 @@ IN_A_PROGRAM = {
 }
 # Called by the package, or by Keras.
 FOR_LIBRARIES = {
+    "callbacks.StepTimeReport.set_state",
     *(
         f"{cls}.{name}_implementation"
         for cls in ("CrossDeviceOps", "ReductionToOneDevice")
