@@ -124,6 +124,7 @@ def assert_same_outcome(
         assert_close(ours, theirs, f"initial {path}", rtol=0.0, floor=0.0)
     assert_close_tree(actual.result, expected.result, "result", rtol=rtol, floor=floor)
     for (_, ours), (path, theirs) in zip(actual.weights, expected.weights, strict=True):
+        assert not np.isnan(theirs).any(), f"{path} diverges: NaNs agree with any NaNs"
         assert_close(ours, theirs, path, rtol=rtol, floor=floor)
     for (_, ours), (path, theirs) in zip(
         actual.optimizer, expected.optimizer, strict=True
