@@ -19,6 +19,8 @@ from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
 from keras_distribute.threads.condition import Condition
 
 _MOST = 256 * 1024  # As in TensorFlow: for more, `schedule` waits.
+_SECONDS_TO_END = 60.0  # For what runs where another function has failed.
+_SECONDS_TO_LET_GO = 10.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +71,7 @@ class Queue:
 
     Attributes:
         is_closed: Whether the strategy is.
+        gives_up: Whether workers are to let go of what they run.
     """
 
     def __init__(self, condition: Condition) -> None:
@@ -78,12 +81,12 @@ class Queue:
         self._unfinished: dict[int, Closure] = {}
         self._error: BaseException | None = None
         self._numbers = 0
-        self._wake: list[Callable[[], None]] = []
+        self._wake: list[Callable[..., None]] = []
         self._lost: UnavailableError | None = None  # Of a server.
-        self.is_closed = False
+        self.is_closed = self.gives_up = False
 
-    def on_work(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` when there is something to do."""
+    def on_work(self, wake: Callable[..., None]) -> None:
+        """Calls `wake` when there is something to do; with `True` also who is busy."""
         self._wake.append(wake)
 
     @property
@@ -247,10 +250,18 @@ class Queue:
             self.raise_error()
 
     def raise_error(self) -> None:
-        """Raises the first error, once, when nothing runs any more."""
+        """Raises the first error, once, when nothing runs any more; what has not ended
+        by then is given up.
+        """
         if self._error is None:
             return
-        self._condition.wait_for(lambda: not self._running, timeout=60.0)
+        if not self._condition.wait_for(lambda: not self._running, _SECONDS_TO_END):
+            # So the servers refuse what they push, and nothing changes any more.
+            self.gives_up = True
+            for wake in self._wake:
+                wake(True)
+            self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
+            self.gives_up = False
         error, self._error = self._error, self._lost
         if error is not None:  # Another thread has raised it, which waited, too.
             raise error

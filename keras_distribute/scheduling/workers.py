@@ -111,9 +111,9 @@ class Worker(threading.Thread):
             raise UnavailableError("The strategy is gone.")
         return owner
 
-    def wake(self) -> None:
-        """Makes the thread look at the queue."""
-        if len(self._running) < _AHEAD:
+    def wake(self, is_urgent: bool = False) -> None:
+        """Makes the thread look at the queue, if it has room or that is urgent."""
+        if is_urgent or len(self._running) < _AHEAD:
             with contextlib.suppress(BlockingIOError, OSError):
                 self._wake.send(b"x")
 
@@ -193,6 +193,10 @@ class Worker(threading.Thread):
             if reply is None:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
+                if self._running and self._owner.queue.gives_up:
+                    raise UnavailableError(
+                        "What it runs was given up, since another function has failed."
+                    )
             else:
                 self._take(channel, *reply)
         if self._ends_task:

@@ -25,6 +25,7 @@ from keras_distribute.scheduling import cluster as clusters
 from keras_distribute.scheduling import traces
 from keras_distribute.servers.local import ParameterServerCluster
 from keras_distribute.strategies.base import Strategy, check_communication_dtype
+from keras_distribute.strategies.default import default_strategy
 from keras_distribute.threads import dropped
 from keras_distribute.types import RunOptions
 from keras_distribute.variables import Blocks
@@ -183,9 +184,7 @@ class ParameterServerStrategy(Strategy):
         """
         if context.current_worker() is None:
             return super().experimental_distribute_dataset(dataset, options)
-        return context.default_strategy().experimental_distribute_dataset(
-            dataset, options
-        )
+        return default_strategy().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self,
@@ -197,9 +196,7 @@ class ParameterServerStrategy(Strategy):
         """
         if context.current_worker() is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
-        return context.default_strategy().distribute_datasets_from_function(
-            dataset_fn, options
-        )
+        return default_strategy().distribute_datasets_from_function(dataset_fn, options)
 
     @property
     def steps_of_workers(self) -> dict[str, int]:

@@ -122,6 +122,49 @@ def test_who_waits_for_room_in_the_queue_notices_a_server_that_is_gone(
     strategy.close()
 
 
+def test_what_does_not_end_after_an_error_is_given_up(strategy, tmp_path, monkeypatch):
+    monkeypatch.setattr(queue, "_SECONDS_TO_END", 0.5)
+    counting, here = Counting(strategy), os.getpid()
+    begun, gate = tmp_path / "begun", tmp_path / "gate"
+
+    def waiting():
+        if os.getpid() != here:
+            begun.touch()
+            while not gate.exists():
+                time.sleep(0.01)
+        yield np.ones(1000, "float32")
+
+    def failing():
+        if os.getpid() != here:
+            raise ValueError("no data")
+        yield np.ones(1000, "float32")
+
+    def scheduled(dataset):
+        iterator = iter(counting.coordinator.create_per_worker_dataset(dataset))
+        return counting.coordinator.schedule(counting.add_next, (iterator,))
+
+    late = scheduled(waiting)
+    while not begun.exists():
+        time.sleep(0.01)
+    for _ in range(3):
+        scheduled(failing)
+    with pytest.raises(kd.errors.RemoteError, match="no data"):
+        counting.coordinator.join()
+    with pytest.raises(kd.errors.CancelledError):
+        late.fetch()
+    counting.scheduled(10)
+    counting.coordinator.join()
+    counting.assert_counts(10)
+    gate.touch()
+    end = time.monotonic() + 60
+    while not all(each.is_ready for each in strategy.cluster.workers):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    counting.scheduled(10)
+    counting.coordinator.join()
+    counting.assert_counts(20)  # What it pushed late was refused.
+
+
 def test_what_the_coordinator_cannot_take_is_an_error(strategy, monkeypatch):
     counting = Counting(strategy)
     counting.scheduled(5)[-1].fetch()
