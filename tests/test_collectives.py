@@ -48,6 +48,29 @@ def test_reduce(strategy, op, axis):
         np.testing.assert_array_equal(shard.data, result)
 
 
+def test_what_is_the_same_on_all_replicas_in_merge_call():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 3.0])
+
+    def merged(op, make):
+        def step(x):
+            return kd.get_replica_context().merge_call(
+                lambda strategy: strategy.reduce(op, make(x), axis=0)
+            )
+
+        return strategy.run(step, args=(np.ones(2, "float32"),)).values[1]
+
+    for make in (lambda _: variable, lambda _: np.array([1.0, 3.0], "float32")):
+        assert float(merged("MEAN", make)) == 2
+        with pytest.raises(errors.ValueStructureError, match="same on every replica"):
+            merged("SUM", make)
+    with pytest.raises(
+        errors.ContextError, match="(?s)In a merge_call, only what it is given.*args="
+    ):
+        merged("MEAN", lambda x: x)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_complex_arrays_that_repeat_one_number(n):
     """XLA ends the process where it sums such an array over devices."""

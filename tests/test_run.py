@@ -387,6 +387,11 @@ def test_refusals(strategy):
         for transformed in (jax.jit(call), jax.grad(call)):
             with pytest.raises(errors.ContextError, match="another traced function"):
                 transformed(1.0)
+    with (
+        keras.StatelessScope([(variable, jnp.float32(7))]),
+        pytest.raises(errors.ContextError, match="(?s)no values from a.*Fix"),
+    ):
+        strategy.run(lambda: variable.value)
     assert float(variable) == 2
 
 

@@ -93,7 +93,7 @@ def install(
         named = _named(args, kwargs)
         if named.get("synchronization") == "on_read" and "trainable" not in named:
             kwargs["trainable"] = False
-        if global_state.get_global_attribute(_INITIALIZED_LATER):
+        if may_be_initialized_later():
             args, kwargs = (), _with_function(named | kwargs)
         initialize(self, *args, **kwargs)
 
@@ -124,6 +124,11 @@ def initialized_later() -> Generator[None]:
         yield
     finally:
         global_state.set_global_attribute(_INITIALIZED_LATER, outer)
+
+
+def may_be_initialized_later() -> bool:
+    """Whether a variable that is made now may wait for its given value."""
+    return bool(global_state.get_global_attribute(_INITIALIZED_LATER))
 
 
 def takes_gradient_as_value(variable: Any) -> bool:

@@ -218,7 +218,8 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
         or not hasattr(leaf, "__array__")
     ):
         return None, False
-    array = leaf if isinstance(leaf, np.ndarray | np.generic) else np.asarray(leaf)
+    known = isinstance(leaf, np.ndarray | np.generic)
+    array: Any = leaf if known else np.asarray(leaf)
     if not is_array(array):
         raise StructureTypeError(
             "A program computes with numbers.",

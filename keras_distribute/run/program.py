@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute import checks
 from keras_distribute._compat import jax_internals
+from keras_distribute._compat.variables import in_stateless_scope
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices import replication_proof
@@ -31,7 +32,7 @@ from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, copied_to_devices
 from keras_distribute.devices.over_replicas import over_replicas
 from keras_distribute.devices.placement import Placement
-from keras_distribute.errors import AggregationError
+from keras_distribute.errors import AggregationError, ContextError
 from keras_distribute.run import tracing
 from keras_distribute.run.arguments import Call, Static, in_trace_error
 from keras_distribute.run.traces import Trace
@@ -125,10 +126,17 @@ def run(
         What `function` returns, with a `PerReplica` for each array.
 
     Raises:
-        ContextError: Inside a function that JAX traces.
+        ContextError: Inside a function that JAX traces, or a `keras.StatelessScope`.
     """
     if jax_internals.is_tracing():
         raise in_trace_error("a call while JAX traces a function.")
+    if in_stateless_scope():
+        raise ContextError(
+            "A program of strategy.run takes no values from a keras.StatelessScope.",
+            received="a call inside of one.",
+            fix="assign the variables, and call strategy.run outside; or open the "
+            "scope in the function given to it.",
+        )
     call = Call(args, kwargs, strategy.replica_mesh)
     programs = strategy.programs.programs_of(function)
     own = getattr(function, "__self__", function)

@@ -36,18 +36,15 @@ def reduce_one(
             strategy.extended.cross_device_ops, op, leaf, axes
         )
     array = _plain(leaf)
+    is_traced = isinstance(array, jax.core.Tracer)
     # A function that a worker runs is that of one replica.
-    if isinstance(array, jax.core.Tracer) and context.scheduled_trace() is None:
-        raise ContextError(
-            "In a step of fit, and in any other traced function, there is nothing "
-            "to reduce.",
-            received=f"{leaf!r} in {context.describe(context.frame())}",
-            fix="use the value as it is: a step of fit sees the global batch.",
-        )
+    if is_traced and context.scheduled_trace() is None:
+        _check_is_of_all(leaf)
     axes = reductions.check_axes(axes, array.ndim)
     if op is ReduceOp.MEAN:
         return jnp.mean(array, axes) if axes else array
-    if strategy.num_replicas_in_sync > 1 and bool(np.any(np.asarray(array) != 0)):
+    several = strategy.num_replicas_in_sync > 1
+    if several and (is_traced or bool(np.any(np.asarray(array) != 0))):
         raise ValueStructureError(
             "The sum of a value that is the same on every replica is not defined.",
             received=f"{leaf!r} in the cross-replica context of "
@@ -57,6 +54,26 @@ def reduce_one(
             'same, multiply: value * strategy.num_replicas_in_sync; "MEAN" works.',
         )
     return jnp.sum(array, axes)
+
+
+def _check_is_of_all(leaf: Any) -> None:
+    """Raises for a value that is no `PerReplica`, in a trace, unless it is known to be
+    the same on all replicas: a number or a variable, in a merge_call.
+    """
+    if not context.frame().per_replica:
+        raise ContextError(
+            "In a step of fit, and in any other traced function, there is nothing "
+            "to reduce.",
+            received=f"{leaf!r} in {context.describe(context.frame())}",
+            fix="use the value as it is: a step of fit sees the global batch.",
+        )
+    if isinstance(leaf, jax.core.Tracer):
+        raise ContextError(
+            "In a merge_call, only what it is given is a value of each replica.",
+            received=f"{leaf!r}.",
+            fix="pass it on, merge_call(merge_fn, args=(value,)); what reduce returns "
+            "is the same on all replicas, and used as it is.",
+        )
 
 
 def gather_one(strategy: AnyStrategy, leaf: Any, axis: int) -> Any:

@@ -354,7 +354,8 @@ def _refuse_value_in_run(initializer: Any) -> None:
     from a value, which would be another one in each trace.
     """
     given = not callable(initializer) and not isinstance(initializer, str)
-    if given and context.frame().per_replica and compat.in_stateless_scope():
+    refused = compat.in_stateless_scope() and not compat.may_be_initialized_later()
+    if given and refused and context.frame().per_replica:
         raise VariableScopeError(
             "The function given to strategy.run creates a variable.",
             received=f"keras.Variable({checks.shown(initializer)}) in "
