@@ -19,6 +19,20 @@ from keras_distribute.training import adoption, calls, feeds
 class StrategyEpochIterator(JAXEpochIterator):
     """The batches of an epoch; Keras's own for a model without a strategy."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        call = calls.innermost()
+        # As Keras asks now. Some layers may never be built: no step calls them.
+        self._builds = (
+            call is not None
+            and call.name == "predict"
+            and compat.is_unbuilt(call.trainer)
+        )
+
+    def reset(self) -> None:
+        self._builds = False
+        super().reset()
+
     def to_look_at(self) -> Any:
         """What a model is built by: this iterator, or one over the first batch alone.
 
@@ -29,13 +43,7 @@ class StrategyEpochIterator(JAXEpochIterator):
         return iter([(0, 0, self._first_batch())])
 
     def _get_iterator(self) -> Any:
-        call = calls.innermost()
-        if (
-            call is not None
-            and call.name == "predict"
-            and self._is_read_by_us()
-            and compat.is_unbuilt(call.trainer)
-        ):
+        if self._builds and self._is_read_by_us():
             return self._first_batch()  # To build the model; `reset` follows.
         ours = adoption.takes_host_batches()
         if ours or calls.followed_fit() is not None:

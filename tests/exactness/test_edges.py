@@ -81,6 +81,37 @@ def test_unbuilt_model_is_built_by_its_first_batch_outside_the_scope() -> None:
     }
 
 
+class WithUnusedLayer(keras.Model):
+    """A layer of which no step ever makes the variables, as in KerasHub's D-FINE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = layers.Dense(3)
+        self.unused = layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        return self.used(x)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("trained", [False, True])
+def test_layer_that_is_never_built(trained: bool) -> None:
+    """`predict` takes the first batch for building it, and all of them then."""
+
+    def build() -> keras.Model:
+        model = WithUnusedLayer()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    def predict(model: keras.Model) -> Any:
+        batches = ((X[start : start + 8],) for start in range(0, len(X), 8))
+        return [model.predict(X, batch_size=8), model.predict(batches)]
+
+    both = fit_evaluate_predict(X, Y, batch_size=8)
+    equals_one_device(build, both if trained else predict)
+
+
 @pytest.mark.parametrize(
     "convert",
     [jnp.asarray, lambda array: array.astype("float64"), lambda array: array.tolist()],
