@@ -47,6 +47,7 @@ def test_threads_of_several_workers_make_an_update_once(monkeypatch):
     """Each with a number of its own."""
     updates, sent = Updates([], None, False, None), []
     adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
+    weight = keras.Variable(0.0)
 
     def send(optimizer, weights, sizes, server, parts, number):
         time.sleep(0.05)
@@ -57,7 +58,7 @@ def test_threads_of_several_workers_make_an_update_once(monkeypatch):
 
     def ask(thread, optimizer):
         part = Part(0, 1)
-        found[thread] = updates._number(optimizer, [], [None], 0, [(0, part)])
+        found[thread] = updates._number(optimizer, [weight], [None], 0, [(0, part)])
 
     threads = [
         threading.Thread(target=ask, args=(i, optimizer))
