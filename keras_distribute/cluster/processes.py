@@ -37,6 +37,9 @@ _STATUS = re.compile(r"[A-Z]{3,}[A-Z_]*: ")  # How the errors of JAX's runtime b
 # The variables of gRPC: what names a proxy, and the hosts for which none is asked.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _WITHOUT_PROXY, _ELSE_WITHOUT = "no_grpc_proxy", "no_proxy"
+_REACH_FIRST = (
+    "check that process 0 runs, and that its address can be reached from this host."
+)
 _T = TypeVar("_T")
 
 
@@ -113,8 +116,7 @@ def _initialize(topology: Topology, how: str, silence: float) -> None:
             f"Process {topology.process_id} of {topology.num_processes} could not join "
             f"the others: {error}",
             received=f"the address {topology.coordinator} of process 0, by {how}.",
-            fix="check that process 0 runs, and that its address can be reached from "
-            "this host.",
+            fix=_REACH_FIRST,
         ) from error
     finally:
         late.cancel()
@@ -128,8 +130,7 @@ def _tell_who_is_missing(topology: Topology, how: str, waited: float) -> None:
     missing, fix = "not all of the others have come", "start every process."
     if own and not _answers(address):
         missing = f"nothing answers at {address}"
-        fix = "check that process 0 runs, and that its address can be reached from "
-        fix += "this host."
+        fix = _REACH_FIRST
     error = ClusterError(
         f"Process {own} of {topology.num_processes} could not join the others: in "
         f"{waited:.0f} seconds {missing}.",

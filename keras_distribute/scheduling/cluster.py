@@ -320,7 +320,6 @@ class Cluster:
                 self._finish,
                 self._max_staleness,
                 counted,
-                is_latest=alone or any(program.partial),
                 is_alone=alone,
             )
         recorded = self.recorded

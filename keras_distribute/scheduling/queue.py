@@ -30,7 +30,8 @@ class Closure:
     Attributes:
         program: What runs.
         retrace: Takes the program for batches of other forms.
-        kept: The values of the coordinator's variables when it was scheduled.
+        kept: The values of the coordinator's variables when it was scheduled, or, if it
+            `sees_all`, when a worker took it.
         args: The arguments' arrays, for each step; what each worker has its own of by
             the worker's number.
         steps: How many.
@@ -40,7 +41,6 @@ class Closure:
         finish: Called with the arrays that came back, before `result` is set.
         counted: For a function of a round of local steps, of how many: a worker takes
             it only when it has nothing else to do.
-        is_latest: Whether `kept` are the values of when a worker takes it.
         is_alone: Whether it runs while no other one does.
         number: In the order in which they were put into the queue.
         ended: How many workers have ended while they ran it.
@@ -57,10 +57,14 @@ class Closure:
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
     counted: int | None = None
-    is_latest: bool = False
     is_alone: bool = False
     number: int = 0
     ended: int = 0
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it needs what those before it have added."""
+        return self.is_alone or any(self.program.partial)
 
 
 class Queue:

@@ -248,7 +248,7 @@ class Worker(threading.Thread):
             "done": self._owner.queue.done_below,
             **coordinator,
         }
-        if closure.is_latest:
+        if closure.sees_all:
             closure.kept = self._owner.kept_by(program)
         return channel.send(header, [*closure.kept, *closure.args(self.index)])
 

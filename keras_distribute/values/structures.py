@@ -98,11 +98,9 @@ def tracers_in(value: Any) -> list[Any]:
         names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
         parts = [getattr(value, name, None) for name in names]
         parts += getattr(value, "__dict__", {}).values()
-    return [leaf for leaf in jax.tree.leaves(parts) if _is_tracer(leaf)]
-
-
-def _is_tracer(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+    return [
+        leaf for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.core.Tracer)
+    ]
 
 
 class _Opened:
