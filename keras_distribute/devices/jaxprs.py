@@ -162,12 +162,13 @@ def traced_again(
     def rule(eqn: Any, given: list[Any]) -> list[Any]:
         return bound(change(eqn), given)
 
-    return _traced(program, rule)
+    return retraced(program, rule)
 
 
-def _traced(
+def retraced(
     program: core.ClosedJaxpr, rule: Callable[[Any, list[Any]], list[Any]]
 ) -> core.ClosedJaxpr:
+    """What `evaluated` computes, as a program."""
     return jax.make_jaxpr(lambda *inputs: evaluated(program, inputs, rule))(
         *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals)
     )
@@ -180,7 +181,7 @@ def inlined(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
         inner = called(eqn)
         return bound(eqn, given) if inner is None else evaluated(inner, given, rule)
 
-    return _traced(program, rule)
+    return retraced(program, rule)
 
 
 def part_of(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
 from keras_distribute.devices import exports
+from keras_distribute.devices.extremes import Extremes
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
 from keras_distribute.errors import ValueStructureError
@@ -55,6 +56,19 @@ class CarriedStep:
     is_local: Callable[[], bool] = lambda: False
 
 
+class _Faults(NamedTuple):
+    """What XLA does wrong in a step on batches of one form, unless that is written
+    otherwise.
+
+    Args:
+        is_whole: Whether it can be computed of all rows on each replica alone.
+        forgets_nans: Whether it takes extremes of what is divided.
+    """
+
+    is_whole: bool = False
+    forgets_nans: bool = False
+
+
 class StepPrograms:
     """What a step is compiled to.
 
@@ -72,7 +86,7 @@ class StepPrograms:
         self._shardings, self._components = carried.shardings, carried.components
         self._groups, self._is_local = groups, carried.is_local
         self._scans: dict[Any, bool] = {}
-        self._is_whole: dict[Any, bool] = {}  # Of uneven batches.
+        self._faults: dict[Any, _Faults] = {}
         self._executables: dict[Any, Executable] = {}
         self.latest: batches.Placed | None = None  # A batch, as shapes.
         self._taken = frozenset(id(v) for group in groups for v in group)
@@ -179,8 +193,8 @@ class StepPrograms:
     def _program(
         self, placed: batches.Placed, size: int, state: list[Any], data: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """As `_jitted`, with all rows on each replica if the trace shows that XLA could
-        not divide them.
+        """As `_jitted`, with what the trace shows that XLA could not divide otherwise:
+        extremes beside whether there is a NaN, or all rows on each replica.
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
@@ -193,20 +207,28 @@ class StepPrograms:
         """
         made = self._jitted(placed, size)
         key = form_of_batch(placed)
-        if _is_even(placed) or key in self._is_whole:
+        in_series = self._mesh.series is not None  # Divided by this package alone.
+        if key in self._faults or in_series or len(self._mesh.devices) == 1:
             return made
         with launches.tracing:
             traced = made[0].trace(state, data)
         wrong = _scatters if self._mesh.logical_axes else _scatters_by_unsigned
-        self._is_whole[key] = _has(traced.jaxpr, wrong)
-        return self._jitted(placed, size) if self._is_whole[key] else made
+        is_whole = not _is_even(placed) and _has(traced.jaxpr, wrong)
+        forgets = not is_whole and self._extremes(placed).are_in(traced.jaxpr)
+        self._faults[key] = faults = _Faults(is_whole, forgets)
+        return self._jitted(placed, size) if any(faults) else made
+
+    def _extremes(self, placed: batches.Placed) -> Extremes:
+        return Extremes(None if self._mesh.logical_axes else placed.spread[0])
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs'
         structure.
         """
-        is_whole = self._is_whole.get(form_of_batch(placed), False)
-        function = self._on_true_rows(self._step, placed, is_whole)
+        faults = self._faults.get(form_of_batch(placed), _Faults())
+        function = self._on_true_rows(self._step, placed, faults.is_whole)
+        if faults.forgets_nans:
+            function = self._extremes(placed).seen(function)
         outputs = self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated
@@ -303,7 +325,8 @@ class StepPrograms:
         with launches.tracing:
             traced = program.trace(state, placed.data)
         convolves = on_cpu and _has(traced.jaxpr, _convolves)
-        return not convolves and not self._is_whole.get(form_of_batch(placed), False)
+        faults = self._faults.get(form_of_batch(placed), _Faults())
+        return not convolves and not faults.is_whole
 
     def _form_of_state(self) -> list[Any]:
         """The arrays of the state, as shapes with their shardings."""

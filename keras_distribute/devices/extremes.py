@@ -1,0 +1,87 @@
+"""Extremes of what is divided over the devices, where one of the numbers is a NaN.
+
+A device's own maximum is then NaN. But the collectives of XLA for CPUs, and those of
+NCCL, take the larger one of two numbers, and so the other one. Therefore it is asked
+beside whether there is a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+
+
+class Extremes:
+    """Those in a program whose arrays XLA divides.
+
+    Args:
+        rows: Of the batch, which is divided; `None` where other dimensions are, too.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self._rows = None if rows is None else max(rows, 1)
+
+    def are_in(self, program: Any) -> bool:
+        """Whether a traced program takes some."""
+        return any(
+            self._is_one(eqn) or any(map(self.are_in, _held(eqn)))
+            for eqn in getattr(program, "jaxpr", program).eqns
+        )
+
+    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, in which they are NaN where one of the numbers is."""
+
+        def seeing(*args: Any) -> Any:
+            program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            given = jax.tree.leaves(args)
+            results = jaxprs.evaluated(program, given, self._evaluated)
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return seeing
+
+    def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
+        eqn = jaxprs.with_programs(eqn, self._traced_again)
+        results = jaxprs.bound(eqn, given)
+        if not self._is_one(eqn):
+            return results
+        is_none = jnp.any(given[0] != given[0], eqn.params["axes"])
+        return [jnp.where(is_none, jnp.nan, results[0])]
+
+    def _traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        if not self.are_in(program):
+            return program
+        return jaxprs.retraced(program, self._evaluated)
+
+    def _is_one(self, eqn: Any) -> bool:
+        if eqn.primitive.name not in ("reduce_max", "reduce_min"):
+            return False
+        array = eqn.invars[0].aval
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return False
+        return self._may_be_divided(array.shape, eqn.params["axes"])
+
+    def _may_be_divided(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+        """Whether an array may be divided along one of these axes. Its rows are the
+        first one, unless they were moved; then they may be one with others.
+        """
+        rows = self._rows
+        if rows is None or 0 in axes:
+            return True
+        are_first = shape[:1] and shape[0] % rows == 0
+        return any(
+            shape[axis] == rows or not (are_first or shape[axis] % rows)
+            for axis in axes
+        )
+
+
+def _held(eqn: Any) -> list[Any]:
+    """The programs in an operation, but for that of each device alone."""
+    if eqn.primitive.name == "shard_map":
+        return []
+    return list(core.jaxprs_in_params(eqn.params))
