@@ -16,6 +16,12 @@ from jax.extend import core
 
 from keras_distribute.devices import jaxprs
 
+# Of each segment; with what is an extreme of a mark and of zeros.
+_SCATTERED = {
+    **dict.fromkeys(("scatter_max", "scatter-max"), 1),
+    **dict.fromkeys(("scatter_min", "scatter-min"), -1),
+}
+
 
 class Extremes:
     """Those in a program whose arrays XLA divides.
@@ -50,7 +56,13 @@ class Extremes:
         results = jaxprs.bound(eqn, given)
         if not self._is_one(eqn):
             return results
-        is_none = jnp.any(given[0] != given[0], eqn.params["axes"])
+        if eqn.primitive.name in _SCATTERED:
+            sign = _SCATTERED[eqn.primitive.name]
+            array, places, updates = given
+            marks = [_marks(array, sign), places, _marks(updates, sign)]
+            is_none = jaxprs.bound(eqn, marks)[0] != 0
+        else:
+            is_none = jnp.any(given[0] != given[0], eqn.params["axes"])
         return [jnp.where(is_none, jnp.nan, results[0])]
 
     def _traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -59,12 +71,15 @@ class Extremes:
         return jaxprs.retraced(program, self._evaluated)
 
     def _is_one(self, eqn: Any) -> bool:
-        if eqn.primitive.name not in ("reduce_max", "reduce_min"):
+        name = eqn.primitive.name
+        if name not in ("reduce_max", "reduce_min", *_SCATTERED):
             return False
         array = eqn.invars[0].aval
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return False
-        return self._may_be_divided(array.shape, eqn.params["axes"])
+        return name in _SCATTERED or self._may_be_divided(
+            array.shape, eqn.params["axes"]
+        )
 
     def _may_be_divided(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
         """Whether an array may be divided along one of these axes. Its rows are the
@@ -78,6 +93,11 @@ class Extremes:
             shape[axis] == rows or not (are_first or shape[axis] % rows)
             for axis in axes
         )
+
+
+def _marks(array: Any, sign: int) -> Any:
+    """Marks in the place of NaNs, and zeros."""
+    return jnp.where(array != array, sign, 0).astype(array.dtype)
 
 
 def _held(eqn: Any) -> list[Any]:

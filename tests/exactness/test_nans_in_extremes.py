@@ -27,6 +27,8 @@ def _extremes(x: Any) -> dict[str, Any]:
         "min": jnp.min(x, 0)[1],
         "moved": jnp.max(x.T, 1)[0],
         "half": jnp.max(x.astype("bfloat16")).astype("float32"),
+        "of segments": jax.ops.segment_max(x[:, 0], jnp.arange(len(x)) % 3, 3).sum(),
+        "least of segments": jnp.zeros(2).at[jnp.arange(len(x)) % 2].min(x[:, 0])[1],
         "called": most(x)[0],
         "in a branch": lax.cond(x.shape[0] > 1, most, lambda x: x[0], x)[1],
         "in a loop": lax.scan(lambda _, y: (y.min(), None), x[0, 0], x.T[None])[0],
