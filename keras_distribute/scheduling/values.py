@@ -137,11 +137,6 @@ class IteratorArgument:
         """The next batch, as TensorFlow calls it."""
         return next(self)
 
-    @property
-    def source(self) -> list[Any]:
-        """Where the worker finds it."""
-        return ["argument", self.index]
-
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """A batch of these arrays."""
         return jax.tree.unflatten(self.structure, list(arrays))
