@@ -13,6 +13,7 @@ import socket
 import zlib
 
 from keras_distribute import checks
+from keras_distribute.cluster import addresses
 from keras_distribute.cluster.resolvers import environment
 from keras_distribute.cluster.resolvers.launched import NumberedResolver, missing
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
@@ -62,7 +63,7 @@ class _MPIResolver(NumberedResolver):
         """
         found = super().topology()
         if self._is_guess and found.process_id == 0 and found.coordinator:
-            host = found.coordinator.rpartition(":")[0].strip("[]")
+            host, _ = addresses.parts(found.coordinator)
             if not _is_this_host(host):
                 raise ClusterError(
                     "Process 0 does not run on the host that mpirun was started on.",
@@ -121,8 +122,7 @@ class OpenMPIClusterResolver(_MPIResolver):
             return f"{_HERE}:{_port(zlib.crc32(job.encode()))}"
         if match is not None:
             job, host, host6 = match.groups()
-            port = _port(int(job) // _PORTS)
-            return f"{host}:{port}" if host else f"[{host6}]:{port}"
+            return addresses.joined(host or host6, _port(int(job) // _PORTS))
         # Newer versions do not say where they were started.
         raise ClusterError(
             "Open MPI does not say on which host process 0 runs.",
