@@ -22,6 +22,7 @@ from keras_distribute.consistency.report import (
 from keras_distribute.consistency.telling import told_by_all
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import ReplicaConsistencyError
 from keras_distribute.variables import Part, Standing, standing
 
@@ -299,11 +300,6 @@ def _value(own: np.ndarray[Any, Any], dtype: Any) -> Any:
     dtype = np.dtype(dtype)
     row = np.ascontiguousarray(own, dtype="<u4").tobytes()
     return np.frombuffer(row[: dtype.itemsize], dtype)[0]
-
-
-def name_of(device: jax.Device) -> str:
-    """A device in words."""
-    return f"{device.platform}:{device.id}"
 
 
 def differing(report: ConsistencyReport) -> ReplicaConsistencyError:

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute.consistency.replays import Hashes, StepProgram
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import CheckpointError, DeviceError, DistributeError
 
 _ABOUT, _PROGRAM = "step.json", "program.bin"
@@ -81,7 +82,7 @@ def write(
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": program.mesh.platform,
         "device_kind": program.mesh.devices[0].device_kind,
-        "devices": [f"{d.platform}:{d.id}" for d in program.mesh.devices],
+        "devices": list(map(name_of, program.mesh.devices)),
         "mesh": {"shape": list(mesh.devices.shape), "axes": list(mesh.axis_names)},
         "inputs": [_described(array) for array in inputs],
         "outputs": [_spec_of(array) for array in outputs],
