@@ -158,8 +158,7 @@ class _Check:
         (pairs,) = told_by_all(
             "the hashes of a check of consistency", [array], self._mesh.num_processes
         )
-        whole = pairs[..., 0].astype(np.uint64) << np.uint64(32) | pairs[..., 1]
-        return whole.T.tolist()
+        return hashing.as_numbers(pairs).T.tolist()
 
     def _differences(self, found: _Found, in_detail: bool) -> Iterator[Difference]:
         """The copies that differ, in words; all processes take part."""

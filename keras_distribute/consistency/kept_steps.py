@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -165,7 +166,7 @@ def _read(folder: pathlib.Path) -> KeptStep:
 def _arrays(
     folder: pathlib.Path, forms: Sequence[dict[str, Any]], mesh: Mesh
 ) -> list[jax.Array]:
-    whole = [np.zeros(form["shape"], _dtype(form["dtype"])) for form in forms]
+    whole = [np.zeros(form["shape"], jnp.dtype(form["dtype"])) for form in forms]
     missing = [array.size for array in whole]
     for path in sorted(folder.glob("arrays-*.npz")):
         with np.load(path) as parts:
@@ -199,10 +200,6 @@ def _described(array: jax.Array) -> dict[str, Any]:
         "dtype": array.dtype.name,
         "spec": _spec_of(array),
     }
-
-
-def _dtype(name: str) -> Any:
-    return jax.numpy.dtype(name)
 
 
 def _spec_of(array: jax.Array) -> list[Any]:

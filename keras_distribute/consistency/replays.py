@@ -198,8 +198,7 @@ class StepProgram:
         every = [each.reshape(each.shape[0], -1, 2) for each in told[::-1]]
         logical = len(every[-1]) // len(every[0])
         every[0] = np.repeat(every[0], logical, axis=0)
-        pairs = np.concatenate(every, axis=1).astype(np.uint64)
-        return pairs[..., 0] << np.uint64(32) | pairs[..., 1]
+        return hashing.as_numbers(np.concatenate(every, axis=1))
 
 
 def replayed(
