@@ -15,12 +15,13 @@ import zlib
 from keras_distribute import checks
 from keras_distribute.cluster import addresses
 from keras_distribute.cluster.resolvers import environment
-from keras_distribute.cluster.resolvers.launched import NumberedResolver, missing
+from keras_distribute.cluster.resolvers.launched import NumberedResolver, number
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
 
 _OPEN_MPI = "OMPI_COMM_WORLD_"
+_COMMAND = "mpirun -n 2 python script.py"
 _PORTS = 4096  # The last ports, from which a job's number chooses one; as JAX does.
 _HERE = "127.0.0.1"
 _PROCESSES = pathlib.Path("/proc")
@@ -42,7 +43,7 @@ class _MPIResolver(NumberedResolver):
         checks.instance("coordinator", coordinator, str | None, what, fix)
         checks.flag("auto_set_gpu", auto_set_gpu)
         self._auto_set_gpu, self._local = auto_set_gpu, local
-        num_processes, process_id = _number(size), _number(rank)
+        num_processes, process_id = number(size, _COMMAND), number(rank, _COMMAND)
         self._is_guess = not coordinator and num_processes > 1
         if not coordinator:
             coordinator = (
@@ -197,8 +198,8 @@ def _launcher_of_proxy() -> tuple[str, int] | None:
     return None
 
 
-def _port(number: int) -> int:
-    return 2**16 - _PORTS + number % _PORTS
+def _port(job: int) -> int:
+    return 2**16 - _PORTS + job % _PORTS
 
 
 def _is_this_host(host: str) -> bool:
@@ -212,9 +213,3 @@ def _is_this_host(host: str) -> bool:
     except (OSError, UnicodeError):
         pass
     return False
-
-
-def _number(name: str) -> int:
-    if name not in os.environ:
-        raise missing(name, "mpirun -n 2 python script.py")
-    return environment.number(name)
