@@ -31,6 +31,12 @@ def test_chooses_jax_when_nothing_is_chosen():
     assert result.stdout.strip().endswith("jax"), result.stderr
 
 
+def test_chooses_jax_where_the_variable_is_empty():
+    script = "import keras_distribute, keras; print(keras.config.backend())"
+    result = run(script, KERAS_BACKEND="")
+    assert result.stdout.strip().endswith("jax"), result.stderr
+
+
 def test_starts_no_jax_client():
     result = run(
         "import keras_distribute as kd, keras\n"

@@ -41,7 +41,7 @@ def keep_off_accelerators(replaced: Replacements) -> None:
     finder = _AfterImport()
     if os.environ.get(_OPT_OUT, "0") in ("", "0"):
         module = sys.modules.get(_NAME)
-        if module is not None and hasattr(module, "config"):
+        if _has_devices(module):
             _hide_devices(module)
         else:
             sys.meta_path.insert(0, finder)
@@ -51,6 +51,11 @@ def keep_off_accelerators(replaced: Replacements) -> None:
             sys.meta_path.remove(finder)
 
     replaced.then(stop_waiting)
+
+
+def _has_devices(module: Any) -> bool:
+    """Whether it is TensorFlow, and no stand-in or what is left of one."""
+    return hasattr(module, "config")
 
 
 def _hide_devices(tensorflow: Any) -> None:
@@ -96,7 +101,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 load(module)
-                if self in sys.meta_path:
+                if self in sys.meta_path and _has_devices(module):
                     sys.meta_path.remove(self)
                     _hide_devices(module)
 

@@ -28,7 +28,9 @@ def choose_backend() -> None:
     """
     loaded = sys.modules.get("keras")
     backend = getattr(getattr(loaded, "config", None), "backend", None)
-    chosen = backend() if callable(backend) else os.environ.get("KERAS_BACKEND", "jax")
+    # To Keras, too, an empty variable is no choice.
+    in_environment = os.environ.get("KERAS_BACKEND") or "jax"
+    chosen = backend() if callable(backend) else in_environment
     if chosen != "jax":
         raise BackendError(
             "keras_distribute needs Keras on JAX.",

@@ -72,6 +72,26 @@ def test_a_user_may_leave_them(tmp_path: Any) -> None:
     assert run(tmp_path, code, KERAS_DISTRIBUTE_TF_DEVICES="1").stdout.strip() == "[]"
 
 
+def test_a_stand_in_without_devices_is_imported(tmp_path: Any) -> None:
+    code = """
+        import os
+        import keras_distribute
+        folder = os.environ["FOLDER"]
+        os.rename(f"{folder}/tensorflow/__init__.py", f"{folder}/tensorflow/true.py")
+        open(f"{folder}/tensorflow/__init__.py", "w").close()
+        import tensorflow
+        assert tensorflow.__file__.startswith(folder)
+        # The true one may come later.
+        import sys
+        del sys.modules["tensorflow"]
+        os.rename(f"{folder}/tensorflow/true.py", f"{folder}/tensorflow/__init__.py")
+        import tensorflow
+        print(tensorflow.config.hidden)
+    """
+    found = run(tmp_path, code, FOLDER=str(tmp_path), PYTHONDONTWRITEBYTECODE="1")
+    assert found.stdout.strip() == "[([], 'GPU'), ([], 'TPU')]"
+
+
 def test_too_late_is_said(tmp_path: Any) -> None:
     done = run(tmp_path, "import tensorflow\nimport keras_distribute", started=True)
     assert "TensorFlow has taken the GPUs that JAX needs" in done.stderr
