@@ -123,7 +123,9 @@ class RemoteError(DistributeError, RuntimeError):
 
 
 class NonFiniteError(DistributeError, FloatingPointError):
-    """The loss of a training step is infinite, or no number."""
+    """The loss of a training step is infinite, or no number; with `jax_debug_nans` or
+    `jax_debug_infs`, anything that a program returns.
+    """
 
 
 class OutOfMemoryError(DistributeError, MemoryError):

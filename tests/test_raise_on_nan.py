@@ -1,5 +1,6 @@
 """`kd.callbacks.RaiseOnNaN` in one process: what it names, and what it leaves alone."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -113,3 +114,34 @@ def test_rows_that_fill_up_a_batch_name_no_replica(steps_per_execution):
             x, np.ones(10), batch_size=5, shuffle=False, verbose=0, callbacks=[guard]
         )
     assert "not finite in x of replica 2 (process 0).\n" in str(caught.value)
+
+
+def test_what_jax_looks_for_is_found_in_every_call_of_a_step():
+    x, y = np.ones((4, 3)), np.ones((4, 1))
+    model = model_of(mirrored(2))
+    with jax.debug_nans(True):
+        model.train_on_batch(x, y)
+        model.train_on_batch(x, y)
+        before = model.get_weights()
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="jax_debug_nans"):
+                model.train_on_batch(x * np.nan, y)
+        # As without a strategy, the model is what it was.
+        np.testing.assert_equal(model.get_weights(), before)
+        model.train_on_batch(x, y)
+    assert np.isnan(model.test_on_batch(x * np.nan, y))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        model.test_on_batch(x * np.nan, y)
+    model.test_on_batch(x, y)
+
+
+@pytest.mark.parametrize("look", [jax.debug_nans, jax.debug_infs])
+def test_what_jax_looks_for_is_found_in_run(look):
+    strategy = mirrored(2)
+    value = np.float32({jax.debug_nans: -1, jax.debug_infs: 0}[look])
+    with look(True):
+        with pytest.raises(FloatingPointError):
+            strategy.run(keras.ops.log, (value,))
+        strategy.run(keras.ops.log, (np.float32(1),))
+        with pytest.raises(FloatingPointError):
+            strategy.run(keras.ops.log, (value,))

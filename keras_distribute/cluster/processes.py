@@ -23,7 +23,7 @@ import numpy as np
 from keras_distribute import checks
 from keras_distribute._compat import jax_internals
 from keras_distribute._compat import seeds as compat
-from keras_distribute.cluster import agreement, liveness, signing
+from keras_distribute.cluster import addresses, agreement, liveness, signing
 from keras_distribute.cluster.liveness import Processes
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
@@ -141,10 +141,8 @@ def _tell_who_is_missing(topology: Topology, how: str, waited: float) -> None:
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        place = host.strip("[]"), int(port)
-        socket.create_connection(place, _ANSWER_SECONDS).close()
+        socket.create_connection(addresses.parts(address), _ANSWER_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
@@ -156,7 +154,7 @@ def _leave_proxy_out(coordinator: str) -> None:
     """
     if not any(os.environ.get(name) for name in _PROXIES):
         return
-    host = coordinator.rpartition(":")[0].strip("[]")
+    host, _ = addresses.parts(coordinator)
     others = os.environ.get(_WITHOUT_PROXY) or os.environ.get(_ELSE_WITHOUT)
     os.environ[_WITHOUT_PROXY] = f"{others},{host}" if others else host
 
@@ -169,15 +167,15 @@ def _own_address(coordinator: str) -> str | None:
     """
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
-    host, _, port = coordinator.rpartition(":")
+    host, port = addresses.parts(coordinator)
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(host)
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         with socket.socket(family, socket.SOCK_STREAM) as server:
             server.bind((str(address), 0))
     except (ValueError, OSError):
         return None
-    return f"{host}:{port}"
+    return addresses.joined(host, port)
 
 
 def _join(processes: Processes, topology: Topology, how: str) -> None:

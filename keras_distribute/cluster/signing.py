@@ -51,14 +51,14 @@ class Seal:
         """The message with its signature in front, valid for this purpose alone."""
         if self._key is None:
             return message
-        return self._signature(purpose, message) + b" " + message
+        return self.signature(purpose, message) + b" " + message
 
     def opened(self, purpose: str, sealed: bytes) -> bytes | None:
         """The message; `None` for one of another job or purpose."""
         if self._key is None:
             return sealed
         signature, message = sealed[:_DIGITS], sealed[_DIGITS + 1 :]
-        if not hmac.compare_digest(signature, self._signature(purpose, message)):
+        if not hmac.compare_digest(signature, self.signature(purpose, message)):
             return None
         return message
 
@@ -66,9 +66,10 @@ class Seal:
         """A seal for one conversation: it refuses the messages of any other."""
         if self._key is None:
             return self
-        return Seal(self._signature("nonces", "|".join(nonces).encode()))
+        return Seal(self.signature("nonces", "|".join(nonces).encode()))
 
-    def _signature(self, purpose: str, message: bytes) -> bytes:
+    def signature(self, purpose: str, message: bytes) -> bytes:
+        """What only who has the token can say of a message; there is a token."""
         assert self._key is not None
         named = purpose.encode()
         text = b"%d:%b%b" % (len(named), named, message)

@@ -17,6 +17,7 @@ import jax
 from keras_distribute import config
 from keras_distribute.commands import numbers, output
 from keras_distribute.commands.numbers import Numbers
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import BackendError
 from keras_distribute.launch.functions import run_in_processes
 from keras_distribute.servers.local import ParameterServerCluster
@@ -173,7 +174,7 @@ def _several(name: str) -> None:
 
 def _one_device() -> tuple[Numbers, int, str]:
     device = jax.local_devices()[0]
-    return _in_this_process(OneDeviceStrategy(f"{device.platform}:{device.id}"))
+    return _in_this_process(OneDeviceStrategy(name_of(device)))
 
 
 def _mirrored() -> tuple[Numbers, int, str]:

@@ -23,6 +23,7 @@ from keras_distribute._compat import versions
 from keras_distribute.cluster.resolvers.automatic import automatic_resolver
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.commands.waiting import ask
+from keras_distribute.devices.names import name_of
 
 REQUIRED = ("keras-distribute", "jaxlib", "numpy")
 OPTIONAL = (
@@ -128,7 +129,7 @@ def _devices(seconds: float) -> dict[str, Any]:
 def _device(device: Any) -> dict[str, Any]:
     stats = device.memory_stats() or {}
     return {
-        "name": f"{device.platform}:{device.id}",
+        "name": name_of(device),
         "kind": device.device_kind,
         "bytes_limit": stats.get("bytes_limit"),
         "bytes_in_use": stats.get("bytes_in_use"),

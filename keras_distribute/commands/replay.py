@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_distribute import config
 from keras_distribute.consistency import kept_steps
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import DistributeError
 
 
@@ -56,10 +57,9 @@ def main(
     wrong = np.argwhere(found != kept.hashes)
     names = program.result_names
     for place, column in wrong[:20]:
-        device = mesh.devices[place]
         sys.stdout.write(
             f"{names[column]}: {said['devices'][place]} had other bits than "
-            f"{device.platform}:{device.id} here.\n"
+            f"{name_of(mesh.devices[place])} here.\n"
         )
     if len(wrong) > 20:
         sys.stdout.write(f"... and {len(wrong) - 20} more.\n")

@@ -22,6 +22,7 @@ from keras_distribute.consistency.report import (
 from keras_distribute.consistency.telling import told_by_all
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import ReplicaConsistencyError
 from keras_distribute.variables import Part, Standing, standing
 
@@ -157,8 +158,7 @@ class _Check:
         (pairs,) = told_by_all(
             "the hashes of a check of consistency", [array], self._mesh.num_processes
         )
-        whole = pairs[..., 0].astype(np.uint64) << np.uint64(32) | pairs[..., 1]
-        return whole.T.tolist()
+        return hashing.as_numbers(pairs).T.tolist()
 
     def _differences(self, found: _Found, in_detail: bool) -> Iterator[Difference]:
         """The copies that differ, in words; all processes take part."""
@@ -299,11 +299,6 @@ def _value(own: np.ndarray[Any, Any], dtype: Any) -> Any:
     dtype = np.dtype(dtype)
     row = np.ascontiguousarray(own, dtype="<u4").tobytes()
     return np.frombuffer(row[: dtype.itemsize], dtype)[0]
-
-
-def name_of(device: jax.Device) -> str:
-    """A device in words."""
-    return f"{device.platform}:{device.id}"
 
 
 def differing(report: ConsistencyReport) -> ReplicaConsistencyError:

@@ -66,8 +66,8 @@ def of_arrays(arrays: Mapping[Any, Any]) -> dict[Any, OfParts]:
             (pairs,) = told_by_all(
                 "checksums", [hashing.of_own_parts(list(own.values()))], num_processes
             )
-        for number, (key, array) in enumerate(own.items()):
-            hashes = [_joined(*map(int, pair)) for pair in pairs[:, number]]
+        columns = hashing.as_numbers(pairs).T.tolist()
+        for hashes, (key, array) in zip(columns, own.items(), strict=True):
             where = array.sharding.devices_indices_map(array.shape)
             indices = [str(where[device]) for device in mesh.devices.flat]
             found[key] = OfParts(tuple(hashes), tuple(indices))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_distribute.consistency import checksums
-from keras_distribute.consistency.check import name_of
 from keras_distribute.consistency.copies import groups_of
 from keras_distribute.consistency.report import Difference
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.variables import DistributedVariable, standing
 
 

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_distribute.consistency.replays import Hashes, StepProgram
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import CheckpointError, DeviceError, DistributeError
 
 _ABOUT, _PROGRAM = "step.json", "program.bin"
@@ -81,7 +83,7 @@ def write(
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": program.mesh.platform,
         "device_kind": program.mesh.devices[0].device_kind,
-        "devices": [f"{d.platform}:{d.id}" for d in program.mesh.devices],
+        "devices": list(map(name_of, program.mesh.devices)),
         "mesh": {"shape": list(mesh.devices.shape), "axes": list(mesh.axis_names)},
         "inputs": [_described(array) for array in inputs],
         "outputs": [_spec_of(array) for array in outputs],
@@ -164,7 +166,7 @@ def _read(folder: pathlib.Path) -> KeptStep:
 def _arrays(
     folder: pathlib.Path, forms: Sequence[dict[str, Any]], mesh: Mesh
 ) -> list[jax.Array]:
-    whole = [np.zeros(form["shape"], _dtype(form["dtype"])) for form in forms]
+    whole = [np.zeros(form["shape"], jnp.dtype(form["dtype"])) for form in forms]
     missing = [array.size for array in whole]
     for path in sorted(folder.glob("arrays-*.npz")):
         with np.load(path) as parts:
@@ -198,10 +200,6 @@ def _described(array: jax.Array) -> dict[str, Any]:
         "dtype": array.dtype.name,
         "spec": _spec_of(array),
     }
-
-
-def _dtype(name: str) -> Any:
-    return jax.numpy.dtype(name)
 
 
 def _spec_of(array: jax.Array) -> list[Any]:

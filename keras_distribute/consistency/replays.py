@@ -22,6 +22,7 @@ from keras_distribute.consistency import hashing
 from keras_distribute.consistency.telling import told_by_all
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 
 _MOST_NAMES = 8
 Hashes = np.ndarray[Any, Any]
@@ -197,8 +198,7 @@ class StepProgram:
         every = [each.reshape(each.shape[0], -1, 2) for each in told[::-1]]
         logical = len(every[-1]) // len(every[0])
         every[0] = np.repeat(every[0], logical, axis=0)
-        pairs = np.concatenate(every, axis=1).astype(np.uint64)
-        return pairs[..., 0] << np.uint64(32) | pairs[..., 1]
+        return hashing.as_numbers(np.concatenate(every, axis=1))
 
 
 def replayed(
@@ -236,7 +236,7 @@ def replayed(
     if not own.size and len(wrong) == len(meshes[0]) > 1:
         # What has been summed is wrong everywhere if one replica's part was.
         wrong, is_certain = [], False
-    devices = tuple(f"{each.platform}:{each.id}" for each in wrong)
+    devices = tuple(map(name_of, wrong))
     return dataclasses.replace(report, devices=devices, is_certain=is_certain)
 
 

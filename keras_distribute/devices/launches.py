@@ -27,9 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from keras_distribute._compat import jax_internals
-from keras_distribute.errors import ContextError
+from keras_distribute.errors import ContextError, NonFiniteError
 
 Landing = list[tuple[Any, Any]]
 """Where results land: pairs of outputs and state, the newest one last."""
@@ -159,13 +161,19 @@ class Executable:
         """
         _require_jit()
         launches.settle()
-        if self._direct is None:
+        unwanted = _unwanted()
+        before = landing[:] if unwanted else []
+        if self._direct is None or unwanted:
             launches.run_in_thread(self.compile(), arguments, landing)
             self._direct = jax_internals.call_without_python(self.compile())
-            return
-        # No bytecode between the program's return and the append.
-        each = [(argument,) for argument in arguments]
-        landing.extend(map(self._direct, *each))
+        else:
+            # No bytecode between the program's return and the append.
+            each = [(argument,) for argument in arguments]
+            landing.extend(map(self._direct, *each))
+        if unwanted and (kind := _found_in(landing[-1], unwanted)):
+            if not any(a.is_deleted() for a in jax.tree.leaves(before)):
+                landing[:] = before  # Without donation, as JAX compiles with the flag.
+            raise _non_finite_error(kind)
 
 
 def _require_jit() -> None:
@@ -177,6 +185,38 @@ def _require_jit() -> None:
             fix="leave it off; to look at values, model.compile(..., "
             "run_eagerly=True), or jax.debug.print in the function.",
         )
+
+
+def _unwanted() -> list[str]:
+    """Which numbers no program may return. JAX itself looks before anything has
+    landed, or not at all.
+    """
+    config: Any = jax.config
+    wanted = {"nan": config.jax_debug_nans, "inf": config.jax_debug_infs}
+    return [kind for kind, is_unwanted in wanted.items() if is_unwanted]
+
+
+def _found_in(results: Any, kinds: Sequence[str]) -> str | None:
+    """Which of these numbers is on a device of this process."""
+    for array in jax.tree.leaves(results):
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            for shard in array.addressable_shards:
+                values = np.asarray(shard.data)
+                for kind in kinds:
+                    if getattr(np, f"is{kind}")(values).any():
+                        return kind
+    return None
+
+
+def _non_finite_error(kind: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"A step, or a function given to run, returned a value that jax_debug_{kind}s "
+        "does not allow.",
+        received=f"{kind}.",
+        fix="kd.callbacks.RaiseOnNaN() in fit names the array of the batch; "
+        "model.compile(..., run_eagerly=True), or the function without run, the "
+        "operation.",
+    )
 
 
 class _Job:
@@ -201,7 +241,8 @@ class _Job:
     def run(self) -> None:
         if self.claim.acquire(blocking=False):
             try:
-                self._landing.append(self._call())
+                with jax.debug_nans(False), jax.debug_infs(False):  # See `_unwanted`.
+                    self._landing.append(self._call())
                 # What a program calls back on the host is awaited by its thread alone.
                 jax.effects_barrier()
             except BaseException as error:

@@ -1,4 +1,4 @@
-"""Device names of TensorFlow and JAX, as devices."""
+"""Device names of TensorFlow and JAX, as devices; and the names that users see."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from keras_distribute.errors import DeviceError
 _PLACE = r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
 _NAME = re.compile(rf"^{_PLACE}([a-z]+)(?::([0-9]{{1,9}}))?$")
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def name_of(device: jax.Device) -> str:
+    """What users call a device: `"cpu:0"`."""
+    return f"{device.platform}:{device.id}"
 
 
 def parse_device(name: str | jax.Device) -> jax.Device:

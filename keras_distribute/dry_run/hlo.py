@@ -122,8 +122,7 @@ class Module:
         """The loops whose number of iterations the compiler does not know."""
         return sum(
             instruction.opcode == "while" and self.trips(instruction) is None
-            for name in self.runs
-            for instruction in self.computations[name]
+            for instruction, _, _ in self.running()
         )
 
     def trips(self, loop: Instruction) -> int | None:
@@ -150,6 +149,15 @@ class Module:
         if len(limits) == 1 and compared == [tuple(limits)]:
             return int(*limits.values())
         return None
+
+    def running(self) -> Iterator[tuple[Instruction, int, dict[str, Instruction]]]:
+        """The instructions that run by themselves, those inside of fusions left out;
+        how often each does, and the instructions of its computation by their names.
+        """
+        for name, times in self.runs.items():
+            named = {each.name: each for each in self.computations[name]}
+            for instruction in named.values():
+                yield instruction, times, named
 
     def everywhere(self) -> Iterator[tuple[Instruction, int, list[Instruction]]]:
         """All instructions, those inside of fusions too, how often each runs, and the

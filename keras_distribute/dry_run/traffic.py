@@ -40,14 +40,9 @@ def bytes_moved(module: Module) -> int:
     device.
     """
     return sum(
-        times * _in_computation(module, module.computations[name])
-        for name, times in module.runs.items()
+        times * of_instruction(module, instruction, named)
+        for instruction, times, named in module.running()
     )
-
-
-def _in_computation(module: Module, computation: list[Instruction]) -> int:
-    named = {instruction.name: instruction for instruction in computation}
-    return sum(of_instruction(module, each, named) for each in computation)
 
 
 def moves_nothing(instruction: Instruction) -> bool:
@@ -94,7 +89,7 @@ def _bytes_read(
     """The bytes that are read of operand number `index`, which has `size` in the
     device's memory.
     """
-    parameters = {each.operands: each.name for each in inside if _is_parameter(each)}
+    parameters = {e.operands: e.name for e in inside if e.opcode == "parameter"}
     name = parameters.get((str(index),))
     if not size or name is None:
         return size
@@ -109,10 +104,6 @@ def _bytes_read(
             # All of it is read, other than where it is updated in place.
             return size
     return min(total, size)
-
-
-def _is_parameter(instruction: Instruction) -> bool:
-    return instruction.opcode == "parameter"
 
 
 def _uses(inside: list[Instruction], name: str) -> list[tuple[Instruction, int]]:

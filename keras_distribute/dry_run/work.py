@@ -39,22 +39,17 @@ class Work(NamedTuple):
 
 def of_program(module: Module) -> Iterator[Work]:
     """The instructions that take time of their own; collectives are no part of it."""
-    for name, times in module.runs.items():
-        computation = module.computations[name]
-        named = {each.name: each for each in computation}
-        for instruction in computation:
-            if _takes_no_time(instruction):
-                continue
-            found = _CYCLES.search(instruction.text)
-            yield Work(
-                instruction.name,
-                times,
-                {}
-                if found
-                else contractions.of_instruction(module, instruction, named),
-                traffic.of_instruction(module, instruction, named),
-                int(found.group(1)) if found else None,
-            )
+    for instruction, times, named in module.running():
+        if _takes_no_time(instruction):
+            continue
+        found = _CYCLES.search(instruction.text)
+        yield Work(
+            instruction.name,
+            times,
+            {} if found else contractions.of_instruction(module, instruction, named),
+            traffic.of_instruction(module, instruction, named),
+            int(found.group(1)) if found else None,
+        )
 
 
 def _takes_no_time(instruction: Instruction) -> bool:

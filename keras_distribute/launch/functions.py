@@ -20,7 +20,7 @@ from typing import Any
 from keras_distribute import checks, config
 from keras_distribute.cluster.liveness import FOLLOWING_CODE
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
-from keras_distribute.errors import BackendError, ClusterError, StructureTypeError
+from keras_distribute.errors import ClusterError, StructureTypeError
 from keras_distribute.launch.folders import check_private
 from keras_distribute.launch.job import Job
 from keras_distribute.launch.modules import MAIN, file_of_main, loaded
@@ -323,15 +323,8 @@ def _environment_of(
 
 
 def _dumps_by_value() -> Callable[[Any], bytes]:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise BackendError(
-            "A function without a file is sent to other processes by cloudpickle.",
-            received=f"{error}.",
-            fix="pip install cloudpickle",
-        ) from error
-    return cloudpickle.dumps
+    what = "A function without a file is sent to other processes by cloudpickle."
+    return checks.imported("cloudpickle", what, "pip install cloudpickle").dumps
 
 
 def _logs(results: Sequence[ProcessResult]) -> str:

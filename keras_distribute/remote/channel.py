@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_distribute import errors
-from keras_distribute.cluster import signing
+from keras_distribute.cluster import addresses, signing
 from keras_distribute.errors import DistributeError, RemoteError, UnavailableError
 from keras_distribute.remote import frames
 from keras_distribute.remote.credentials import Credentials
@@ -180,9 +180,8 @@ class Channel:
             UnavailableError: If nobody listens there, or as for a new channel.
         """
         self.close()
-        host, port = self.address.rsplit(":", 1)
         try:  # ZeroMQ would not say that nobody is there.
-            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+            socket.create_connection(addresses.parts(self.address), timeout).close()
         except OSError:
             raise self._error("nobody listens there any more") from None
         return Channel(self.address, self.name, self._credentials, timeout)

@@ -37,11 +37,11 @@ class Credentials:
     def __init__(self, token: str, encrypted: bool = False) -> None:
         check_installed()
         self._token, self.encrypted = token.encode(), encrypted
+        self._seal = signing.Seal(self._token)
 
     def proof(self, purpose: str, text: str) -> str:
         """What only a task with the token can say of `text`."""
-        message = f"{len(purpose)}:{purpose}{text}".encode()
-        return hmac.new(self._token, message, hashlib.sha256).hexdigest()
+        return self._seal.signature(purpose, text.encode()).decode()
 
     def accepts(self, purpose: str, text: str, proof: object) -> bool:
         """Whether it is the proof."""

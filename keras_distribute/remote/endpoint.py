@@ -14,9 +14,8 @@ from keras_distribute.remote.engine import zmq
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.remote.sockets import endpoint_of, prepare, text_of
 
-Peer = bytes
 Answer = tuple[Header, Sequence[Any]] | None
-Handle = Callable[[Peer, Header, list[Array]], Answer]
+Handle = Callable[[Header, list[Array]], Answer]
 _HALF_OF_A_TEXT = 50_000  # Characters of an error.
 
 
@@ -47,7 +46,7 @@ class Endpoint:
                 received=f"{text_of(error)}.",
                 fix="a free port of this host, or end the task that has it.",
             ) from error
-        self._upcoming: tuple[Peer, Header, list[Array]] | None = None
+        self._upcoming: tuple[bytes, Header, list[Array]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -55,8 +54,8 @@ class Endpoint:
         """Answers until `until()`.
 
         Args:
-            handle: From who asks, a header and arrays to the header and arrays of the
-                answer; `None` where there is none. What it raises is told to who asks.
+            handle: From a header and arrays to the header and arrays of the answer;
+                `None` where there is none. What it raises is told to who asks.
             until: Asked between messages.
         """
         while not until():
@@ -85,7 +84,7 @@ class Endpoint:
                 proof = self._credentials.proof(f"serve {self.address}", nonce)
                 answer: Answer = ({"proof": proof}, [])
             else:
-                answer = handle(peer, header, arrays)
+                answer = handle(header, arrays)
             if answer is None:
                 return
             message = frames.encode({**answer[0], "number": number}, answer[1])
@@ -93,7 +92,7 @@ class Endpoint:
             message = frames.encode({"error": describe(error), "number": number})
         self._send(peer, message)
 
-    def _send(self, peer: Peer, message: list[Any]) -> None:
+    def _send(self, peer: bytes, message: list[Any]) -> None:
         self._socket.send_multipart([peer, *message], copy=False)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from keras_distribute.cluster import addresses
 from keras_distribute.errors import ClusterError
 from keras_distribute.remote.frames import LARGEST_FRAME
 
@@ -33,21 +34,17 @@ def endpoint_of(address: str) -> str:
     Raises:
         ClusterError: For a host that nobody knows.
     """
-    host, port = address.rsplit(":", 1)
+    host, port = addresses.parts(address)
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(
             f"The host of {address!r} is not known here.",
             received=f"{error}.",
             fix="an address of this task's host, host:port.",
         ) from error
-    family, (number, *_) = found[0][0], found[0][4]
-    return (
-        f"tcp://[{number}]:{port}"
-        if family == socket.AF_INET6
-        else (f"tcp://{number}:{port}")
-    )
+    number = str(found[0][4][0])
+    return f"tcp://{addresses.joined(number, port)}"
 
 
 def text_of(error: Any) -> str:

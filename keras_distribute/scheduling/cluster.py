@@ -302,8 +302,7 @@ class Cluster:
             with self.kept.lock:
                 kept = self.kept_by(program)
                 seeds = [self._advanced(program) for _ in calls]
-            result = RemoteValue(self._condition, self.look)
-            result._on_read = self.synchronize
+            result = RemoteValue(self._condition, self.look, self.synchronize)
             closure = Closure(
                 program,
                 retrace,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import lookups
 from keras_distribute.scheduling.additions import Change, added_constant, changes_of
 from keras_distribute.scheduling.traces import Form, Trace
+from keras_distribute.scheduling.updates import Updates
 from keras_distribute.servers.programs import exported
 from keras_distribute.variables import DistributedVariable
 
@@ -43,18 +44,6 @@ class Lookup:
     variable: Any
     size: int
     read: int | None
-
-
-class Gradients(Protocol):
-    """What is known of the gradients that optimizers are given."""
-
-    def refuses_rows(self, optimizer: Any, weight: Any) -> str | None:
-        """Why it cannot be given the gradient of some rows; `None` where it can."""
-        ...
-
-    def gradient_dtype(self, weight: Any) -> str:
-        """In which dtype the gradient of a weight travels."""
-        ...
 
 
 @dataclasses.dataclass
@@ -156,7 +145,7 @@ def traced(
     call: Call,
     on_servers: Callable[[Any], bool],
     platforms: Sequence[str],
-    gradients: Gradients,
+    updates: Updates,
     number: int,
     elements: Sequence[tuple[Any, list[Form]]] = (),
     axes: Sequence[int | None] | None = None,
@@ -169,7 +158,7 @@ def traced(
         call: The arguments.
         on_servers: Whether a variable is one of those that servers keep.
         platforms: Of the workers.
-        gradients: What is known of gradients that are pushed.
+        updates: What the servers do with the gradients that are pushed.
         number: Of the program, in all tasks.
         elements: The forms of batches that differ from the first ones.
         axes: Along which axis each array of the arguments has the rows of a batch; by
@@ -193,7 +182,7 @@ def traced(
             raise _creating_error(list(trace.scope.created.values()))
         created = created or bool(trace.scope.created)
         if not new and len(trace.elements) == len(batches):
-            made = _Made(trace, program, on_servers, gradients)
+            made = _Made(trace, program, on_servers, updates)
             return made.traced(platforms, axes, number)
         known, batches = [*known, *new], trace.elements
 
@@ -206,11 +195,11 @@ class _Made:
         trace: Trace,
         program: Any,
         on_servers: Callable[[Any], bool],
-        gradients: Gradients,
+        updates: Updates,
     ) -> None:
         self._trace, self._on_servers = trace, on_servers
-        self._gradients = gradients
-        self._looked = _looked_up(trace, program, on_servers, gradients.refuses_rows)
+        self._updates = updates
+        self._looked = _looked_up(trace, program, on_servers, updates.refuses_rows)
         self._program = self._looked.program
         self._first = len(program.jaxpr.outvars) - len(trace.written)
         self._index = {id(variable): i for i, variable in enumerate(trace.known)}
@@ -386,7 +375,7 @@ class _Made:
         weights = [weight for _, each in trace.gradients for weight in each]
         start = self._first - len(weights)
         gradients = [
-            gradient.astype(self._gradients.gradient_dtype(weight))
+            gradient.astype(self._updates.gradient_dtype(weight))
             for gradient, weight in zip(outputs[start:], weights, strict=False)
         ]
         return [*outputs[:start], *gradients, *new]

@@ -85,11 +85,11 @@ class Queue:
         self._unfinished: dict[int, Closure] = {}
         self._error: BaseException | None = None
         self._numbers = 0
-        self._wake: list[Callable[..., None]] = []
+        self._wake: list[Callable[[bool], None]] = []
         self._lost: UnavailableError | None = None  # Of a server.
         self.is_closed = self.gives_up = False
 
-    def on_work(self, wake: Callable[..., None]) -> None:
+    def on_work(self, wake: Callable[[bool], None]) -> None:
         """Calls `wake` when there is something to do; with `True` also who is busy."""
         self._wake.append(wake)
 
@@ -111,14 +111,13 @@ class Queue:
             Exception: The first error of those before.
         """
         with self._condition.lock:
-            self.raise_error()
+            self._raise_error()
             self._check_open()
             self._numbers += 1
             closure.number = self._numbers
             self._unfinished[closure.number] = closure
             self._waiting.append(closure)
-        for wake in self._wake:
-            wake()
+        self._wake_all()
 
     def take(self, is_idle: bool = True) -> Closure | None:
         """One to run, or `None` where nothing waits.
@@ -150,8 +149,7 @@ class Queue:
             else:
                 self._waiting.appendleft(closure)
             self._condition.notify_all()
-        for wake in self._wake:
-            wake()
+        self._wake_all()
 
     def finished(self, closure: Closure, value: Any) -> None:
         """Notes the result of one."""
@@ -162,8 +160,7 @@ class Queue:
             self._condition.notify_all()
             next_alone = bool(self._waiting) and self._waiting[0].is_alone
         if closure.is_alone or next_alone:  # Other workers wait for this one's end.
-            for wake in self._wake:
-                wake()
+            self._wake_all()
 
     def failed(self, error: BaseException, closure: Closure | None = None) -> None:
         """Notes an error, and cancels what waits."""
@@ -173,8 +170,7 @@ class Queue:
                 self._unfinished.pop(closure.number, None)
                 closure.result.set_error(error)
             self._error = self._error or error
-            while self._waiting:
-                self._cancel(self._waiting.popleft())
+            self._cancel_waiting()
             self._condition.notify_all()
 
     def lost(self, error: UnavailableError) -> None:
@@ -196,6 +192,14 @@ class Queue:
             self._error = self._lost = None
             self._wake.clear()
             self._condition.notify_all()
+
+    def _wake_all(self, is_urgent: bool = False) -> None:
+        for wake in self._wake:
+            wake(is_urgent)
+
+    def _cancel_waiting(self) -> None:
+        while self._waiting:
+            self._cancel(self._waiting.popleft())
 
     def _cancel(self, closure: Closure) -> None:
         self._unfinished.pop(closure.number, None)
@@ -227,7 +231,7 @@ class Queue:
         """
 
         def is_over() -> bool:
-            self.raise_error()
+            self._raise_error()
             if not ready():
                 self._check_open()
                 return False
@@ -251,9 +255,9 @@ class Queue:
     def check(self) -> None:
         """Raises the first error, once, when nothing runs any more."""
         with self._condition.lock:
-            self.raise_error()
+            self._raise_error()
 
-    def raise_error(self) -> None:
+    def _raise_error(self) -> None:
         """Raises the first error, once, when nothing runs any more; what has not ended
         by then is given up.
         """
@@ -262,8 +266,7 @@ class Queue:
         if not self._condition.wait_for(lambda: not self._running, _SECONDS_TO_END):
             # So the servers refuse what they push, and nothing changes any more.
             self.gives_up = True
-            for wake in self._wake:
-                wake(True)
+            self._wake_all(True)
             self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
             self.gives_up = False
         error, self._error = self._error, self._lost
@@ -280,6 +283,5 @@ class Queue:
         """Cancels all that waits."""
         with self._condition.lock:
             self.is_closed = True
-            while self._waiting:
-                self._cancel(self._waiting.popleft())
+            self._cancel_waiting()
             self._condition.notify_all()

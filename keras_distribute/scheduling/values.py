@@ -33,12 +33,16 @@ class RemoteValue:
         array(0.25, dtype=float32)
     """
 
-    def __init__(self, condition: Condition, look: Callable[[bool], None]) -> None:
-        self._condition, self._look = condition, look
+    def __init__(
+        self,
+        condition: Condition,
+        look: Callable[[bool], None],
+        on_read: Callable[[], None],
+    ) -> None:
+        self._condition, self._look, self._on_read = condition, look, on_read
         self.is_set = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self._on_read: Callable[[], None] = lambda: None
 
     def set_value(self, value: Any) -> None:
         """Called with the condition's lock."""
@@ -136,11 +140,6 @@ class IteratorArgument:
     def get_next(self) -> Any:
         """The next batch, as TensorFlow calls it."""
         return next(self)
-
-    @property
-    def source(self) -> list[Any]:
-        """Where the worker finds it."""
-        return ["argument", self.index]
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """A batch of these arrays."""

@@ -111,7 +111,7 @@ class Worker(threading.Thread):
             raise UnavailableError("The strategy is gone.")
         return owner
 
-    def wake(self, is_urgent: bool = False) -> None:
+    def wake(self, is_urgent: bool) -> None:
         """Makes the thread look at the queue, if it has room or that is urgent."""
         if is_urgent or len(self._running) < _AHEAD:
             with contextlib.suppress(BlockingIOError, OSError):
@@ -267,9 +267,9 @@ class Worker(threading.Thread):
         self, channel: Channel, number: int, header: Header, arrays: list[Array]
     ) -> None:
         """Takes an answer of the worker."""
-        closure, name = self._running.pop(number, None), f"worker:{self.index}"
+        closure = self._running.pop(number, None)
         try:
-            raise_remote(header, name)
+            raise_remote(header, self.name)
         except Exception as error:
             if isinstance(error, UnavailableError):
                 lost = self._owner.lost_server()
@@ -318,7 +318,7 @@ class Worker(threading.Thread):
             has_ended: Whether it may be what it ran that has ended it.
         """
         if self.is_ready and not self._is_closed.is_set():
-            _log.warning("worker:%d is gone: %s", self.index, error)
+            _log.warning("%s is gone: %s", self.name, error)
         self.is_ready, self.last_error = False, error
         if not self._running:
             return
@@ -346,7 +346,7 @@ class Worker(threading.Thread):
         failure = ClusterError(
             f"A function was given up: each of {closure.ended} workers that ran it has "
             "ended, frozen or lost its connection meanwhile.",
-            received=f"the last time, of worker:{self.index}: {error}",
+            received=f"the last time, of {self.name}: {error}",
             fix="mend what the worker has written about before it ended: a batch that "
             "needs more memory than it has, or a dataset function that ends the "
             "process; then schedule the function again.",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_distribute import checks
-from keras_distribute.cluster import signing
+from keras_distribute.cluster import addresses, signing
 from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
@@ -45,9 +45,7 @@ class Task:
         ray = found()
         os.environ[signing.TOKEN] = token
         os.environ[credentials.ENCRYPT] = str(int(encrypted))
-        host = ray.util.get_node_ip_address()
-        host = f"[{host}]" if ":" in host else host
-        self._address = f"{host}:{free_port()}"
+        self._address = addresses.joined(ray.util.get_node_ip_address(), free_port())
         self._server = Server({job: {index: self._address}}, job, index)
         own = ray.get_runtime_context().current_actor
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from keras_distribute.devices.exports import platform_of
 from keras_distribute.errors import ReplacedWorkerError
-from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.endpoint import Answer
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.servers.programs import loaded
 from keras_distribute.servers.task import Task
@@ -169,8 +169,8 @@ class Store(Task):
         self._log: list[list[Any]] = []
         self._is_logged = False
 
-    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
-        answer = super().handle(peer, header, arrays)
+    def handle(self, header: Header, arrays: list[Array]) -> Answer:
+        answer = super().handle(header, arrays)
         if answer is not None:
             self.traffic += sum(array.nbytes for array in (*arrays, *answer[1]))
         return answer

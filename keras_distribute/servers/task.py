@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from keras_distribute.errors import ClusterError, UnavailableError
-from keras_distribute.remote.endpoint import Answer, Peer
+from keras_distribute.remote.endpoint import Answer
 from keras_distribute.remote.frames import Array, Header
 
 Operation = Callable[[Any, Header, list[Array]], Answer]
@@ -31,9 +31,8 @@ class Task:
         self.has_ended = False
         self._coordinator = ""
 
-    def handle(self, peer: Peer, header: Header, arrays: list[Array]) -> Answer:
+    def handle(self, header: Header, arrays: list[Array]) -> Answer:
         """Answers one message."""
-        del peer
         operation = str(header.get("op"))
         if operation == "begin":
             self._coordinator = str(header["coordinator"])

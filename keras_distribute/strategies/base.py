@@ -15,6 +15,7 @@ from keras_distribute.cluster.resolvers.base import ClusterResolver
 from keras_distribute.consistency import ConsistencyReport
 from keras_distribute.context import Frame, Mode, Scope
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.devices.placement import MIN_SHARD_BYTES, Placement
 from keras_distribute.errors import (
     ContextError,
@@ -661,7 +662,7 @@ class Strategy(DeprecatedMethods):
         return self
 
     def __repr__(self) -> str:
-        devices = ", ".join(f"{d.platform}:{d.id}" for d in self.replica_mesh.devices)
+        devices = ", ".join(map(name_of, self.replica_mesh.devices))
         return f"{type(self).__name__}([{devices}])"
 
 

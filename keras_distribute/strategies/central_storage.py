@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from keras_distribute.devices.names import parse_device
+from keras_distribute.devices.names import name_of, parse_device
 from keras_distribute.strategies.mirrored import MirroredStrategy
 
 _HOST_MEMORY = "pinned_host"
@@ -73,7 +73,7 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         devices = ", ".join(self.extended.worker_devices)
         place = self.placement.parameter_device
-        where = "host memory" if place is None else f"{place.platform}:{place.id}"
+        where = "host memory" if place is None else name_of(place)
         return f"CentralStorageStrategy([{devices}], variables in {where})"
 
 

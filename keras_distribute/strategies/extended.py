@@ -13,6 +13,7 @@ import keras
 from keras_distribute import checks, context
 from keras_distribute.cluster import liveness
 from keras_distribute.context import Frame, Mode
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.run import program
 from keras_distribute.run.replica_context import own_part
@@ -43,9 +44,7 @@ class StrategyExtended:
         """The names of the devices that run the replicas, in replica order; of several
         logical ones, the first.
         """
-        return tuple(
-            f"{d.platform}:{d.id}" for d in self._strategy.replica_mesh.first_devices
-        )
+        return tuple(map(name_of, self._strategy.replica_mesh.first_devices))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -56,7 +55,7 @@ class StrategyExtended:
         if not placement.rests_elsewhere:
             return self.worker_devices
         device = placement.parameter_device
-        return ("cpu:0" if device is None else f"{device.platform}:{device.id}",)
+        return ("cpu:0" if device is None else name_of(device),)
 
     @property
     def experimental_require_static_shapes(self) -> bool:

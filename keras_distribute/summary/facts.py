@@ -15,6 +15,7 @@ import keras
 from keras_distribute import checks, context
 from keras_distribute.context import AnyStrategy
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.names import name_of
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.variables import (
     DistributedVariable,
@@ -86,7 +87,7 @@ def of_devices(mesh: ReplicaMesh) -> tuple[DeviceFacts, ...]:
     several = mesh.series.each if mesh.series else 1
     return tuple(
         DeviceFacts(
-            f"{device.platform}:{device.id}",
+            name_of(device),
             device.device_kind,
             mesh.replica_at(place),
             device.process_index,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from keras_distribute.devices.names import name_of
 from keras_distribute.devices.placement import Placement
 from keras_distribute.variables.components import strong
 from keras_distribute.variables.mirrored import MirroredVariable
@@ -52,9 +53,7 @@ class RestingVariable(MirroredVariable):
     def resting_place(self) -> str:
         """In words."""
         device = self._placement.parameter_device
-        return (
-            "in host memory" if device is None else f"on {device.platform}:{device.id}"
-        )
+        return "in host memory" if device is None else f"on {name_of(device)}"
 
     def _as_stored(self, value: Any) -> Any:
         value, sharding = strong(value), self.sharding

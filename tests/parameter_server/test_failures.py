@@ -146,9 +146,9 @@ def test_what_does_not_end_after_an_error_is_given_up(strategy, tmp_path, monkey
     late = scheduled(waiting)
     while not begun.exists():
         time.sleep(0.01)
-    for _ in range(3):
-        scheduled(failing)
     with pytest.raises(kd.errors.RemoteError, match="no data"):
+        for _ in range(3):
+            scheduled(failing)
         counting.coordinator.join()
     with pytest.raises(kd.errors.CancelledError):
         late.fetch()

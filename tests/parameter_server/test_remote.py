@@ -51,7 +51,7 @@ class Task:
         self._endpoint.serve(lambda *message: self._handle(*message), self._stop.is_set)
         self._endpoint.close()
 
-    def _handle(self, peer, header, arrays):
+    def _handle(self, header, arrays):
         self.seen.append(header["op"])
         if header["op"] in _ERRORS:
             raise _ERRORS[header["op"]]
@@ -163,7 +163,7 @@ def test_the_message_that_comes_next_can_be_looked_at(task):
     """Before it is answered, in its turn."""
     found = []
 
-    def handle(peer, header, arrays):
+    def handle(header, arrays):
         if header["op"] == "first":
             upcoming = task.upcoming(5000)
             assert task.upcoming() == upcoming
@@ -187,7 +187,7 @@ def test_the_message_that_comes_next_can_be_looked_at(task):
 def test_ctrl_c_leaves_no_half_of_a_message(task, inside):
     """At any place of a question or its answer: the next one has its own answer."""
     lost = []
-    task._handle = lambda peer, header, arrays: ({**header, "platform": "cpu"}, arrays)
+    task._handle = lambda header, arrays: ({**header, "platform": "cpu"}, arrays)
     server = Server(0, task.address, task.credentials, lost.append)
     server.begin("me", 10.0)
     large = np.ones(frames.LARGEST_FRAME // 512)

@@ -148,7 +148,7 @@ def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
 
 def test_an_error_is_raised_in_one_of_the_threads_that_wait():
     queue = Queue(Condition())
-    result = RemoteValue(Condition(), lambda is_late: None)
+    result = RemoteValue(Condition(), lambda is_late: None, lambda: None)
     queue.put(Closure(None, None, [], None, 1, [], [], result, None))
     running = queue.take()
     queue.failed(ValueError("first"))

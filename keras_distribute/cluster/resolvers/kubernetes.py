@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.cluster import addresses
 from keras_distribute.cluster.resolvers.base import ClusterResolver, check_port
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.errors import ClusterError
@@ -85,7 +86,7 @@ class KubernetesClusterResolver(ClusterResolver):
         )
 
     def _addresses(self, selectors: list[str]) -> list[str]:
-        addresses: list[str] = []
+        found: list[str] = []
         for selector in selectors:
             pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
             for pod in sorted(pods.items, key=_numbered):
@@ -96,10 +97,8 @@ class KubernetesClusterResolver(ClusterResolver):
                         received=f"the pods with {selector!r}.",
                         fix="wait until all pods of the job run.",
                     )
-                host = pod.status.pod_ip
-                host = f"[{host}]" if ":" in host else host
-                addresses.append(f"{host}:{self._port}")
-        return addresses
+                found.append(addresses.joined(pod.status.pod_ip, self._port))
+        return found
 
 
 def _numbered(pod: Any) -> list[Any]:

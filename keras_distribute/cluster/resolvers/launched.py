@@ -69,26 +69,26 @@ class KerasClusterResolver(NumberedResolver):
         listed = os.environ.get(f"{_KERAS}JOB_ADDRESSES", "").split(",")
         addresses = [address.strip() for address in listed if address.strip()]
         if not addresses:
-            raise missing(f"{_KERAS}JOB_ADDRESSES")
+            raise _missing(f"{_KERAS}JOB_ADDRESSES", _COMMAND)
         count = f"{_KERAS}NUM_PROCESSES"
-        num_processes = _number(count) if count in os.environ else len(addresses)
+        num_processes = number(count) if count in os.environ else len(addresses)
         if len(addresses) not in (1, num_processes):
             raise ClusterError(
                 f"{len(addresses)} addresses do not fit {num_processes} processes.",
                 received=f"{_KERAS}JOB_ADDRESSES={','.join(addresses)}.",
                 fix="the address of every process, or that of the first one alone.",
             )
-        super().__init__(_number(f"{_KERAS}PROCESS_ID"), addresses, num_processes)
+        super().__init__(number(f"{_KERAS}PROCESS_ID"), addresses, num_processes)
 
 
-def _number(name: str) -> int:
+def number(name: str, command: str = _COMMAND) -> int:
+    """The number in an environment variable that `command` would set."""
     if name not in os.environ:
-        raise missing(name)
+        raise _missing(name, command)
     return environment.number(name)
 
 
-def missing(name: str, command: str = _COMMAND) -> ClusterError:
-    """The error for a variable that is not in the environment."""
+def _missing(name: str, command: str) -> ClusterError:
     return ClusterError(
         f"{name} is not in the environment.",
         received="a process that was not started as one of several.",

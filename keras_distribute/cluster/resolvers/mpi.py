@@ -13,13 +13,15 @@ import socket
 import zlib
 
 from keras_distribute import checks
+from keras_distribute.cluster import addresses
 from keras_distribute.cluster.resolvers import environment
-from keras_distribute.cluster.resolvers.launched import NumberedResolver, missing
+from keras_distribute.cluster.resolvers.launched import NumberedResolver, number
 from keras_distribute.cluster.resolvers.slurm import gpus, share_of_gpus
 from keras_distribute.cluster.resolvers.topology import Topology
 from keras_distribute.errors import ClusterError
 
 _OPEN_MPI = "OMPI_COMM_WORLD_"
+_COMMAND = "mpirun -n 2 python script.py"
 _PORTS = 4096  # The last ports, from which a job's number chooses one; as JAX does.
 _HERE = "127.0.0.1"
 _PROCESSES = pathlib.Path("/proc")
@@ -41,7 +43,7 @@ class _MPIResolver(NumberedResolver):
         checks.instance("coordinator", coordinator, str | None, what, fix)
         checks.flag("auto_set_gpu", auto_set_gpu)
         self._auto_set_gpu, self._local = auto_set_gpu, local
-        num_processes, process_id = _number(size), _number(rank)
+        num_processes, process_id = number(size, _COMMAND), number(rank, _COMMAND)
         self._is_guess = not coordinator and num_processes > 1
         if not coordinator:
             coordinator = (
@@ -62,7 +64,7 @@ class _MPIResolver(NumberedResolver):
         """
         found = super().topology()
         if self._is_guess and found.process_id == 0 and found.coordinator:
-            host = found.coordinator.rpartition(":")[0].strip("[]")
+            host, _ = addresses.parts(found.coordinator)
             if not _is_this_host(host):
                 raise ClusterError(
                     "Process 0 does not run on the host that mpirun was started on.",
@@ -121,8 +123,7 @@ class OpenMPIClusterResolver(_MPIResolver):
             return f"{_HERE}:{_port(zlib.crc32(job.encode()))}"
         if match is not None:
             job, host, host6 = match.groups()
-            port = _port(int(job) // _PORTS)
-            return f"{host}:{port}" if host else f"[{host6}]:{port}"
+            return addresses.joined(host or host6, _port(int(job) // _PORTS))
         # Newer versions do not say where they were started.
         raise ClusterError(
             "Open MPI does not say on which host process 0 runs.",
@@ -197,8 +198,8 @@ def _launcher_of_proxy() -> tuple[str, int] | None:
     return None
 
 
-def _port(number: int) -> int:
-    return 2**16 - _PORTS + number % _PORTS
+def _port(job: int) -> int:
+    return 2**16 - _PORTS + job % _PORTS
 
 
 def _is_this_host(host: str) -> bool:
@@ -212,9 +213,3 @@ def _is_this_host(host: str) -> bool:
     except (OSError, UnicodeError):
         pass
     return False
-
-
-def _number(name: str) -> int:
-    if name not in os.environ:
-        raise missing(name, "mpirun -n 2 python script.py")
-    return environment.number(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_distribute import checks
 from keras_distribute._compat import jax_internals
-from keras_distribute.cluster import signing
+from keras_distribute.cluster import addresses, signing
 from keras_distribute.cluster.ports import free_port
 from keras_distribute.cluster.resolvers.launched import NumberedResolver
 from keras_distribute.errors import ClusterError
@@ -89,5 +89,4 @@ def _own_address() -> str:
     if (started := jax_internals.coordinator_address()) is not None:
         return started
     host = importlib.import_module("ray").util.get_node_ip_address()
-    port = free_port(host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return addresses.joined(host, free_port(host))

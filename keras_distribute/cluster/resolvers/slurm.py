@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_distribute import checks
+from keras_distribute.cluster import addresses
 from keras_distribute.cluster.resolvers import environment
 from keras_distribute.cluster.resolvers.base import (
     ClusterResolver,
@@ -194,14 +195,14 @@ class SlurmClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         tasks = _in_order(self._tasks_of_host)
-        addresses = [f"{host}:{self._port_base + index}" for host, index in tasks]
+        left = [f"{host}:{self._port_base + index}" for host, index in tasks]
         if self._auto_set_gpu and self._gpus_per_task:
             first = tasks[self._rank][1] * self._gpus_per_task
             own = self._gpus[first : first + self._gpus_per_task]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         cluster: dict[str, list[str]] = {}
         for job, count in self._jobs.items():
-            cluster[job], addresses = addresses[:count], addresses[count:]
+            cluster[job], left = left[:count], left[count:]
         return ClusterSpec(cluster)
 
     def topology(self) -> Topology:
@@ -216,7 +217,8 @@ class SlurmClusterResolver(ClusterResolver):
         node, _, port = found.coordinator.rpartition(":")
         if node not in self._nodes:
             self._nodes[node] = _address_of(node)
-        return dataclasses.replace(found, coordinator=f"{self._nodes[node]}:{port}")
+        address = addresses.joined(self._nodes[node], port)
+        return dataclasses.replace(found, coordinator=address)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The type and the number of this task."""
@@ -288,7 +290,7 @@ def _address_of(node: str) -> str:
             'KERAS_DISTRIBUTION_JOB_ADDRESSES="10.0.0.1:1234", with _NUM_PROCESSES='
             "$SLURM_NTASKS and _PROCESS_ID=$SLURM_PROCID.",
         )
-    return f"[{address}]" if ":" in address else address
+    return address
 
 
 def _has_address(host: str) -> bool:
