@@ -38,6 +38,7 @@ from keras_distribute.run.arguments import Call, Static, in_trace_error
 from keras_distribute.run.traces import Trace
 from keras_distribute.run.whole_variables import check_gathered
 from keras_distribute.types import RunOptions
+from keras_distribute.values.arrays import kept
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
     DistributedVariable,
@@ -163,7 +164,7 @@ def run(
                 "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
-    return program(call.arrays, own)
+    return program(list(map(kept, call.arrays)), own)
 
 
 class _Program:
