@@ -334,6 +334,27 @@ def test_xla_options():
         kd.RunOptions(experimental_bucketizing_dynamic_shape=True)
 
 
+def test_passes_that_a_user_disables_are_disabled_besides_those_of_the_strategy(
+    monkeypatch,
+):
+    passes = []
+    jit = jax.jit
+
+    def noting(*args, **options):
+        passes.append((options.get("compiler_options") or {}).get(option))
+        return jit(*args, **options)
+
+    option = "xla_disable_hlo_passes"
+    strategy = mirrored(2, deterministic=True)
+    monkeypatch.setattr(jax, "jit", noting)
+    strategy.run(lambda: 1.0)
+    options = kd.RunOptions(experimental_xla_options={option: "dce"})
+    strategy.run(lambda: 2.0, options=options)
+    own, both = filter(None, passes)
+    assert "while-loop-invariant-code-motion" in own
+    assert both == f"{own},dce"
+
+
 def test_variables_of_others_are_refused():
     strategy, other = mirrored(2), mirrored(2)
     with other.scope():
