@@ -145,3 +145,25 @@ def test_what_jax_looks_for_is_found_in_run(look):
         strategy.run(keras.ops.log, (np.float32(1),))
         with pytest.raises(FloatingPointError):
             strategy.run(keras.ops.log, (value,))
+
+
+class Sum(keras.layers.Layer):
+    """Many small weights, which an optimizer gets as one, of an odd number."""
+
+    def build(self, input_shape):
+        self.parts = [self.add_weight(shape=(), initializer="ones") for _ in range(65)]
+
+    def call(self, inputs):
+        return inputs * sum(self.parts)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_a_long_weight_is_filled_up_with_stays_a_number(shard):
+    """Ftrl divides by a sum of squares of gradients, which there are none of."""
+    with mirrored(2, shard_optimizer_state=shard).scope():
+        model = keras.Sequential([keras.Input((1,)), Sum()])
+        model.compile(keras.optimizers.Ftrl(0.01), "mse")
+    x = np.ones((4, 1))
+    with jax.debug_nans(True):
+        for _ in range(3):
+            model.train_on_batch(x, x)

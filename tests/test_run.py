@@ -334,6 +334,27 @@ def test_xla_options():
         kd.RunOptions(experimental_bucketizing_dynamic_shape=True)
 
 
+def test_passes_that_a_user_disables_are_disabled_besides_those_of_the_strategy(
+    monkeypatch,
+):
+    passes = []
+    jit = jax.jit
+
+    def noting(*args, **options):
+        passes.append((options.get("compiler_options") or {}).get(option))
+        return jit(*args, **options)
+
+    option = "xla_disable_hlo_passes"
+    strategy = mirrored(2, deterministic=True)
+    monkeypatch.setattr(jax, "jit", noting)
+    strategy.run(lambda: 1.0)
+    options = kd.RunOptions(experimental_xla_options={option: "dce"})
+    strategy.run(lambda: 2.0, options=options)
+    own, both = filter(None, passes)
+    assert "while-loop-invariant-code-motion" in own
+    assert both == f"{own},dce"
+
+
 def test_variables_of_others_are_refused():
     strategy, other = mirrored(2), mirrored(2)
     with other.scope():
@@ -452,3 +473,35 @@ def test_a_loop_copies_no_variable(monkeypatch):
     assert copies == [1]
     np.testing.assert_array_equal(held, 8 * np.ones(3))
     np.testing.assert_array_equal(variables[1].numpy(), 9 * np.ones(3))
+
+
+def unchanged_later(take):
+    """Whether what `take` gives to a function of `run` is what an array was then."""
+    strategy = mirrored(2)
+    memory = np.empty(1024 + 16, np.float32)
+    offset = -(memory.ctypes.data // 4) % 16  # JAX shares what is aligned like this.
+    array = memory[offset : offset + 1024]
+
+    def function(value):
+        late = jnp.ones((300, 300))
+        late = jax.lax.fori_loop(0, 60, lambda _, a: a @ a / 300, late)
+        return jnp.sum(value * late[0, 0])
+
+    for _ in range(4):
+        array[:] = 1
+        total = take(strategy, function, array)
+        array[:] = 2
+        np.testing.assert_allclose(strategy.experimental_local_results(total), 1024)
+
+
+def test_an_array_may_be_changed_as_soon_as_run_returns():
+    unchanged_later(lambda strategy, function, array: strategy.run(function, (array,)))
+
+
+def test_an_array_of_one_replica_may_be_changed_as_soon_as_it_is_distributed():
+    def take(strategy, function, array):
+        value = strategy.experimental_distribute_values_from_function(lambda _: array)
+        array[:] = 2
+        return strategy.run(function, (value,))
+
+    unchanged_later(take)

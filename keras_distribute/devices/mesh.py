@@ -25,8 +25,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from keras_distribute._compat import jax_internals
 from keras_distribute.devices.axes import LOGICAL_AXIS as LOGICAL_AXIS
 from keras_distribute.devices.axes import REPLICA_AXIS as REPLICA_AXIS
+from keras_distribute.devices.compiler_options import DISABLED_PASSES
 from keras_distribute.devices.launches import launches
-from keras_distribute.devices.series import DISABLED_PASSES, Series
+from keras_distribute.devices.series import Series
 from keras_distribute.errors import DeviceError
 
 _SERIES = "series_of_"  # How the name of that axis begins.

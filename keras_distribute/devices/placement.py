@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from keras_distribute.devices.compiler_options import DISABLED_PASSES, joined
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.devices.series import DISABLED_PASSES
 
 MIN_SHARD_BYTES = 16 * 1024
 _LEAST_BYTES = 8  # A seed, of which JAX takes no parts.
@@ -98,7 +98,7 @@ class Placement:
         options = self.mesh.compiler_options
         if self.shard_variables and self.mesh.platform == "cpu":
             own = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-            return {**(options or {}), **own}
+            return joined(options, own)
         return options
 
     @property
@@ -110,10 +110,8 @@ class Placement:
         """
         options = self.compiler_options
         if self.shard_variables and self.mesh.platform == "cpu":
-            options = options or {}
-            others = [options[name] for name in (DISABLED_PASSES,) if name in options]
-            passes = ",".join([*others, "cpu-all-reduce-combiner"])
-            return {**options, DISABLED_PASSES: passes}
+            own = {DISABLED_PASSES: "cpu-all-reduce-combiner"}
+            return joined(options, own)
         return options
 
     @property

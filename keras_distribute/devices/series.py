@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_distribute.devices.axes import REPLICA_AXIS
-
-DISABLED_PASSES = "xla_disable_hlo_passes"
-"""The compiler option that names passes of XLA which a program goes without."""
+from keras_distribute.devices.compiler_options import DISABLED_PASSES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from keras_distribute._compat.variables import in_stateless_scope
 from keras_distribute.cluster import liveness
 from keras_distribute.context import AnyStrategy, Mode
 from keras_distribute.devices import replication_proof
+from keras_distribute.devices.compiler_options import joined
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, copied_to_devices
 from keras_distribute.devices.over_replicas import over_replicas
@@ -38,6 +39,7 @@ from keras_distribute.run.arguments import Call, Static, in_trace_error
 from keras_distribute.run.traces import Trace
 from keras_distribute.run.whole_variables import check_gathered
 from keras_distribute.types import RunOptions
+from keras_distribute.values.arrays import kept
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.variables import (
     DistributedVariable,
@@ -163,7 +165,7 @@ def run(
                 "arguments. Pass numbers that change as arrays: np.int32(step).",
                 stacklevel=3,
             )
-    return program(call.arrays, own)
+    return program(list(map(kept, call.arrays)), own)
 
 
 class _Program:
@@ -288,8 +290,7 @@ class _Program:
 
     def _compiler_options(self, options: RunOptions | None) -> dict[str, Any] | None:
         chosen = options and options.experimental_xla_options
-        own = self._mesh.compiler_options
-        return chosen if own is None else {**own, **(chosen or {})}
+        return joined(self._mesh.compiler_options, chosen)
 
     def __call__(self, arrays: list[Any], own: Any) -> Any:
         if is_due(self._calls):

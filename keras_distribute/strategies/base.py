@@ -349,9 +349,8 @@ class Strategy(DeprecatedMethods):
             forms = agreement.exchange(
                 "experimental_distribute_values_from_function", own, mesh.num_processes
             )
-            return PerReplica.of(
-                components, mesh, [form for part in forms for form in part]
-            )
+            now = list(map(arrays.kept, components))
+            return PerReplica.of(now, mesh, [form for part in forms for form in part])
 
         return structures.regroup(made, distributed)
 

@@ -100,6 +100,13 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
+def kept(array: Any) -> Any:
+    """The array as it is now. On a CPU, JAX's arrays and programs use the memory of
+    NumPy's, also when it has been the caller's to change for long.
+    """
+    return array.copy() if isinstance(array, np.ndarray) else array
+
+
 def as_array(value: Any, what: str) -> jax.Array:
     """The value as JAX's array; a `StructureTypeError` for what is none."""
     try:

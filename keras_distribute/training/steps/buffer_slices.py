@@ -32,6 +32,16 @@ def joined(arrays: Sequence[Any], size: int) -> Any:
     return jnp.concatenate([*map(jnp.ravel, arrays), jnp.zeros(extra, arrays[0].dtype)])
 
 
+def filled_up(buffer: Any, size: int) -> Any:
+    """The buffer with zeros behind `size` elements, as `joined` makes it: what is
+    computed of zeros need not be a number.
+    """
+    if buffer.size == size:
+        return buffer
+    is_filled = lax.iota(jnp.int32, buffer.size) >= size
+    return lax.select(is_filled, jnp.zeros_like(buffer), buffer)
+
+
 def taken_apart(buffer: Any, shapes: Sequence[Shape], *, by_calls: bool) -> list[Any]:
     """The arrays that `joined` has put into a buffer; to be called in a compiled
     program.

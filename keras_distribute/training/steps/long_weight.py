@@ -16,7 +16,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
-from keras_distribute.training.steps import forward, packed_state
+from keras_distribute.training.steps import buffer_slices, forward, packed_state
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place
 from keras_distribute.training.steps.plan import StepPlan
 
@@ -55,6 +55,7 @@ class FlatStep:
             for j in range(len(self._slots_of[0]))
         ]
         self._num_buffers = 1 + len(slots)
+        self._size = sum(state.weights[i].size for i in small)
         divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
@@ -193,6 +194,7 @@ class FlatStep:
                 slots[j] = carried.slots[place]
         new = carried._replace(weights=weights, slots=slots)
         flat = [carried.weights[0], *(carried.slots[place] for place in own[0])]
+        flat = [buffer_slices.filled_up(buffer, self._size) for buffer in flat]
         rest = [
             self.packing.joined(new, i)
             for i in range(self._num_buffers, len(self.packing.buffers))
