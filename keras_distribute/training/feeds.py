@@ -82,14 +82,6 @@ class DatasetAdapter(compat.DataAdapter):
     def batch_size(self) -> int | None:
         return self.dataset.layout.source.batch_size
 
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
 
 def choose_adapter(
     original: Callable[..., Any],
