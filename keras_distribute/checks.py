@@ -124,14 +124,12 @@ def path(
         raise wrong(what, received=f"{name}={value!r}.", fix=fix or f'{name}="folder"')
 
 
-def one_of(
-    name: str, value: Any, known: Sequence[Any], error: _Error | None = None
-) -> None:
+def one_of(name: str, value: Any, known: Sequence[Any]) -> None:
     """Raises unless `value` is one of a few strings or other constants."""
     if any(type(value) is type(each) and value == each for each in known):
         return
     wrong = ValueStructureError if isinstance(value, str) else StructureTypeError
-    raise (error or wrong)(
+    raise wrong(
         f"There is no {name} {shown(value)}.",
         received=f"{name}={shown(value)}.",
         fix=f"one of {', '.join(map(repr, known))}.",

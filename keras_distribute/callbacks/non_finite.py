@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.experimental import sparse
 
+from keras_distribute._compat.adapters import is_sparse
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, mesh_of_array
 from keras_distribute.errors import NonFiniteError
@@ -109,7 +109,7 @@ def _found_in(placed: Placed) -> list[str]:
     """
     # In order, each once: the logical devices of a replica have the same rows.
     found: dict[str, None] = {}
-    leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=_is_sparse)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(placed.data, is_leaf=is_sparse)[0]
     for (path, leaf), rows in zip(leaves, placed.rows, strict=True):
         for array in jax.tree.leaves(leaf):
             if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -148,10 +148,6 @@ def _true_part(shard: Any, rows: Any) -> np.ndarray[Any, Any]:
     if not isinstance(rows, int) or rows == WHOLE:
         return part
     return part[: max(0, rows - (shard.index[0].start or 0))]
-
-
-def _is_sparse(leaf: Any) -> bool:
-    return isinstance(leaf, sparse.JAXSparse)
 
 
 def _name_of(path: Any) -> str:

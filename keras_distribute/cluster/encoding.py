@@ -57,9 +57,9 @@ def encode(
             return form
     if isinstance(value, dict):  # Also of a subclass: what is restored are the items.
         return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
-    if isinstance(value, np.generic) and _is_kept(value):
+    if isinstance(value, np.generic) and is_plain(value):
         return {"scalar": _keep(np.asarray(value), name, arrays)}
-    if isinstance(value, np.ndarray | jax.Array) and _is_kept(value):
+    if isinstance(value, np.ndarray | jax.Array) and is_plain(value):
         return {"array": _keep(np.array(value), name, arrays)}
     raise CheckpointError(
         f"{name!r} is of a type that a checkpoint cannot keep.",
@@ -76,7 +76,7 @@ def can_encode(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(can_encode(item) for item in value)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return _is_key(value) or _is_kept(value)
+        return _is_key(value) or is_plain(value)
     return value is None or type(value) in (bool, int, float, str, bytes)
 
 
@@ -120,7 +120,7 @@ def _is_key(value: Any) -> bool:
     )
 
 
-def _is_kept(value: np.ndarray[Any, Any] | np.generic | jax.Array) -> bool:
+def is_plain(value: np.ndarray[Any, Any] | np.generic | jax.Array) -> bool:
     """Whether an array is one of elements that files name, and no more than these."""
     dtype = np.dtype(value.dtype)
     plain = not dtype.hasobject and dtype.names is None

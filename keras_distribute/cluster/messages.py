@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute.cluster import signing
-from keras_distribute.cluster.encoding import Arrays, decode, encode
+from keras_distribute.cluster.encoding import Arrays, decode, encode, is_plain
 from keras_distribute.errors import ClusterError, StructureTypeError
 
 _MOST_SHOWN = 200
@@ -91,11 +91,11 @@ class _Writer:
             return {"named": [*_name_of(kind), part(list(value))]}
         if isinstance(value, BaseException):
             return {"error": self._error(value, part)}
-        if isinstance(value, jax.Array) and _is_plain(value.dtype):
+        if isinstance(value, jax.Array) and is_plain(value):
             return {"jax": part(np.asarray(value))}
         array: Any = value
         of_numpy = kind is np.ndarray or isinstance(value, np.generic)
-        if of_numpy and _is_plain(array.dtype):
+        if of_numpy and is_plain(array):
             return None  # As any array.
         if not self._signed:
             raise _no_data(value)
@@ -190,12 +190,6 @@ def _class_at(module: str, name: str, base: type, *, find: bool) -> Any:
     for step in name.split("."):
         found = getattr(found, "__dict__", {}).get(step)
     return found if isinstance(found, type) and issubclass(found, base) else None
-
-
-def _is_plain(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    return not np.dtype(dtype).hasobject and np.dtype(dtype).names is None
 
 
 def _form_of(array: np.ndarray[Any, Any]) -> list[Any]:

@@ -106,17 +106,11 @@ class ClusterCoordinator:
         cluster = self._strategy.cluster
         cluster.queue.check()
         call, iterators = self._call(tuple(args), dict(kwargs or {}))
-        program = cluster.program(self._strategy, fn, call)
+        program = cluster.program(fn, call)
         # Of several workers none knows what the others add meanwhile.
-        sees_all = len(cluster.workers) == 1 and any(program.partial)
-        return cluster.schedule(
-            self._strategy,
-            program,
-            fn,
-            [call],
-            iterators,
-            alone=sees_all or bool(program.ordered),
-        )
+        returns_sums = len(cluster.workers) == 1 and any(program.partial)
+        alone = returns_sums or bool(program.ordered)
+        return cluster.schedule(program, fn, [call], iterators, alone=alone)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -58,6 +58,7 @@ class Cluster:
     """The servers and workers that one coordinator has.
 
     Args:
+        strategy: Whose they are.
         cluster: Their addresses.
         ask: Says them anew: a worker that was gone may come back elsewhere.
         credentials: Of the job.
@@ -77,6 +78,7 @@ class Cluster:
 
     def __init__(
         self,
+        strategy: Any,
         cluster: ClusterSpec,
         ask: Callable[[], ClusterSpec],
         credentials: Credentials,
@@ -85,7 +87,7 @@ class Cluster:
         lazy_rows: bool,
         communication_dtype: str | None,
     ) -> None:
-        self._ask = ask
+        self._strategy, self._ask = strategy, ask
         self.credentials, self.coordinator = credentials, ""
         self.server_addresses = list(cluster.job_tasks("ps"))
         self._max_staleness = max_staleness
@@ -181,7 +183,6 @@ class Cluster:
 
     def program(
         self,
-        strategy: Any,
         function: Callable[..., Any],
         call: Call,
         axes: Sequence[int | None] | None = None,
@@ -189,12 +190,12 @@ class Cluster:
         """The program of a function for arguments of this form, made once; `axes` is
         as in `programs.traced`.
         """
-        programs = strategy.programs.programs_of(function, "coordinator.schedule")
+        cache = self._strategy.programs
+        programs = cache.programs_of(function, "coordinator.schedule")
         program = programs.get(call.signature)
         if program is None:
-            program = programs[call.signature] = self._made(
-                strategy, function, call, axes=axes
-            )
+            program = self._made(function, call, axes=axes)
+            programs[call.signature] = program
         return program
 
     def _drop_gone(self) -> None:
@@ -206,7 +207,6 @@ class Cluster:
 
     def _made(
         self,
-        strategy: Any,
         function: Callable[..., Any],
         call: Call,
         elements: Sequence[Any] = (),
@@ -216,7 +216,7 @@ class Cluster:
         with launches.tracing, self._lock, _seen_as(platforms):
             self._drop_gone()
             program = traced(
-                strategy,
+                self._strategy,
                 function,
                 call,
                 self.is_on_servers,
@@ -263,7 +263,6 @@ class Cluster:
 
     def schedule(
         self,
-        strategy: Any,
         program: Traced,
         function: Any,
         calls: Sequence[Call],
@@ -274,7 +273,6 @@ class Cluster:
         """Puts a program into the queue.
 
         Args:
-            strategy: Whose it is.
             program: For these arguments.
             function: What was traced.
             calls: The arguments of each step, all of one form.
@@ -288,11 +286,11 @@ class Cluster:
             """Takes the program for batches of other forms, made once."""
             call = calls[0]
             key = call.signature, tuple(tuple(map(tuple, form)) for form in forms)
-            programs = strategy.programs.programs_of(function)
+            programs = self._strategy.programs.programs_of(function)
             if key not in programs:
                 iterators = [iterator for iterator, _ in program.elements]
                 elements = list(zip(iterators, forms, strict=True))
-                programs[key] = self._made(strategy, function, call, elements)
+                programs[key] = self._made(function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
         self.queue.wait(self.queue.has_room, look=self.look)

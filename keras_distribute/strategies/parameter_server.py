@@ -136,6 +136,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(mesh)
         self._placement = Placement(mesh, is_on_servers=True)
         self.cluster = clusters.Cluster(
+            self,
             spec,
             cluster_resolver.cluster_spec,
             known,

@@ -4,7 +4,6 @@ context, their data, and whether this process is quiet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import keras
@@ -14,11 +13,7 @@ from keras_distribute._compat import trainer as compat
 from keras_distribute._compat.epochs import follower_of
 from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import ContextError, ValueStructureError
-from keras_distribute.strategies.base import (
-    Strategy,
-    get_strategy,
-    refuse_keras_distribution,
-)
+from keras_distribute.strategies.base import Strategy, refuse_keras_distribution
 from keras_distribute.training import calls, feeds
 from keras_distribute.training.steps.group_size import GroupSize
 from keras_distribute.variables import DistributedVariable, is_due
@@ -109,16 +104,6 @@ def frame_for(strategy: Strategy | None) -> Frame | None:
 def takes_host_batches() -> bool:
     """Whether steps of the current strategy place their batches by themselves."""
     return context.has_strategy() and keras.distribution.distribution() is None
-
-
-def choose_adapter(
-    original: Callable[..., Any], x: Any, arguments: dict[str, Any]
-) -> Any:
-    """The data adapter for the `x` of `fit`."""
-    strategy = get_strategy() if context.has_strategy() else None
-    call = calls.innermost()
-    method = "fit" if call is None else call.name
-    return feeds.choose_adapter(original, x, arguments, strategy, method)
 
 
 def feed(trainer: Any, adapter: Any, per_epoch: int | None) -> Any:

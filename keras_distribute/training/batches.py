@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import sparse
 from jax.sharding import NamedSharding
 
+from keras_distribute._compat.adapters import is_sparse
 from keras_distribute.cluster import agreement
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import InputError
@@ -85,7 +85,7 @@ def placed_form(batch: Any, mesh: ReplicaMesh) -> Placed:
     """`place` of shapes alone, on devices that need not be there."""
 
     def form(leaf: Any) -> _Leaf:
-        assert not _is_sparse(leaf)
+        assert not is_sparse(leaf)
         shape, dtype = tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)
         count = shape[0] if shape else 0
         pad, rows, spread = _padding(count, mesh.num_replicas)
@@ -106,7 +106,7 @@ class _Leaf(NamedTuple):
 
 
 def _placed(batch: Any, put: Callable[[Any], _Leaf]) -> Placed:
-    leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
     placed = [put(leaf) for leaf in leaves]
     return Placed(
         jax.tree.unflatten(structure, [leaf.array for leaf in placed]),
@@ -126,13 +126,13 @@ def _padding(count: int, replicas: int) -> tuple[int, int, Spread]:
 def _put(
     leaf: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None, traced: bool
 ) -> _Leaf:
-    is_ready = isinstance(leaf, jax.Array) or _is_sparse(leaf)
+    is_ready = isinstance(leaf, jax.Array) or is_sparse(leaf)
     array = leaf if is_ready else np.asarray(leaf)
     if mesh.num_processes > 1 and array.ndim:
         return _put_own_rows(array, mesh, sizes)
     count = array.shape[0] if array.ndim else 0
     pad, rows, spread = _padding(count, mesh.num_replicas)
-    is_whole = count == 0 or _is_sparse(leaf)
+    is_whole = count == 0 or is_sparse(leaf)
     if is_whole or (not traced and (pad or mesh.series is not None)):
         return _Leaf(mesh.put_replicated(array), WHOLE, spread)
     if pad:
@@ -175,7 +175,7 @@ def _put_own_rows(array: Any, mesh: ReplicaMesh, sizes: Sequence[int] | None) ->
         array: The rows of this process, or all.
         sizes: The rows of each replica, in the former case.
     """
-    if _is_sparse(array):
+    if is_sparse(array):
         raise InputError(
             "Sparse tensors cannot be shared by several processes.",
             received=f"a sparse array of shape {array.shape}.",
@@ -216,7 +216,7 @@ def trim(batch: Any, rows: Rows, sharding: NamedSharding) -> Any:
     """Slices the placed `batch` to its true rows, inside a compiled step, and spreads
     these as `sharding` says.
     """
-    leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
     trimmed = [
         leaf
         if true == WHOLE
@@ -233,7 +233,3 @@ def _true_rows(leaf: Any, true: int | tuple[int, ...]) -> Any:
     return jnp.concatenate(
         [leaf[i * each : i * each + size] for i, size in enumerate(true)]
     )
-
-
-def _is_sparse(leaf: Any) -> bool:
-    return isinstance(leaf, sparse.JAXSparse)

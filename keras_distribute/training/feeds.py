@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_distribute import context
 from keras_distribute._compat import adapters as compat
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import ContextError, InputError
@@ -26,8 +27,8 @@ from keras_distribute.input.options import InputContext, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.sharing import distribute_source
 from keras_distribute.input.source import Batch, Reader, Source
-from keras_distribute.strategies.base import Strategy
-from keras_distribute.training import batches
+from keras_distribute.strategies.base import get_strategy
+from keras_distribute.training import batches, calls
 from keras_distribute.training.fit_arguments import check_fit_arguments
 from keras_distribute.training.worker_data import WorkerDataAdapter, check_steps
 
@@ -82,29 +83,18 @@ class DatasetAdapter(compat.DataAdapter):
     def batch_size(self) -> int | None:
         return self.dataset.layout.source.batch_size
 
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
 
 def choose_adapter(
-    original: Callable[..., Any],
-    x: Any,
-    arguments: dict[str, Any],
-    strategy: Strategy | None,
-    method: str,
+    original: Callable[..., Any], x: Any, arguments: dict[str, Any]
 ) -> Any:
     """The adapter of the `x` of `fit`: ours for a distributed dataset and what workers
     read, Keras's for everything else.
 
     Args:
+        original: Keras's choice.
         arguments: The others of `fit` that concern data.
-        method: Of the model: `"fit"`, ...
     """
+    strategy = get_strategy() if context.has_strategy() else None
     if isinstance(x, ArrayDataset):
         raise InputError(
             "fit, evaluate and predict take arrays themselves, or a distributed "
@@ -117,7 +107,8 @@ def choose_adapter(
         _refuse_more("A DatasetCreator's dataset", x, arguments)
         check_steps(x, arguments.get("steps_per_epoch"))
         if strategy is not None and strategy.placement.is_on_servers:
-            return WorkerDataAdapter(x, strategy, method)
+            call = calls.innermost()
+            return WorkerDataAdapter(x, strategy, call.name if call else "fit")
         if strategy is None:
             x = x.dataset_fn(InputContext())
         else:

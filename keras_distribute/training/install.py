@@ -21,10 +21,10 @@ from keras_distribute._compat import recurrent as recurrent_compat
 from keras_distribute._compat.seams import changes
 from keras_distribute.strategies.default import default_strategy
 from keras_distribute.training import (
-    adoption,
     attention,
     batch_normalization,
     callback_list,
+    feeds,
     recurrent,
     replica_rules,
     trainer,
@@ -45,7 +45,7 @@ def install() -> None:
     variables.install(replaced, choose_class, accumulators_created)
     tensorflow.keep_off_accelerators(replaced)
     trainer.install(replaced)
-    adapters.install(replaced, adoption.choose_adapter)
+    adapters.install(replaced, feeds.choose_adapter)
     callbacks.install(replaced, callback_list.StrategyCallbackList)
     saving.install(replaced, written_once)
     optimizer.install(

@@ -31,7 +31,6 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.devices.by_rows.program import ADDEND
 from keras_distribute.devices.mesh import REPLICA_AXIS
 from keras_distribute.devices.where_used import tied_by_barrier
-from keras_distribute.training.accumulation import micro_step
 from keras_distribute.values import reductions
 from keras_distribute.values.stacked import of_this_replica
 from keras_distribute.variables import SyncOnReadVariable
@@ -255,7 +254,8 @@ def _add_up(
     updating: AbstractContextManager[Any],
     original: Apply,
 ) -> None:
-    """Adds gradients to the accumulators, and makes the optimizer's step.
+    """Adds a replica's gradients to its own accumulators, and makes the optimizer's
+    step.
 
     Args:
         pairs: The gradients with their variables.
@@ -268,15 +268,18 @@ def _add_up(
     num_steps, counter, _ = accumulation
     own = _accumulators_of(optimizer, pairs)
     before = [accumulator.value for accumulator in own]
-    summed, after = micro_step(
-        before,
-        [grad for grad, _ in pairs],
-        counter.value,
-        num_steps,
-        sum_over_replicas,
-        [value.shape for value in before],
+    totals = [old + grad for old, (grad, _) in zip(before, pairs, strict=True)]
+    updates = (counter.value + 1) % num_steps == 0
+    shapes, dtypes = [a.shape for a in before], [a.dtype for a in totals]
+    summed = lax.cond(
+        updates,
+        lambda: sum_over_replicas(totals),
+        lambda: list(map(jnp.zeros, shapes, dtypes)),
     )
+    after = [jnp.where(updates, jnp.zeros_like(a), a) for a in totals]
     with updating:
+        # The optimizer's own step runs each time, with empty accumulators: on the sum
+        # where it updates, and on zeros where it discards the update anyway.
         for accumulator, value in zip(own, before, strict=True):
             accumulator.assign(jnp.zeros_like(value))
         trained = [variable for _, variable in (*pairs, *others)]

@@ -59,14 +59,6 @@ class WorkerDataAdapter(compat.DataAdapter):
     def batch_size(self) -> int | None:
         return None
 
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
-
 
 class _Turns(Reader):
     """Whose batch is next: that of the worker that runs the step.

@@ -7,14 +7,14 @@ adds them to its accumulators, which are summed on the last micro-step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from keras_distribute._compat.trainer import TrainState
+from keras_distribute.training.steps.step_programs import Step
 
-Step = Callable[[Any, Any], Any]
 SLOTS = TrainState._fields.index("slots")
 """Where the accumulators are in a state: among the optimizer's variables."""
 

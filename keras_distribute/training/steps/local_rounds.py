@@ -118,13 +118,11 @@ class LocalRounds(ScheduledStep):
             # Of the stacked batches the second axis is that of rows.
             stacked = [1 if np.ndim(array) > 1 else None for array in call.arrays]
             axes = [*(None for _ in args[0]), *stacked[len(args[0]) :]]
-            program = cluster.program(strategy, self._steps, call, axes)
+            program = cluster.program(self._steps, call, axes)
             if program.ordered:
                 self._check_order(program.ordered)
             results.append(
-                cluster.schedule(
-                    strategy, program, self._steps, [call], counted=len(block)
-                )
+                cluster.schedule(program, self._steps, [call], counted=len(block))
             )
         self._round = _Round(list(map(len, own)), results)
 
@@ -164,8 +162,8 @@ class LocalRounds(ScheduledStep):
             return
         self._outer = strategy._optimizers_of(self._trainer)["outer_optimizer"]
         call = Call((pushed,), {}, strategy.replica_mesh)
-        program = cluster.program(strategy, self._outer_step, call)
-        cluster.schedule(strategy, program, self._outer_step, [call], counted=0)
+        program = cluster.program(self._outer_step, call)
+        cluster.schedule(program, self._outer_step, [call], counted=0)
         cluster.join()
 
     def _slots_of(self, group: int) -> list[Any]:

@@ -123,9 +123,9 @@ class ScheduledStep:
     def _scheduled(
         self, calls: Sequence[Call], iterators: Sequence[PerWorkerIterator] = ()
     ) -> Any:
-        cluster, strategy = self._strategy.cluster, self._strategy
+        cluster = self._strategy.cluster
         cluster.queue.check()
-        program = cluster.program(strategy, self._traced, calls[0])
+        program = cluster.program(self._traced, calls[0])
         most = _AHEAD * len(cluster.workers)
         if program.number not in self._kinds_of_logs:
             self._kinds_of_logs[program.number] = self._kinds_of(program)
@@ -134,9 +134,7 @@ class ScheduledStep:
             self._check_order(program.ordered)
         alone = bool(program.ordered or others)  # They need all that was added before.
         cluster.queue.wait(lambda: cluster.queue.num_pending < most, look=cluster.look)
-        result = cluster.schedule(
-            strategy, program, self._traced, calls, iterators, alone=alone
-        )
+        result = cluster.schedule(program, self._traced, calls, iterators, alone=alone)
         if self._kind == "predict":
             return _late(program, result)
         self._first = self._first or result

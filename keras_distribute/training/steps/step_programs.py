@@ -31,7 +31,8 @@ from keras_distribute.training.steps.packed_state import (
     State,
     form_of,
 )
-from keras_distribute.training.steps.unchanged import Step, unchanged
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +142,12 @@ class StepPrograms:
             return exports.exported(program, platforms)(state, data)
 
     def unchanged(self, step: Step) -> list[Any]:
-        """The variables that no step changes, as `step` says; none before the first
-        program.
+        """The variables that no training step changes: frozen weights, and those of
+        other layers that have no gradient. None before the first program.
+
+        Known from the traced step, which returns what it was given. A list of frozen
+        layers would not do: a `train_step` may assign to them, as to the weights of a
+        target network.
 
         Args:
             step: What the programs compute, on Keras's groups of values.
@@ -150,9 +155,20 @@ class StepPrograms:
         if self.latest is None:
             return []
         on_rows = self._on_true_rows(step, self.latest)
+
+        def new_state(state: Any, data: Any) -> Any:
+            return tuple(map(list, on_rows(state, data)[1]))
+
         state = tuple(map(list, form_of(self._groups)))
         with launches.tracing:
-            return unchanged(on_rows, self._groups, state, self.latest.data)
+            traced = jax.make_jaxpr(new_state)(state, self.latest.data).jaxpr
+        variables = [variable for group in self._groups for variable in group]
+        given = traced.invars[: len(variables)]
+        return [
+            variable
+            for variable, old, new in zip(variables, given, traced.outvars, strict=True)
+            if old is new
+        ]
 
     def names_of_state(self) -> list[str]:
         """What each array of the state is, in words."""
