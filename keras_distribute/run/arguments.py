@@ -210,8 +210,7 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
     if isinstance(leaf, jax.core.Tracer):
         raise in_trace_error(f"{leaf!r}.")
     if isinstance(leaf, jax.Array):
-        elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
-        return (mesh.put_replicated(leaf) if elsewhere else leaf), False
+        return mesh.within_reach(leaf), False
     if (
         leaf is None
         or isinstance(leaf, compat.Variable | type)
