@@ -122,12 +122,15 @@ class Call:
             dtype = (
                 array.dtype if special else jax.dtypes.canonicalize_dtype(array.dtype)
             )
-            self.leaves.append(jax.ShapeDtypeStruct(shape, dtype))
+            weak = getattr(array, "weak_type", False)
+            self.leaves.append(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
         kinds = iter(zip(self.split, self._true_shapes, strict=True))
         self.signature = (
             self._structure,
             tuple(
-                s if isinstance(s, Static) else (s.shape, s.dtype, next(kinds))
+                s
+                if isinstance(s, Static)
+                else (s.shape, s.dtype, s.weak_type, next(kinds))
                 for s in self.leaves
             ),
         )
