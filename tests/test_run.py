@@ -505,3 +505,21 @@ def test_an_array_of_one_replica_may_be_changed_as_soon_as_it_is_distributed():
         return strategy.run(function, (value,))
 
     unchanged_later(take)
+
+
+@pytest.mark.parametrize("number", [2.0, 2, np.float32(2), True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_numbers_promote_as_in_a_plain_call(number, deterministic):
+    strategy = mirrored(2, deterministic=deterministic)
+
+    def both(number, half):
+        return number * half, number + jnp.int8(1)
+
+    half = jnp.ones(3, "bfloat16")
+    for value in (number, jnp.asarray(number), jnp.asarray(np.asarray(number))):
+        expected = both(value, half)
+        for result, plain in zip(
+            strategy.run(both, (value, half)), expected, strict=True
+        ):
+            assert result.values[1].dtype == plain.dtype
+            np.testing.assert_array_equal(result.values[1], plain)

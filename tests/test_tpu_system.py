@@ -120,6 +120,8 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(kd.errors.DeviceError, match="for another TPU than this one"):
         kd.TPUStrategy(CR.TPUClusterResolver("cpu"), TPU.DeviceAssignment.build(other))
     here = TPU.initialize_tpu_system(CR.TPUClusterResolver("cpu"))
+    with pytest.raises(kd.errors.DeviceError, match=r"of shape \(2, 0, 4\)"):
+        TPU.DeviceAssignment(here, np.zeros((2, 0, 4), int))
     with pytest.raises(kd.errors.DeviceError, match="A device belongs to one replica"):
         kd.TPUStrategy(
             CR.TPUClusterResolver("cpu"),

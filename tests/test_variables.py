@@ -680,3 +680,21 @@ def test_variables_without_names_have_keras_names():
     with mirrored(2).scope():
         assert paths() == expected
     assert expected[0] == "own/variable"
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+def test_an_array_of_one_device_is_added(kind):
+    strategy = mirrored(4)
+    with strategy.scope():
+        variable = keras.Variable(
+            np.zeros(2, "float32"), synchronization=kind, aggregation="sum"
+        )
+        metric = keras.metrics.MeanSquaredError()
+    for device in (jax.devices()[1], jax.devices()[6]):
+        ones = jax.device_put(np.ones(2, "float32"), device)
+        variable.assign_add(3 * ones)
+        variable.assign_sub(ones)
+        metric.update_state(ones, 3 * ones)
+    np.testing.assert_array_equal(variable.numpy(), [4, 4])
+    assert variable.value.sharding.device_set == set(strategy.replica_mesh.devices)
+    assert float(metric.result()) == 4

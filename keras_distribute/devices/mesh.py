@@ -233,6 +233,13 @@ class ReplicaMesh:
             host.shape, self.replicated, shards
         )
 
+    def within_reach(self, array: jax.Array) -> jax.Array:
+        """The array as a program over all replicas takes it: on every replica, if it is
+        on other devices for good.
+        """
+        elsewhere = array.committed and array.sharding.device_set != set(self.devices)
+        return self.put_replicated(array) if elsewhere else array
+
     def brought(self, array: jax.Array) -> jax.Array:
         """A copy on every replica of an array that rests elsewhere; any other array as
         it is.

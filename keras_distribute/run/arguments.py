@@ -122,12 +122,15 @@ class Call:
             dtype = (
                 array.dtype if special else jax.dtypes.canonicalize_dtype(array.dtype)
             )
-            self.leaves.append(jax.ShapeDtypeStruct(shape, dtype))
+            weak = getattr(array, "weak_type", False)
+            self.leaves.append(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
         kinds = iter(zip(self.split, self._true_shapes, strict=True))
         self.signature = (
             self._structure,
             tuple(
-                s if isinstance(s, Static) else (s.shape, s.dtype, next(kinds))
+                s
+                if isinstance(s, Static)
+                else (s.shape, s.dtype, s.weak_type, next(kinds))
                 for s in self.leaves
             ),
         )
@@ -210,8 +213,7 @@ def _as_array(leaf: Any, mesh: ReplicaMesh) -> tuple[Any, bool]:
     if isinstance(leaf, jax.core.Tracer):
         raise in_trace_error(f"{leaf!r}.")
     if isinstance(leaf, jax.Array):
-        elsewhere = leaf.committed and leaf.sharding.device_set != set(mesh.devices)
-        return (mesh.put_replicated(leaf) if elsewhere else leaf), False
+        return mesh.within_reach(leaf), False
     if (
         leaf is None
         or isinstance(leaf, compat.Variable | type)

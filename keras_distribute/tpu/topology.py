@@ -193,7 +193,7 @@ def coordinates_in(mesh_shape: Array, name: str, given: Any, axes: str) -> Array
         DeviceError: For another shape, and for coordinates outside of the mesh.
     """
     found = integers(name, given)
-    if found.ndim != 3 or found.shape[2] != RANK:
+    if found.ndim != 3 or found.shape[2] != RANK or not found.size:
         raise DeviceError(
             f"{name} has the shape ({axes}, 4).",
             received=f"{name} of shape {found.shape}.",

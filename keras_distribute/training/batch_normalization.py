@@ -51,9 +51,10 @@ def call(
     def split(array: Any) -> Any:
         return array.reshape((groups, array.shape[0] // groups, *array.shape[1:]))
 
-    split_mask = None if mask is None else split(mask)
-    outputs, updated = jax.vmap(one_replica, (0, None if mask is None else 0))(
-        split(inputs), split_mask
+    # One row of a mask may be for all rows.
+    has_rows = mask is not None and len(mask) == rows
+    outputs, updated = jax.vmap(one_replica, (0, 0 if has_rows else None))(
+        split(inputs), split(mask) if has_rows else mask
     )
     for variable, per_replica in zip(variables, updated, strict=True):
         variable.assign(jnp.mean(per_replica, 0))

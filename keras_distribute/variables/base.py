@@ -244,6 +244,8 @@ class DistributedVariable(compat.Variable):
         sum is cast.
         """
         change = self._as_array(value)
+        if not (compat.in_stateless_scope() or isinstance(change, jax.core.Tracer)):
+            change = self.replica_mesh.within_reach(change)
         with contextlib.suppress(ValueError):  # The shape is checked in any case.
             change = jnp.broadcast_to(change, self.shape)
         return self._with_own_shape(change)

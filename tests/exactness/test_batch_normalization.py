@@ -15,6 +15,7 @@ import pytest
 from keras import layers, ops
 
 import keras_distribute as kd
+from tests.support import mirrored_or_default
 
 from . import harness
 from .harness import equals_one_device, fit_evaluate_predict, fit_only, table
@@ -234,3 +235,27 @@ def test_trainable_false_freezes_the_statistics() -> None:
         for path, value in outcome.weights
         if path in before
     )
+
+
+class OneMask(layers.Layer):
+    """Normalizes under a mask of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layers.BatchNormalization()
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        mask = np.array([[True, True, False]])
+        return self.norm(inputs, mask=mask, training=training)
+
+
+def test_a_mask_of_one_row_is_for_all_rows() -> None:
+    means = []
+    x = np.tile(np.arange(6.0, dtype="float32").reshape(1, 3, 2), (4, 1, 1))
+    for replicas in (0, 2):
+        with mirrored_or_default(replicas).scope():
+            model = keras.Sequential([keras.Input((3, 2)), OneMask()])
+            model.compile("sgd", "mse")
+        model.train_on_batch(x, x)
+        means.append(model.layers[0].norm.moving_mean.numpy())
+    np.testing.assert_allclose(means[1], means[0], rtol=1e-6)
