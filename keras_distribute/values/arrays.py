@@ -104,7 +104,8 @@ def kept(array: Any) -> Any:
     """The array as it is now. On a CPU, JAX's arrays and programs use the memory of
     NumPy's, also when it has been the caller's to change for long.
     """
-    return array.copy() if isinstance(array, np.ndarray) else array
+    is_numpy = isinstance(array, np.ndarray) and is_array(array)
+    return array.copy() if is_numpy else array
 
 
 def as_array(value: Any, what: str) -> jax.Array:
