@@ -25,7 +25,7 @@ from keras_distribute.scheduling.values import (
 )
 from keras_distribute.strategies.extended import check_arguments
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
-from keras_distribute.values import structures
+from keras_distribute.values import arrays, structures
 
 
 class ClusterCoordinator:
@@ -141,10 +141,7 @@ class ClusterCoordinator:
         call = Call(args, kwargs, self._strategy.replica_mesh)
         traces.refuse_keys(call.arrays)
         # Read when their turn comes: by then the memory may have been used again.
-        call.arrays = [
-            own.get(id(array), array.copy() if isinstance(array, np.ndarray) else array)
-            for array in call.arrays
-        ]
+        call.arrays = [own.get(id(each), arrays.kept(each)) for each in call.arrays]
         return call, iterators
 
     def join(self) -> None:

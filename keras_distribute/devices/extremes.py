@@ -35,10 +35,8 @@ class Extremes:
 
     def are_in(self, program: Any) -> bool:
         """Whether a traced program takes some."""
-        return any(
-            self._is_one(eqn) or any(map(self.are_in, _held(eqn)))
-            for eqn in getattr(program, "jaxpr", program).eqns
-        )
+        # A `shard_map` is the program of each device alone.
+        return jaxprs.has(program, self._is_one, but_in=("shard_map",))
 
     def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, in which they are NaN where one of the numbers is."""
@@ -98,10 +96,3 @@ class Extremes:
 def _marks(array: Any, sign: int) -> Any:
     """Marks in the place of NaNs, and zeros."""
     return jnp.where(array != array, sign, 0).astype(array.dtype)
-
-
-def _held(eqn: Any) -> list[Any]:
-    """The programs in an operation, but for that of each device alone."""
-    if eqn.primitive.name == "shard_map":
-        return []
-    return list(core.jaxprs_in_params(eqn.params))

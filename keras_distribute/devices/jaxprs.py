@@ -4,7 +4,7 @@ the part of a function that makes some of its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,27 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
         if isinstance(value, core.Jaxpr):
             return core.ClosedJaxpr(value, [])
     return None
+
+
+def has(
+    program: Any, is_wanted: Callable[[Any], bool], but_in: Collection[str] = ()
+) -> bool:
+    """Whether an operation of a traced program, or of one inside it, is wanted.
+
+    Args:
+        but_in: Names of operations whose programs are not looked at.
+    """
+    return any(
+        is_wanted(eqn)
+        or (
+            eqn.primitive.name not in but_in
+            and any(
+                has(inner, is_wanted, but_in)
+                for inner in core.jaxprs_in_params(eqn.params)
+            )
+        )
+        for eqn in getattr(program, "jaxpr", program).eqns
+    )
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

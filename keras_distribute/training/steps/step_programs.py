@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import exports
+from keras_distribute.devices import exports, jaxprs
 from keras_distribute.devices.extremes import Extremes
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
@@ -229,7 +228,7 @@ class StepPrograms:
         with launches.tracing:
             traced = made[0].trace(state, data)
         wrong = _scatters if self._mesh.logical_axes else _scatters_by_unsigned
-        is_whole = not _is_even(placed) and _has(traced.jaxpr, wrong)
+        is_whole = not _is_even(placed) and jaxprs.has(traced.jaxpr, wrong)
         forgets = not is_whole and self._extremes(placed).are_in(traced.jaxpr)
         self._faults[key] = faults = _Faults(is_whole, forgets)
         return self._jitted(placed, size) if any(faults) else made
@@ -340,7 +339,7 @@ class StepPrograms:
         program, _ = self._program(placed, 1, state, placed.data)
         with launches.tracing:
             traced = program.trace(state, placed.data)
-        convolves = on_cpu and _has(traced.jaxpr, _convolves)
+        convolves = on_cpu and jaxprs.has(traced.jaxpr, _convolves)
         faults = self._faults.get(form_of_batch(placed), _Faults())
         return not convolves and not faults.is_whole
 
@@ -458,12 +457,3 @@ def _scatters_by_unsigned(eqn: Any) -> bool:
     if not _scatters(eqn):
         return False
     return jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.unsignedinteger)
-
-
-def _has(jaxpr: Any, is_wanted: Callable[[Any], bool]) -> bool:
-    """Whether an operation of a traced program, or of one inside it, is wanted."""
-    return any(
-        is_wanted(eqn)
-        or any(_has(inner, is_wanted) for inner in core.jaxprs_in_params(eqn.params))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
