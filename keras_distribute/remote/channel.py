@@ -10,11 +10,10 @@ from typing import Any
 from keras_distribute import errors
 from keras_distribute.cluster import addresses, signing
 from keras_distribute.errors import DistributeError, RemoteError, UnavailableError
-from keras_distribute.remote import frames
+from keras_distribute.remote import frames, sockets
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.engine import monitor, zmq
 from keras_distribute.remote.frames import Array, Header
-from keras_distribute.remote.sockets import prepare
 
 Reply = tuple[int, Header, list[Array]]
 
@@ -49,7 +48,7 @@ class Channel:
         self._early: dict[int, tuple[Header, list[Array]]] = {}
         self._context = zmq.Context.instance()
         self._socket = self._context.socket(zmq.DEALER)
-        prepare(self._socket)
+        sockets.prepare(self._socket)
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 500
         credentials.of_client(self._socket, address)
         self._monitor = self._socket.get_monitor_socket(
@@ -79,7 +78,7 @@ class Channel:
         parts = frames.encode({**header, "number": self._numbers}, arrays)
         try:
             # Where there is no connection any more, it would wait for ever.
-            self._socket.send_multipart(parts, copy=False, flags=zmq.NOBLOCK)
+            sockets.send(self._socket, parts, wait=False)
         except zmq.Again:
             raise self._error("its connection has ended") from None
         return self._numbers
@@ -155,8 +154,7 @@ class Channel:
         return self._checked(*self._early.pop(number))
 
     def _read(self) -> Reply:
-        parts = self._socket.recv_multipart(copy=False)
-        header, arrays = frames.decode([part.buffer for part in parts])
+        header, arrays = frames.decode(sockets.receive(self._socket))
         return int(header.get("number") or 0), header, arrays
 
     def _checked(

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_distribute.errors import ClusterError
-from keras_distribute.remote import frames
+from keras_distribute.remote import frames, sockets
 from keras_distribute.remote.credentials import Credentials, Gate
 from keras_distribute.remote.engine import zmq
 from keras_distribute.remote.frames import Array, Header
-from keras_distribute.remote.sockets import endpoint_of, prepare, text_of
 
 Answer = tuple[Header, Sequence[Any]] | None
 Handle = Callable[[Header, list[Array]], Answer]
@@ -35,18 +34,18 @@ class Endpoint:
         self._context = zmq.Context()
         self._gate = Gate(self._context, credentials, address)
         self._socket = self._context.socket(zmq.ROUTER)
-        prepare(self._socket)
+        sockets.prepare(self._socket)
         credentials.of_server(self._socket)
         try:
-            self._socket.bind(endpoint_of(address))
+            self._socket.bind(sockets.endpoint_of(address))
         except zmq.ZMQError as error:
             self.close()
             raise ClusterError(
                 f"The task cannot listen at {address}.",
-                received=f"{text_of(error)}.",
+                received=f"{sockets.text_of(error)}.",
                 fix="a free port of this host, or end the task that has it.",
             ) from error
-        self._upcoming: tuple[bytes, Header, list[Array]] | None = None
+        self._upcoming: tuple[memoryview, Header, list[Array]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -65,13 +64,13 @@ class Endpoint:
     def upcoming(self, ms: int = 0) -> tuple[Header, list[Array]] | None:
         """The message that is answered next, if it comes within some milliseconds."""
         if self._upcoming is None and self._poller.poll(ms):
-            peer, *message = self._socket.recv_multipart(copy=False)
+            peer, *message = sockets.receive(self._socket)
             try:
-                decoded = frames.decode([part.buffer for part in message])
+                decoded = frames.decode(message)
             except ClusterError as error:  # From a task of another version.
-                self._send(peer.bytes, frames.encode({"error": describe(error)}))
+                self._send(peer, frames.encode({"error": describe(error)}))
                 return None
-            self._upcoming = (peer.bytes, *decoded)
+            self._upcoming = (peer, *decoded)
         return self._upcoming and self._upcoming[1:]
 
     def _serve_one(self, handle: Handle) -> None:
@@ -92,8 +91,8 @@ class Endpoint:
             message = frames.encode({"error": describe(error), "number": number})
         self._send(peer, message)
 
-    def _send(self, peer: bytes, message: list[Any]) -> None:
-        self._socket.send_multipart([peer, *message], copy=False)
+    def _send(self, peer: memoryview, message: list[Any]) -> None:
+        sockets.send(self._socket, [peer, *message])
 
     def close(self) -> None:
         """Ends the conversations; answers that are on their way still go out."""

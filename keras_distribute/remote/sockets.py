@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from keras_distribute.cluster import addresses
 from keras_distribute.errors import ClusterError
+from keras_distribute.remote.engine import zmq
 from keras_distribute.remote.frames import LARGEST_FRAME
 
 SECONDS_TO_SHAKE_HANDS = 5.0
 SECONDS_OF_SILENCE = 5.0  # After which a task that is frozen or cut off is given up.
 # Larger frames are not copied; of each a thread of pyzmq is told when it has gone.
 _LARGEST_COPIED = 2**20
+_NO_WAIT, _MORE = (int(zmq.NOBLOCK), int(zmq.SNDMORE)) if zmq else (0, 0)
 
 
 def prepare(one: Any) -> None:
@@ -26,6 +29,32 @@ def prepare(one: Any) -> None:
     one.sndhwm = one.rcvhwm = 0  # Who talks here waits for answers.
     one.tcp_keepalive = 1
     one.copy_threshold = _LARGEST_COPIED
+
+
+def send(one: Any, frames: Sequence[Any], wait: bool = True) -> None:
+    """Sends a message, without a copy of its large frames.
+
+    Args:
+        wait: For a connection, and for room in the queue of one.
+
+    Raises:
+        zmq.Again: If there is none, and `wait` is false.
+    """
+    # As `send_multipart`, which makes an enumeration of the flags for each frame.
+    last = 0 if wait else _NO_WAIT
+    for frame in frames[:-1]:
+        one.send(frame, last | _MORE, False)
+    one.send(frames[-1], last, False)
+
+
+def receive(one: Any) -> list[Any]:
+    """The buffers of the frames of the next message."""
+    frame = one.recv(0, False)
+    buffers = [frame.buffer]
+    while frame.more:
+        frame = one.recv(0, False)
+        buffers.append(frame.buffer)
+    return buffers
 
 
 def endpoint_of(address: str) -> str:

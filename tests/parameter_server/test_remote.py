@@ -183,7 +183,14 @@ def test_the_message_that_comes_next_can_be_looked_at(task):
     channel.close()
 
 
-@pytest.mark.parametrize("inside", ["zmq/sugar", "keras_distribute/remote/channel"])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "zmq/sugar",
+        "keras_distribute/remote/sockets",
+        "keras_distribute/remote/channel",
+    ],
+)
 def test_ctrl_c_leaves_no_half_of_a_message(task, inside):
     """At any place of a question or its answer: the next one has its own answer."""
     lost = []
@@ -199,7 +206,7 @@ def test_ctrl_c_leaves_no_half_of_a_message(task, inside):
 
     places = Interrupter(None, inside=inside)
     assert not places(lambda: call(-1))
-    assert places.count >= 10
+    assert places.count >= 4  # Calls and returns.
     for place in range(places.count):
         interrupter = Interrupter(place, inside=inside)
         assert interrupter(lambda: call(-1))
