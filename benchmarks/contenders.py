@@ -10,6 +10,7 @@ arrays in memory, or the same number of steps of a loop; of the kind "call", one
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import resource
@@ -192,12 +193,50 @@ def _run_loop(strategy: Any, model: Any, workload: Workload) -> Callable[[], Non
     return round_
 
 
-def _by_hand(
-    name: str, kind: str, model: Any, workload: Workload
-) -> Callable[[], None]:
+@dataclasses.dataclass
+class ByHand:
     """The loop that one would write in JAX: local statistics in BatchNormalization,
-    gradients averaged, Adam.
+    gradients averaged, Adam. A call is a round of it.
+
+    Args:
+        program: From the state and a batch to the next state, or to predictions.
+        state: Of the model and the optimizer, and the sum of the losses.
+        data: Of a round.
+        width: How many along axis 0 of the data a call of the program takes.
+        sharding: Of a batch.
+        predicts: Whether the program makes predictions.
     """
+
+    program: Any
+    state: Any
+    data: tuple[Any, ...]
+    width: int
+    sharding: Any
+    predicts: bool = False
+
+    def __call__(self) -> None:
+        import jax
+        import numpy as np
+
+        program, width, sharding = self.program, self.width, self.sharding
+        starts = range(0, len(self.data[0]) - len(self.data[0]) % width, width)
+        state = self.state
+        if self.predicts:
+            (x,) = self.data
+            parts = [
+                program(state, jax.device_put(x[i : i + width], sharding))
+                for i in starts
+            ]
+            np.concatenate([np.asarray(part) for part in parts])
+            return
+        x, y = self.data
+        for i in starts:
+            rows = x[i : i + width], y[i : i + width]
+            state = program(state, *jax.device_put(rows, sharding))
+        self.state = jax.block_until_ready(state)
+
+
+def _by_hand(name: str, kind: str, model: Any, workload: Workload) -> ByHand:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -273,19 +312,9 @@ def _by_hand(
         return jax.jit(program, donate_argnums=donate)
 
     state = jax.device_put((trainable, others, slots, 0.0), replicated)
-    held = [state]
-
     if kind == "predict":
-        predict = mapped(prediction, (everywhere, by_replica), by_replica, ())
-
-        def predictions() -> None:
-            parts = [
-                predict(held[0], jax.device_put(x[i : i + batch], split))
-                for i in range(0, len(x), batch)
-            ]
-            np.concatenate([np.asarray(part) for part in parts])
-
-        return predictions
+        program = mapped(prediction, (everywhere, by_replica), by_replica, ())
+        return ByHand(program, state, (x,), batch, split, predicts=True)
 
     if name == "by_hand_scan":
 
@@ -296,25 +325,15 @@ def _by_hand(
 
         inner = PartitionSpec(None, "replica")
         program = mapped(steps, (everywhere, inner, inner), everywhere)
-        width, target = batch * FUSED, stacked
-    else:
-        program = mapped(
-            evaluation if kind == "evaluate" else step,
-            (everywhere, by_replica, by_replica),
-            everywhere,
-        )
-        width, target = batch, split
-
-    def round_() -> None:
-        state = held[0]
-        for start in range(0, len(x) - len(x) % width, width):
-            rows = x[start : start + width], y[start : start + width]
-            if name == "by_hand_scan":
-                rows = tuple(a.reshape(FUSED, batch, *a.shape[1:]) for a in rows)
-            state = program(state, *jax.device_put(rows, target))
-        held[0] = jax.block_until_ready(state)
-
-    return round_
+        stacks = [each[: len(x) - len(x) % (batch * FUSED)] for each in (x, y)]
+        data = tuple(a.reshape(-1, batch, *a.shape[1:]) for a in stacks)
+        return ByHand(program, state, data, FUSED, stacked)
+    program = mapped(
+        evaluation if kind == "evaluate" else step,
+        (everywhere, by_replica, by_replica),
+        everywhere,
+    )
+    return ByHand(program, state, (x, y), batch, split)
 
 
 def _peak_mib(platform: str) -> float:

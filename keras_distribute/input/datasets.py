@@ -25,7 +25,6 @@ from keras_distribute.input.options import ElementSpec, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.shares import Layout
 from keras_distribute.input.source import Batch
-from keras_distribute.values import structures
 from keras_distribute.values.per_replica import PerReplica
 
 _FORMAT = 1
@@ -243,8 +242,9 @@ class _Prepare:
         self._structure: Any = None
 
     def __call__(self, batch: Batch) -> Any:
-        pieces = self._dataset._layout.pieces(batch)
-        structure = jax.tree.structure(pieces[0])
+        layout = self._dataset._layout
+        sample = layout.sample(batch)
+        structure = jax.tree.structure(sample)
         self._structure = self._structure or structure
         if structure != self._structure:
             raise InputError(
@@ -252,31 +252,35 @@ class _Prepare:
                 received=f"{structure} after {self._structure}.",
                 fix="yield the same structure for every batch.",
             )
-        specs = self._specs(batch, pieces[0])
-        element = structures.regroup(pieces, lambda parts: self._group(parts, specs))
-        self._dataset._seen = self._dataset._seen or _spec_of(pieces[0])
+        specs = self._specs(batch, sample)
+
+        def group(leaf: Any, components: list[Any]) -> PerReplica | None:
+            return self._group(components, specs.get(id(leaf)))
+
+        element = layout.grouped(batch, group)
+        self._dataset._seen = self._dataset._seen or _spec_of(sample)
         return element
 
-    def _specs(self, batch: Batch, piece: Any) -> dict[int, Specs]:
-        """For each leaf of `piece`, by `id`, the specs of that component on all
+    def _specs(self, batch: Batch, sample: Any) -> dict[int, Specs]:
+        """For each leaf of `sample`, by `id`, the specs of that component on all
         replicas; empty in a single process, which has them all.
         """
         if self._mesh.num_processes == 1:
             return {}
         columns = zip(
-            *replica_specs(batch, piece, self._mesh.num_replicas), strict=True
+            *replica_specs(batch, sample, self._mesh.num_replicas), strict=True
         )
-        leaves = map(id, jax.tree.leaves(piece))
+        leaves = map(id, jax.tree.leaves(sample))
         return dict(zip(leaves, map(list, columns), strict=True))
 
-    def _group(self, components: Any, specs: dict[int, Specs]) -> PerReplica | None:
+    def _group(self, components: list[Any], specs: Specs | None) -> PerReplica | None:
         if all(component is None for component in components):
             return None
         arrays = [np.asarray(component) for component in components]
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
         make = PerReplica.of if self._on_devices else PerReplica.on_host
-        return make(arrays, self._mesh, specs.get(id(components[0])))
+        return make(arrays, self._mesh, specs)
 
 
 class Optional:

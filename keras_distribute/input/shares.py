@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +18,8 @@ from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, Source, copy_arrays
 from keras_distribute.input.splitting import piece_sizes, worker_sizes
 from keras_distribute.values import structures
+
+Group = Callable[[Any, list[Any]], Any]
 
 
 class Layout(Protocol):
@@ -41,8 +43,17 @@ class Layout(Protocol):
         """The batch of the first step; a later pass begins with it again."""
         ...
 
-    def pieces(self, batch: Batch) -> list[Any]:
-        """The structure of each replica of this process."""
+    def sample(self, batch: Batch) -> Any:
+        """The structure of one replica, with whatever rows."""
+        ...
+
+    def grouped(self, batch: Batch, group: Group) -> Any:
+        """The structure of what `group` makes of each leaf of `sample`, and of that
+        leaf's rows on the replicas of this process.
+
+        Raises:
+            InputError: For what cannot be split.
+        """
         ...
 
     def whole(self, batch: Batch) -> Any:
@@ -77,13 +88,23 @@ class SplitLayout:
     def peek(self) -> Batch:
         return self.source.peek()
 
-    def pieces(self, batch: Batch) -> list[Any]:
+    def sample(self, batch: Batch) -> Any:
+        return batch.data
+
+    def grouped(self, batch: Batch, group: Group) -> Any:
         if self._num_replicas > 1:
             require_rows(batch)
+        _check_splits(batch)
         sizes = piece_sizes(batch.rows, self._num_replicas)
         first, last = self._replicas
         ends = itertools.accumulate(sizes[first:last], initial=0)
-        return cut(batch, itertools.pairwise(ends))
+        between = list(itertools.pairwise(ends))
+
+        def split(one: Sequence[Any]) -> Any:
+            return group(one[0], [_rows(one[0], *each) for each in between])
+
+        # Keeps the order of keys; jax.tree would sort them.
+        return structures.regroup([batch.data], split)
 
     def whole(self, batch: Batch) -> Any:
         return batch.data
@@ -125,8 +146,11 @@ class RoundLayout:
     def peek(self) -> Batch:
         return Batch([self.source.peek().data], 0)
 
-    def pieces(self, batch: Batch) -> list[Any]:
-        return batch.data
+    def sample(self, batch: Batch) -> Any:
+        return batch.data[0]
+
+    def grouped(self, batch: Batch, group: Group) -> Any:
+        return structures.regroup(batch.data, lambda own: group(own[0], list(own)))
 
     def whole(self, batch: Batch) -> Any:
         return jax.tree.map(_joined, *batch.data)
@@ -163,7 +187,7 @@ class _RoundReader(Reader):
             raise StopIteration
         if len(present) < len(taken):
             require_rows(present[0])
-        [empty] = cut(present[0], [(0, 0)])
+        empty = _cut(present[0], 0, 0)
         data = [empty if batch is None else batch.data for batch in taken]
         self._rounds.append(self._begun)
         self._begun = Counter()
@@ -241,7 +265,7 @@ class _CutReader(Reader):
         start, stop = self._ends[self._cut], self._ends[self._cut + 1]
         self._cut += 1
         self._cuts[-1] += 1
-        [piece] = cut(self._batch, [(start, stop)])
+        piece = _cut(self._batch, start, stop)
         return Batch(piece, stop - start)
 
     def _ends_in(self, rows: int) -> list[int]:
@@ -305,13 +329,9 @@ def require_rows(batch: Batch) -> None:
         )
 
 
-def cut(batch: Batch, between: Iterable[tuple[int, int]]) -> list[Any]:
-    """Pieces of a batch: of each array the rows from one number to before another;
-    every piece has the batch's scalars.
-
-    Raises:
-        InputError: For sparse arrays, and arrays that do not have the rows of the
-            batch.
+def _check_splits(batch: Batch) -> None:
+    """Raises `InputError` for sparse arrays, and arrays that do not have the rows of
+    the batch.
     """
     leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -330,13 +350,16 @@ def cut(batch: Batch, between: Iterable[tuple[int, int]]) -> list[Any]:
             "model.fit.",
         )
 
-    def piece(start: int, stop: int) -> Any:
-        # Keeps the order of keys; jax.tree would sort them.
-        return structures.regroup(
-            [batch.data], lambda one: one[0][start:stop] if np.ndim(one[0]) else one[0]
-        )
 
-    return list(itertools.starmap(piece, between))
+def _rows(leaf: Any, start: int, stop: int) -> Any:
+    """Rows of an array; a scalar as it is."""
+    return leaf[start:stop] if np.ndim(leaf) else leaf
+
+
+def _cut(batch: Batch, start: int, stop: int) -> Any:
+    """The structure of some rows of a batch."""
+    _check_splits(batch)
+    return structures.regroup([batch.data], lambda one: _rows(one[0], start, stop))
 
 
 def _types(leaves: list[Any]) -> str:

@@ -39,13 +39,24 @@ def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
     if isinstance(component, jax.Array):
         return tuple(component.shape), _name_of(component.dtype)
     array = np.asarray(component)
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
-    return tuple(array.shape), _name_of(dtype)
+    return array.shape, _canonical_name(array.dtype, _is_x64())
 
 
 @functools.lru_cache(maxsize=64)
 def _name_of(dtype: Any) -> str:
     return str(dtype)  # Takes NumPy 10 microseconds.
+
+
+@functools.lru_cache(maxsize=64)
+def _canonical_name(dtype: Any, x64: bool) -> str:
+    """Of the dtype that JAX makes of NumPy's, with numbers of 64 bits or without."""
+    del x64  # JAX asks by itself.
+    return str(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+
+
+def _is_x64() -> bool:
+    config: Any = jax.config
+    return config.jax_enable_x64  # `config.values` is a new dict each time: 30 us.
 
 
 def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
@@ -84,7 +95,7 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array in the byte order of this machine; its integers must survive JAX's 32
     or 64 bits.
     """
-    x64, kind = jax.config.values["jax_enable_x64"], array.dtype.kind
+    kind, x64 = array.dtype.kind, _is_x64()
     # "O": Python's own, of more than 64 bits.
     if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):
         limits = np.iinfo(np.int32 if kind == "i" else np.uint32)
@@ -97,7 +108,9 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
                 fix='jax.config.update("jax_enable_x64", True) at the start of the '
                 "program, or floating values.",
             )
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def kept(array: Any) -> Any:
