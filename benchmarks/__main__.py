@@ -17,6 +17,7 @@ NAMES = (
     "why",
     "exactness",
     "step_time",
+    "step_parts",
     "startup",
     "processes",
     "parameter_servers",
