@@ -1,7 +1,8 @@
 """What the same bits on any number of devices cost: a step of `fit` with
 `deterministic=True` beside an ordinary one.
 
-For each model, rounds of `fit` in turn with both, on the same devices. The median of
+For each model, rounds of `fit` in turn on the same devices: ordinary, with the 8
+replicas that there are by default, and with as many as there are devices. The median of
 the rounds' ratios counts; the first round, which compiles, is left out. Then one round
 of each is traced, to say which operations the difference consists of.
 
@@ -22,6 +23,16 @@ import report
 import keras_distribute as kd
 
 DEVICES, STEPS = 4, 30
+KINDS: dict[str, dict[str, Any]] = {
+    "ordinary": {},
+    "deterministic": {"deterministic": True},
+    "replica_each": {"deterministic": True, "num_replicas": DEVICES},
+}
+TITLES = {
+    "ordinary": "ordinary",
+    "deterministic": "deterministic, 8 replicas",
+    "replica_each": f"deterministic, {DEVICES} replicas",
+}
 
 kd.config.set_cpu_devices(DEVICES)
 
@@ -34,14 +45,13 @@ import workloads
 def measured(
     workload: workloads.Workload, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """The seconds of a step, ordinary and deterministic; the milliseconds of each kind
-    of operation.
+    """The seconds of a step of each kind; the milliseconds of each kind of
+    operation.
     """
     x, y = dataclasses.replace(workload, steps=STEPS).data()
     models: dict[str, Any] = {}
-    for name in ("ordinary", "deterministic"):
-        strategy = kd.MirroredStrategy(deterministic=name == "deterministic")
-        with strategy.scope():
+    for name, options in KINDS.items():
+        with kd.MirroredStrategy(**options).scope():
             keras.utils.set_random_seed(0)
             models[name] = workload.build()
             models[name].compile(
@@ -80,15 +90,21 @@ def main() -> None:
         facts[name] = {**found, "operations": kinds}
         for which, of_kind in kinds.items():
             cells = (f"{of_kind[kind]:.1f}" for kind in operations.KINDS)
-            parts.append([f"{workload.title}, {which}", *cells])
-        pairs = zip(found["deterministic"], found["ordinary"], strict=True)
-        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-        times = [1000 * statistics.median(found[key]) for key in sorted(found)[::-1]]
-        rows.append([workload.title, *(f"{t:.1f}" for t in times), f"{ratio:.2f} ×"])
-    header = ["", "ms a step, ordinary", "deterministic", "ratio"]
+            parts.append([f"{workload.title}, {TITLES[which]}", *cells])
+        base = found["ordinary"]
+        row = [workload.title, f"{1000 * statistics.median(base):.1f}"]
+        for own in (found[kind] for kind in KINDS if kind != "ordinary"):
+            pairs = zip(own, base, strict=True)
+            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+            row += [f"{1000 * statistics.median(own):.1f}", f"{ratio:.2f} ×"]
+        rows.append(row)
+    header = ["", "ms a step, ordinary"]
+    for kind in KINDS:
+        header += [TITLES[kind], "ratio"] if kind != "ordinary" else []
     note = (
-        f"{DEVICES} virtual CPU devices, 8 replicas where deterministic, Adam: medians "
-        f"of {rounds} rounds of {STEPS} steps in turn."
+        f"{DEVICES} virtual CPU devices, Adam: medians of {rounds} rounds of {STEPS} "
+        "steps in turn. A replica is computed as it is on one device; with 8 replicas "
+        "there may be 1, 2, 4 or 8 devices, with 4 replicas 1, 2 or 4."
     )
     where = (
         "Where it goes, in milliseconds a step of all devices together, which share "
@@ -97,7 +113,7 @@ def main() -> None:
         "a replica begins and ends. Communication includes waiting for other devices."
     )
     several = report.table(["", *operations.KINDS], parts, "lrrrr")
-    text = f"{report.table(header, rows, 'lrrr')}\n\n{note}\n\n{several}\n\n{where}"
+    text = f"{report.table(header, rows, 'lrrrrr')}\n\n{note}\n\n{several}\n\n{where}"
     report.write("deterministic", {"rounds": rounds, **facts}, text)
 
 

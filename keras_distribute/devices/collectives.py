@@ -66,8 +66,9 @@ def _of_devices(of_two: _OfTwo, series: Series, total: Any) -> Any:
         return total
     if total.nbytes * devices <= _SMALL:
         return _tree(of_two, lax.all_gather(total, REPLICA_AXIS))
-    flat = total.ravel()
-    flat = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
+    flat = jnp.pad(total.ravel(), (0, -total.size % devices))
+    # Else XLA (JAX 0.10) adds on a CPU once more for the first piece.
+    flat = lax.optimization_barrier(flat).reshape(devices, -1)
     pieces = lax.all_to_all(flat, REPLICA_AXIS, 0, 0, tiled=True)
     whole = lax.all_gather(_tree(of_two, pieces), REPLICA_AXIS, tiled=True)
     return whole[: total.size].reshape(total.shape)
