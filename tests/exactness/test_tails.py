@@ -156,6 +156,35 @@ def test_sorting_a_tail() -> None:
     equals_one_device(sorting, run, fit_in_scope=True)
 
 
+class Table(layers.Layer):
+    """Sums the rows of a table that integers of any dtype say."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(20, 4), name="table")
+
+    def call(self, ids: Any) -> Any:
+        return ops.sum(ops.take(self.table, ids, axis=0), axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_small_integers_look_up_rows_of_a_tail(dtype: str) -> None:
+    """The table's gradient scatters by them, for which XLA's partitioner, too, ends the
+    process where the rows divide unevenly.
+    """
+    _, y = data(22)
+    ids = np.random.default_rng(0).integers(0, 20, (22, 3)).astype(dtype)
+
+    def looking_up() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((3,), dtype=dtype), Table(), layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.05), first_column_error)
+        return model
+
+    run = fit_evaluate_predict(ids, y, batch_size=16)
+    equals_one_device(looking_up, run, fit_in_scope=True)
+
+
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_generator_whose_batch_sizes_change_every_step(replicas: int) -> None:
     """Sizes 1 to 9 in no order."""

@@ -217,8 +217,9 @@ class StepPrograms:
         75 kinds of operation in such a program, those that scatter were wrong alone.
 
         Without logical devices, XLA ends the process where it divides the indices of a
-        scatter unevenly and these have no sign, as in the gradient of a sort (a failed
-        check in `spmd_partitioner_util.h`).
+        scatter unevenly and these are not of int32 (a failed check in
+        `spmd_partitioner_util.h`): in the gradient of a sort, where small integers look
+        up rows of a table, or any do with JAX's 64 bits.
         """
         made = self._jitted(placed, size)
         key = form_of_batch(placed)
@@ -227,7 +228,7 @@ class StepPrograms:
             return made
         with launches.tracing:
             traced = made[0].trace(state, data)
-        wrong = _scatters if self._mesh.logical_axes else _scatters_by_unsigned
+        wrong = _scatters if self._mesh.logical_axes else _scatters_by_other_than_int32
         is_whole = not _is_even(placed) and jaxprs.has(traced.jaxpr, wrong)
         forgets = not is_whole and self._extremes(placed).are_in(traced.jaxpr)
         self._faults[key] = faults = _Faults(is_whole, forgets)
@@ -452,8 +453,6 @@ def _scatters(eqn: Any) -> bool:
     return eqn.primitive.name.startswith("scatter")
 
 
-def _scatters_by_unsigned(eqn: Any) -> bool:
-    """Whether an operation scatters to places that unsigned numbers say."""
-    if not _scatters(eqn):
-        return False
-    return jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.unsignedinteger)
+def _scatters_by_other_than_int32(eqn: Any) -> bool:
+    """Whether an operation scatters to places that numbers not of int32 say."""
+    return _scatters(eqn) and eqn.invars[1].aval.dtype != jnp.int32
