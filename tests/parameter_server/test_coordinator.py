@@ -169,6 +169,25 @@ def test_what_is_no_sum_is_changed_by_one_function_after_the_other(make, workers
     assert (int(turn.value), int(count.value)) == (expected, 12)
 
 
+def test_what_is_always_added_comes_after_what_is_no_sum(strategy, coordinator):
+    with strategy.scope():
+        turn = keras.Variable(1, dtype="int32")
+
+    def double():
+        turn.assign(turn.value * 2)
+
+    def add():
+        turn.assign_add(1)
+        return turn.value
+
+    found = []
+    for _ in range(4):
+        coordinator.schedule(double)
+        found.append(coordinator.schedule(add))
+    assert list(map(int, coordinator.fetch(found))) == [3, 7, 15, 31]
+    assert int(turn.value) == 31
+
+
 def test_one_worker_returns_what_all_functions_before_have_added(one_worker):
     coordinator = ClusterCoordinator(one_worker)
     with one_worker.scope():
