@@ -105,6 +105,15 @@ def test_arguments_by_name_and_arrays_are_copied(strategy, coordinator, kind):
     np.testing.assert_array_equal(value.fetch(), [2.0, 2.0, 2.0])
 
 
+def test_an_array_may_be_donated_after_it_was_scheduled(strategy, coordinator):
+    x = jax.numpy.ones(3)
+    with strategy.cluster.queue._condition.lock:  # No worker takes it before the end.
+        value = coordinator.schedule(lambda x: x + 1.0, (x,))
+        jax.jit(lambda x: x * 2.0, donate_argnums=0)(x)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(value.fetch(), [2.0, 2.0, 2.0])
+
+
 def test_an_assignment(strategy, coordinator):
     with strategy.scope():
         v = keras.Variable(3.0)
