@@ -320,8 +320,14 @@ def _form_of_row(data: Any) -> str:
 
 def _specs(piece: Any) -> Specs:
     return [
-        (tuple(np.shape(leaf)), str(np.asarray(leaf).dtype)) for leaf in _leaves(piece)
+        (tuple(np.shape(leaf)), _name_of(np.asarray(leaf).dtype))
+        for leaf in _leaves(piece)
     ]
+
+
+def _name_of(dtype: Any) -> str:
+    """The dtype; of text without its length, which may be another elsewhere."""
+    return dtype.kind if dtype.kind in "SU" else str(dtype)
 
 
 def _with_rows(specs: Specs, rows: int) -> Specs:
