@@ -170,6 +170,20 @@ def test_types(strategies, plain):
     check(strategies, plain, of_16_bits, X, rtol=0.1)
 
 
+def test_weak_types(strategies, plain):
+    def weak(x):
+        return x, 2 * x, jnp.full(3, x), jnp.ones(3)
+
+    def product(x):
+        return x * jnp.ones(3, "bfloat16")
+
+    for strategy in [plain, *strategies]:
+        found = strategy.run(weak, (jnp.asarray(2.0),))
+        flags = [value.weak_type for each in found for value in each.values]
+        assert flags == [True] * 24 + [False] * 8
+        assert strategy.run(product, (found[1],)).values[7].dtype == "bfloat16"
+
+
 def test_what_is_no_number_and_zeros_with_signs(strategies):
     def fn(x):
         return lax.pmax(x, AXIS), lax.pmin(x, AXIS), lax.psum(x, AXIS)

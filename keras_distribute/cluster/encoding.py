@@ -70,11 +70,18 @@ def encode(
 
 
 def can_encode(value: Any) -> bool:
-    """Whether `encode` takes `value`; makes no copies."""
+    """Whether `encode` takes `value`, which may contain itself; makes no copies."""
+    try:
+        return _is_known(value)
+    except RecursionError:
+        return False
+
+
+def _is_known(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(can_encode(key) and can_encode(item) for key, item in value.items())
+        return all(_is_known(key) and _is_known(item) for key, item in value.items())
     if type(value) in (list, tuple):
-        return all(can_encode(item) for item in value)
+        return all(map(_is_known, value))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return _is_key(value) or is_plain(value)
     return value is None or type(value) in (bool, int, float, str, bytes)

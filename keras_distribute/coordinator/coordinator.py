@@ -25,7 +25,7 @@ from keras_distribute.scheduling.values import (
 )
 from keras_distribute.strategies.extended import check_arguments
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
-from keras_distribute.values import arrays, structures
+from keras_distribute.values import structures
 
 
 class ClusterCoordinator:
@@ -140,8 +140,9 @@ class ClusterCoordinator:
         args, kwargs = structures.mapped(prepared, (args, kwargs), _is_ours)
         call = Call(args, kwargs, self._strategy.replica_mesh)
         traces.refuse_keys(call.arrays)
-        # Read when their turn comes: by then the memory may have been used again.
-        call.arrays = [own.get(id(each), arrays.kept(each)) for each in call.arrays]
+        # Read when their turn comes: by then the memory may have been used again, and
+        # an array of JAX donated.
+        call.arrays = [own.get(id(each), each.copy()) for each in call.arrays]
         return call, iterators
 
     def join(self) -> None:

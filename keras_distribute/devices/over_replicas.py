@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_distribute.devices import in_series, unknown
@@ -67,7 +68,11 @@ def _in_series(
             return body(*jax.tree.unflatten(structure, own))
 
         shapes = [
-            jax.ShapeDtypeStruct(_own_shape(leaf.shape, axis, count), leaf.dtype)
+            jax.ShapeDtypeStruct(
+                _own_shape(leaf.shape, axis, count),
+                leaf.dtype,
+                weak_type=leaf.weak_type,
+            )
             for leaf, axis in zip(leaves, given, strict=True)
         ]
         program, results = jax.make_jaxpr(
@@ -97,9 +102,19 @@ def _in_series(
             out_specs=out,
             check_vma=False,
         )(*leaves)
+        # Loops and conditions have made them strong.
+        weak = [aval.weak_type for aval in program.out_avals]
+        arrays = [_weak(a) if w else a for a, w in zip(arrays, weak, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
     return mapped
+
+
+def _weak(array: Any) -> Any:
+    """The array with JAX's weak type."""
+    return lax.convert_element_type_p.bind(
+        array, new_dtype=array.dtype, weak_type=True, sharding=None
+    )
 
 
 def _for_leaves(specs: Any, values: Any) -> list[PartitionSpec]:

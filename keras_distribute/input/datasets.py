@@ -25,6 +25,7 @@ from keras_distribute.input.options import ElementSpec, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.shares import Layout
 from keras_distribute.input.source import Batch
+from keras_distribute.values.arrays import is_array
 from keras_distribute.values.per_replica import PerReplica
 
 _FORMAT = 1
@@ -280,7 +281,8 @@ class _Prepare:
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
         make = PerReplica.of if self._on_devices else PerReplica.on_host
-        return make(arrays, self._mesh, specs)
+        # Text, which no device takes, stays in the process that has it.
+        return make(arrays, self._mesh, specs if is_array(arrays[0]) else None)
 
 
 class Optional:

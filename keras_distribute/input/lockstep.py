@@ -53,8 +53,8 @@ class AgreedLayout:
 
     def __init__(self, layout: Layout, num_processes: int) -> None:
         self._layout, self._num_processes = layout, num_processes
-        self.source, self.pieces = layout.source, layout.pieces
-        self.whole = layout.whole
+        self.source, self.sample = layout.source, layout.sample
+        self.grouped, self.whole = layout.grouped, layout.whole
         self._in_rounds = isinstance(layout, RoundLayout)
         self._same_batches = isinstance(layout, SplitLayout)
         rows, known = self.source.num_rows, None
@@ -320,8 +320,14 @@ def _form_of_row(data: Any) -> str:
 
 def _specs(piece: Any) -> Specs:
     return [
-        (tuple(np.shape(leaf)), str(np.asarray(leaf).dtype)) for leaf in _leaves(piece)
+        (tuple(np.shape(leaf)), _name_of(np.asarray(leaf).dtype))
+        for leaf in _leaves(piece)
     ]
+
+
+def _name_of(dtype: Any) -> str:
+    """The dtype; of text without its length, which may be another elsewhere."""
+    return dtype.kind if dtype.kind in "SU" else str(dtype)
 
 
 def _with_rows(specs: Specs, rows: int) -> Specs:

@@ -293,37 +293,51 @@ class Cluster:
                 programs[key] = self._made(function, call, elements)
             self._exchange(closure, seeds[0], programs[key])
 
-        self.queue.wait(self.queue.has_room, look=self.look)
-        with self._lock:
-            self.send_changed()
-            self.served.check(program.of_servers)
-            with self.kept.lock:
-                kept = self.kept_by(program)
-                seeds = [self._advanced(program) for _ in calls]
-            result = RemoteValue(self._condition, self.look, self.synchronize)
-            closure = Closure(
-                program,
-                retrace,
-                kept,
-                lambda worker: [
-                    array
-                    for seed, each in zip(seeds, calls, strict=True)
-                    for array in (*seed, *_arrays(each, worker))
-                ],
-                len(calls),
-                self._written([version for version, _ in self._floor]),
-                iterators,
-                result,
-                self._finish,
-                self._max_staleness,
-                counted,
-                is_alone=alone,
-            )
+        kept, seeds = self._taken(program, len(calls))
+        result = RemoteValue(self._condition, self.look, self.synchronize)
+        closure = Closure(
+            program,
+            retrace,
+            kept,
+            lambda worker: [
+                array
+                for seed, each in zip(seeds, calls, strict=True)
+                for array in (*seed, *_arrays(each, worker))
+            ],
+            len(calls),
+            self._written([version for version, _ in self._floor]),
+            iterators,
+            result,
+            self._finish,
+            self._max_staleness,
+            counted,
+            is_alone=alone,
+        )
         recorded = self.recorded
         self.queue.put(closure)
         if recorded is not None:
             recorded[closure.number] = closure
         return result
+
+    def _taken(self, program: Traced, steps: int) -> tuple[list[Array], list[Any]]:
+        """What a program takes of the coordinator's variables: their values, and what
+        each step does of seeds and counters, which go on. Waits for room in the queue,
+        and until what changes one of the latter in its turn has returned.
+        """
+        advancing = [variable for variable, _ in program.constants]
+
+        def is_free() -> bool:
+            return self.queue.has_room() and not self.queue.orders(advancing)
+
+        while True:
+            self.queue.wait(is_free, look=self.look)
+            with self._lock:
+                self.send_changed()
+                self.served.check(program.of_servers)
+                with self.kept.lock:
+                    if not self.queue.orders(advancing):  # Of another thread.
+                        seeds = [self._advanced(program) for _ in range(steps)]
+                        return self.kept_by(program), seeds
 
     def kept_by(self, program: Traced) -> list[Array]:
         """The values that a program takes of the coordinator's variables."""

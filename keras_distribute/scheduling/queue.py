@@ -83,6 +83,7 @@ class Queue:
         self._waiting: deque[Closure] = deque()
         self._running: set[Closure] = set()
         self._unfinished: dict[int, Closure] = {}
+        self._ordered: dict[int, int] = {}  # By variable the last one that orders it.
         self._error: BaseException | None = None
         self._numbers = 0
         self._wake: list[Callable[[bool], None]] = []
@@ -103,6 +104,13 @@ class Queue:
         """Whether not too many wait. Called with the condition's lock."""
         return len(self._waiting) < _MOST
 
+    def orders(self, variables: Sequence[Any]) -> bool:
+        """Whether one that has not returned changes any of these in its turn."""
+        with self._condition.lock:
+            return any(
+                self._ordered.get(id(each)) in self._unfinished for each in variables
+            )
+
     def put(self, closure: Closure) -> None:
         """Adds one, and gives it its number.
 
@@ -115,7 +123,12 @@ class Queue:
             self._check_open()
             self._numbers += 1
             closure.number = self._numbers
+            if not self._unfinished:
+                self._ordered.clear()
             self._unfinished[closure.number] = closure
+            if closure.is_alone:
+                ordered = map(id, closure.program.ordered)
+                self._ordered.update(dict.fromkeys(ordered, closure.number))
             self._waiting.append(closure)
         self._wake_all()
 

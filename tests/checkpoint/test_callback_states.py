@@ -390,6 +390,17 @@ def test_what_a_constructor_passes_on_is_an_argument_too(
         assert "key" in states.get_state([later])[type(later).__name__]["attributes"]
 
 
+def test_what_contains_itself_is_no_state() -> None:
+    one, two = C.Callback(), C.Callback()
+    own: list[Any] = [1]
+    own.append({"deep": (own,)})
+    vars(one).update(own=own, note="a")
+    vars(two).update(pair=[own[:1]] * 2)
+    found = states.get_state([one, two])
+    assert found["Callback"]["attributes"] == {"note": "a"}
+    assert found["Callback#2"]["attributes"] == {"pair": [[1], [1]]}
+
+
 def test_lines_written_after_the_last_save_are_written_once(tmp_path: Any) -> None:
     def fit(model: Any, callbacks: Any) -> Any:
         x, y = data(44)

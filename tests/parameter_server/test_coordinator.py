@@ -105,6 +105,15 @@ def test_arguments_by_name_and_arrays_are_copied(strategy, coordinator, kind):
     np.testing.assert_array_equal(value.fetch(), [2.0, 2.0, 2.0])
 
 
+def test_an_array_may_be_donated_after_it_was_scheduled(strategy, coordinator):
+    x = jax.numpy.ones(3)
+    with strategy.cluster.queue._condition.lock:  # No worker takes it before the end.
+        value = coordinator.schedule(lambda x: x + 1.0, (x,))
+        jax.jit(lambda x: x * 2.0, donate_argnums=0)(x)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(value.fetch(), [2.0, 2.0, 2.0])
+
+
 def test_an_assignment(strategy, coordinator):
     with strategy.scope():
         v = keras.Variable(3.0)
@@ -167,6 +176,25 @@ def test_what_is_no_sum_is_changed_by_one_function_after_the_other(make, workers
     coordinator.join()
     assert float(largest.result()) == 10.0
     assert (int(turn.value), int(count.value)) == (expected, 12)
+
+
+def test_what_is_always_added_comes_after_what_is_no_sum(strategy, coordinator):
+    with strategy.scope():
+        turn = keras.Variable(1, dtype="int32")
+
+    def double():
+        turn.assign(turn.value * 2)
+
+    def add():
+        turn.assign_add(1)
+        return turn.value
+
+    found = []
+    for _ in range(4):
+        coordinator.schedule(double)
+        found.append(coordinator.schedule(add))
+    assert list(map(int, coordinator.fetch(found))) == [3, 7, 15, 31]
+    assert int(turn.value) == 31
 
 
 def test_one_worker_returns_what_all_functions_before_have_added(one_worker):

@@ -281,6 +281,11 @@ def values():
     data = kd.ArrayDataset(np.arange(7.0), batch_size=7)
     options = kd.InputOptions(experimental_fetch_to_device=False)
     on_host = next(iter(strategy.experimental_distribute_dataset(data, options)))
+    names = np.array([f"{10**i}" for i in range(2 + kd.process_index())])
+    off = kd.InputOptions(auto_shard_policy=kd.AutoShardPolicy.OFF)
+    named = strategy.experimental_distribute_dataset(
+        ((names, np.zeros(len(names))) for _ in range(1 + kd.process_index())), off
+    )
     with strategy.scope():
         mirrored = keras.Variable(np.arange(3.0))
         on_read = keras.Variable(2.0, synchronization="on_read", aggregation="sum")
@@ -329,6 +334,7 @@ def values():
             np.asarray(v).tolist() for v in strategy.experimental_local_results(even)
         ],
         "texts": list(texts.values),
+        "names": [[value.tolist() for value in name.values] for name, _ in named],
         "structures": [(float(s["a"]), s["b"]) for s in structures],
         "ids": [int(v) for v in result["id"].values],
         "mirrored": mirrored.numpy().tolist(),

@@ -167,6 +167,8 @@ def test_values_and_variables(job):
     assert first["mean"] == [1.5, 1]
     assert (first["local"], second["local"]) == ([[0, 1], [1, 1]], [[2, 1], [3, 1]])
     assert second["texts"] == ["replica 2", "replica 3"]
+    assert first["names"] == [[["1"], ["10"]], *[[[], []]] * 3]
+    assert second["names"] == [[["1"], ["10"]], [["100"], []]] * 2
     assert second["structures"] == [(3, 1), (4, 1)] and second["ids"] == [2, 3]
     assert (
         first["mirrored"] == [2.5, 3.5, 4.5] and first["on_read"] == 2 + 1 + 2 + 3 + 4
