@@ -62,8 +62,8 @@ class FlatStep:
             strategy.replica_mesh,
             [[(_WEIGHTS, i) for i in small], *slots],
             divided,
-            places,
-            strategy.placement,
+            single=places,
+            rest=strategy.placement,
         )
 
     @staticmethod
