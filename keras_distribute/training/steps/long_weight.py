@@ -28,7 +28,6 @@ class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        optimizer: The optimizer of one long weight and the large ones.
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
         state: The state of the training step.
@@ -39,14 +38,12 @@ class FlatStep:
         self,
         trainer: Any,
         strategy: Strategy,
-        optimizer: Any,
         order: compat_optimizer.SlotOrder,
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
     ) -> None:
-        self._trainer, self._optimizer = trainer, optimizer
-        self._order = order
+        self._trainer, self._order = trainer, order
         self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
         self._ones, self._slots_of = order.places(count)
@@ -56,6 +53,14 @@ class FlatStep:
         ]
         self._num_buffers = 1 + len(slots)
         self._size = sum(state.weights[i].size for i in small)
+        long = self._size + -self._size % strategy.num_replicas_in_sync
+        dtype = state.weights[small[0]].dtype.name
+        large = [state.weights[i] for i in self._large]
+        with context.entered(context.default_strategy().top_frame):
+            self._optimizer = compat_optimizer.same_for(
+                trainer.optimizer,
+                [((long,), dtype), *((w.shape, w.dtype.name) for w in large)],
+            )
         divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
@@ -104,18 +109,7 @@ class FlatStep:
             )
         if order is None or not _slots_match(order, weights, state.slots):
             return None
-        large = [
-            (w.shape, w.dtype.name)
-            for i, w in enumerate(weights)
-            if i not in set(small)
-        ]
-        size = sum(weights[i].size for i in small)
-        size += -size % strategy.num_replicas_in_sync
-        with context.entered(context.default_strategy().top_frame):
-            optimizer = compat_optimizer.same_for(
-                trainer.optimizer, [((size,), weights[0].dtype.name), *large]
-            )
-        return FlatStep(trainer, strategy, optimizer, order, small, state, places)
+        return FlatStep(trainer, strategy, order, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
