@@ -53,8 +53,8 @@ class AgreedLayout:
 
     def __init__(self, layout: Layout, num_processes: int) -> None:
         self._layout, self._num_processes = layout, num_processes
-        self.source, self.pieces = layout.source, layout.pieces
-        self.whole = layout.whole
+        self.source, self.whole = layout.source, layout.whole
+        self.sample, self.grouped = layout.sample, layout.grouped
         self._in_rounds = isinstance(layout, RoundLayout)
         self._same_batches = isinstance(layout, SplitLayout)
         rows, known = self.source.num_rows, None
