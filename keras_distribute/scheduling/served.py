@@ -103,6 +103,12 @@ class Served(Holder):
         found = self._places.get(id(variable))
         return None if found is None or found[0]() is not variable else found[1]
 
+    def where(self, variable: Any) -> Place:
+        """Where a variable is that a function has used."""
+        place = self.place_of(variable)
+        assert place is not None
+        return place
+
     def places(self) -> list[tuple[Any, Place]]:
         """All variables, with their places."""
         found = [(known(), place) for known, place in list(self._places.values())]
@@ -170,9 +176,8 @@ class Served(Holder):
         """Places a slot of an optimizer where its weight is."""
         if self.place_of(slot) is not None:
             return
-        place = self.place_of(weight)
-        assert place is not None
-        parts = [self._part(slot, p.server, p.start, p.stop) for p in place.parts]
+        places = self.where(weight).parts
+        parts = [self._part(slot, p.server, p.start, p.stop) for p in places]
         self._put(slot, Place(tuple(parts)))
 
     def add_copies(self, variable: Any, servers: Sequence[int]) -> None:
