@@ -111,6 +111,11 @@ def built_variables(optimizer: Any) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def targets_of(optimizer: Any, variables: list[Any] | None) -> list[Any]:
+    """The model variables that an `apply` with these arguments is about."""
+    return built_variables(optimizer) if variables is None else list(variables)
+
+
 def accumulates(optimizer: Any) -> bool:
     """Whether it accumulates gradients, also before it is built."""
     return bool(optimizer.gradient_accumulation_steps)

@@ -257,11 +257,7 @@ class Trace:
         """Notes what an optimizer is to apply on the servers."""
         compat.build(optimizer, variables)
         refuse_loss_scaling(optimizer)
-        targets = (
-            list(variables)
-            if variables is not None
-            else compat.built_variables(optimizer)
-        )
+        targets = compat.targets_of(optimizer, variables)
         if not len(grads):
             return
         _check_gradients(optimizer, grads, targets)
