@@ -120,7 +120,9 @@ class FlatStep:
             weights=[buffers[0], *(state.weights[i] for i in self._large)],
             slots=self._carried_slots(buffers, state.slots),
         )
-        logs, grads, carried = self._gradients(carried, data)
+        logs, grads, carried = forward.loss_and_gradients(
+            self._trainer, self._restored, carried, data
+        )
         carried = forward.updated(self._optimizer, carried, grads)
         return logs, self._packed(carried, state)
 
@@ -142,15 +144,6 @@ class FlatStep:
         if number == 0:
             return f"{len(self._small)} small weights together"
         return self._trainer.trainable_variables[self._large[number - 1]].path
-
-    def _gradients(
-        self, state: TrainState, data: Any
-    ) -> tuple[Any, list[Any], TrainState]:
-        """The logs, the gradients of the carried weights, and the state with the new
-        values of the other groups.
-        """
-        restored = self._restored
-        return forward.loss_and_gradients(self._trainer, restored, state, data)
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
