@@ -38,7 +38,7 @@ class FlatStep:
         self,
         trainer: Any,
         strategy: Strategy,
-        order: compat_optimizer.SlotOrder,
+        order: list[int],
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
@@ -46,7 +46,7 @@ class FlatStep:
         self._trainer, self._order = trainer, order
         self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
-        self._ones, self._slots_of = order.places(count)
+        self._ones, self._slots_of = compat_optimizer.slot_places(order, count)
         slots = [
             [(_SLOTS, self._slots_of[i][j]) for i in small]
             for j in range(len(self._slots_of[0]))
@@ -157,7 +157,7 @@ class FlatStep:
         return values
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
-        ones, own = self._order.places(1 + len(self._large))
+        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         carried: list[Any] = [None] * (len(ones) + sum(map(len, own)))
         for place, i in zip(ones, self._ones, strict=True):
             carried[place] = slots[i]
@@ -170,7 +170,7 @@ class FlatStep:
 
     def _packed(self, carried: TrainState, before: TrainState) -> Packed:
         """What the next step gets: the carried state in its buffers and places."""
-        ones, own = self._order.places(1 + len(self._large))
+        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         weights, slots = list(before.weights), list(before.slots)
         for i, value in zip(self._large, carried.weights[1:], strict=True):
             weights[i] = value
@@ -200,13 +200,11 @@ class FlatStep:
         return state
 
 
-def _slots_match(
-    order: compat_optimizer.SlotOrder, weights: list[Any], slots: list[Any]
-) -> bool:
+def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
     """Whether the optimizer's variables are what `order` says, each slot like its
     weight.
     """
-    ones, own = order.places(len(weights))
+    ones, own = compat_optimizer.slot_places(order, len(weights))
     if len(ones) + sum(map(len, own)) != len(slots):
         return False
     dtypes = [[slots[place].dtype for place in places] for places in own]
