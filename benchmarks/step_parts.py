@@ -1,5 +1,5 @@
-"""Of what a step of a small model consists, beside a loop by hand: the program, bringing
-a batch, and the code of the host.
+"""Of what a step of a small model consists, beside a loop by hand: the program,
+bringing a batch, and the code of the host.
 
     # Writes results/step_parts.md and .json:
     python benchmarks/step_parts.py
