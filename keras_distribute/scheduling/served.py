@@ -191,7 +191,8 @@ class Served(Holder):
         if parts:
             value = np.asarray(variable.value)
             for part in new:
-                self._set(part, value)
+                told = {"op": "set", "keys": [part.key]}
+                self._servers[part.server].call(told, [value])
         self._put(variable, Place((*parts, *new), copies=True), is_new=not parts)
 
     def send_changed(self) -> None:
@@ -329,10 +330,6 @@ class Served(Holder):
         self._places[id(variable)] = weakref.ref(variable), place
         if is_new:
             self.changed[id(variable)] = variable
-
-    def _set(self, part: Part, value: Array) -> None:
-        told = {"op": "set", "keys": [part.key]}
-        self._servers[part.server].call(told, [part.of(value)])
 
     def read(self, variable: Any) -> Array:
         """The value that the servers have now."""
