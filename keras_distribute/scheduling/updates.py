@@ -20,11 +20,7 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.remote.frames import Header
-from keras_distribute.scheduling.served import (
-    Part,
-    Served,
-    is_constrained_whole,
-)
+from keras_distribute.scheduling.served import Part, Served, is_constrained_whole
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.servers.programs import exported
 

@@ -30,11 +30,7 @@ from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
-from keras_distribute.training.steps.plan import (
-    StepPlan,
-    note_mixed,
-    plan_of,
-)
+from keras_distribute.training.steps.plan import StepPlan, note_mixed, plan_of
 from keras_distribute.training.steps.sharded import DividedState, sharded_step
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
