@@ -106,11 +106,9 @@ def flag(name: str, value: Any, error: _Error = StructureTypeError) -> None:
     instance(name, value, bool | np.bool_, f"{name} is a flag.", f"{name}=True", error)
 
 
-def text(
-    name: str, value: Any, fix: str | None = None, error: _Error = StructureTypeError
-) -> None:
+def text(name: str, value: Any, fix: str | None = None) -> None:
     """Raises unless `value` is a string."""
-    instance(name, value, str, f"{name} is a string.", fix or f'{name}="..."', error)
+    instance(name, value, str, f"{name} is a string.", fix or f'{name}="..."')
 
 
 def path(

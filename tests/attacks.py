@@ -1,6 +1,7 @@
-"""What a stranger can do to a port at which launchers meet.
+"""What a stranger can do: to whoever loads a pickle, and to a port at which launchers
+meet.
 
-Each attack is a function of an address, and of what it waits with (`time.sleep`, say):
+Each attack on a port is a function of an address, and of what it waits with (`time.sleep`, say):
 `attacked` ends all waits with its block.
 """
 
@@ -17,6 +18,16 @@ from keras_distribute.launch.reception import joining
 
 MOST_BYTES = 300_000_000
 WRONG = Seal(b"a token that is another one")
+
+
+class Harm:
+    """A pickle that makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def connected(address, timeout=2.0):

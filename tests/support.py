@@ -6,10 +6,11 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import keras_distribute as kd
 
@@ -100,6 +101,12 @@ class OnFirstDevice:
             if array.shape == self._shape
             and device in array.sharding.addressable_devices
         )
+
+
+def assert_close(actual: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Whether arrays are others up to rounding."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 def numbers_of(model: Any, x: Any, y: Any) -> list[Any]:

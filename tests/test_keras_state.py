@@ -12,7 +12,7 @@ from keras import layers
 
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.training.steps import packed_state
-from tests.support import mirrored_or_default
+from tests.support import assert_close, mirrored_or_default
 
 pytestmark = pytest.mark.sampled(8)
 
@@ -109,8 +109,8 @@ def test_a_library_synchronizes_by_itself(replicas: int, packed: None) -> None:
         results.append(
             [*values, *model.get_weights(), model.evaluate(X, X[:, :1], verbose=0)]
         )
-    for plain, ours in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=2e-6)
+    plain, ours = results
+    assert_close(ours, plain)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -130,8 +130,7 @@ def test_what_a_callback_assigns_is_what_the_next_step_starts_from(
         kernel = plain.trainable_variables[0]
         kernel.assign(0.5 * np.asarray(kernel))
     ours.fit(X, X[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[Halve()])
-    for a, b in zip(ours.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert_close(ours.get_weights(), plain.get_weights())
 
 
 class ReadsItsRate(keras.Sequential):

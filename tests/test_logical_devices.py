@@ -30,7 +30,7 @@ from tests.logical import (
     names_of_a_nan,
     tpu_strategy,
 )
-from tests.support import mirrored
+from tests.support import assert_close, mirrored
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(3)]
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
@@ -45,11 +45,6 @@ def trained(model: Any, x: Any = ROWS) -> list[Any]:
         *history["accuracy"],
         *(v.numpy() for v in (*model.variables, *model.optimizer.variables)),
     ]
-
-
-def assert_close(actual: list[Any], expected: list[Any]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ class Reordered(keras.utils.PyDataset):
         self,
         inner: Any,
         order: Sequence[int] | itertools.count[int],
-        workers: int | None = None,
+        workers: int | None,
     ) -> None:
         super().__init__(
             workers=inner.workers if workers is None else workers,

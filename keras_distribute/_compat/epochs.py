@@ -92,7 +92,7 @@ class Pass(Iterator[Any]):
         epochs: Any,
         open_feed: Callable[[Any, Any], Any],
         refuse_empty: Callable[[], None],
-        group: int | None = None,
+        group: int | None,
     ) -> None:
         # It holds its last pass: what that has read is to end with it.
         self._epochs = weakref.ref(epochs)

@@ -111,6 +111,11 @@ def built_variables(optimizer: Any) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def targets_of(optimizer: Any, variables: list[Any] | None) -> list[Any]:
+    """The model variables that an `apply` with these arguments is about."""
+    return built_variables(optimizer) if variables is None else list(variables)
+
+
 def accumulates(optimizer: Any) -> bool:
     """Whether it accumulates gradients, also before it is built."""
     return bool(optimizer.gradient_accumulation_steps)
@@ -157,37 +162,29 @@ _BY_ELEMENT = (
 )
 
 
-class SlotOrder:
-    """Where an optimizer keeps the slots of each weight among its variables.
-
-    Args:
-        runs: In order, how many slots of each weight come together; 0 for a variable
-            that belongs to no weight.
+def slot_places(
+    order: list[int], num_weights: int
+) -> tuple[list[int], list[list[int]]]:
+    """Among an optimizer's variables the indices of those that belong to no weight, and
+    of the slots of each weight; `order` is that of `slots_by_element`.
     """
-
-    def __init__(self, runs: list[int]) -> None:
-        self._runs = runs
-
-    def places(self, num_weights: int) -> tuple[list[int], list[list[int]]]:
-        """The indices of variables that belong to no weight, and of the slots of each
-        weight.
-        """
-        ones: list[int] = []
-        own: list[list[int]] = [[] for _ in range(num_weights)]
-        index = 0
-        for run in self._runs:
-            if run == 0:
-                ones.append(index)
-                index += 1
-            for weight in range(num_weights if run else 0):
-                own[weight] += range(index, index + run)
-                index += run
-        return ones, own
+    ones: list[int] = []
+    own: list[list[int]] = [[] for _ in range(num_weights)]
+    index = 0
+    for run in order:
+        if run == 0:
+            ones.append(index)
+            index += 1
+        for weight in range(num_weights if run else 0):
+            own[weight] += range(index, index + run)
+            index += run
+    return ones, own
 
 
-def slots_by_element(optimizer: Any, variables: list[Any]) -> SlotOrder | None:
-    """The order of the slots, for an optimizer that treats each element of `variables`
-    alone; otherwise `None`.
+def slots_by_element(optimizer: Any, variables: list[Any]) -> list[int] | None:
+    """In order, how many slots of each weight come together, and 0 for a variable that
+    belongs to no weight; `None` for an optimizer that does not treat each element of
+    `variables` alone.
     """
     if type(optimizer) not in _BY_ELEMENT or not optimizer.built:
         return None
@@ -518,7 +515,7 @@ def _without_values(clone: Any) -> Any:
     return clone
 
 
-def _order_of(shapes: list[tuple[int, ...]]) -> SlotOrder | None:
+def _order_of(shapes: list[tuple[int, ...]]) -> list[int] | None:
     """Read off an optimizer of two weights, of 2 and of 3 elements."""
     runs: list[int] = []
     left = list(shapes)
@@ -534,4 +531,4 @@ def _order_of(shapes: list[tuple[int, ...]]) -> SlotOrder | None:
             return None
         runs.append(run)
         left = left[2 * run :]
-    return SlotOrder(runs)
+    return runs

@@ -7,6 +7,7 @@ and no process waits for another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,14 +69,10 @@ class HostCopy:
 
     def _put(self) -> None:
         for copy in self._copies:
-            kind = copy.sharding.memory_kind
-            places = [
-                SingleDeviceSharding(device, memory_kind=kind)
-                for device, _ in copy.parts
-            ]
+            on = partial(SingleDeviceSharding, memory_kind=copy.sharding.memory_kind)
             parts = [
-                jax.device_put(part, place, may_alias=False)
-                for (_, part), place in zip(copy.parts, places, strict=True)
+                jax.device_put(part, on(device), may_alias=False)
+                for device, part in copy.parts
             ]
             array = jax.make_array_from_single_device_arrays(
                 copy.shape, copy.sharding, parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -98,13 +97,9 @@ class PlainSteps:
                 logs, state = self._program(state, batch)
                 jax.block_until_ready((logs, state))
         finally:
-            _delete(jax.tree.leaves(state))
+            for array in jax.tree.leaves(state):
+                array.delete()
 
 
 def _form_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _delete(arrays: Sequence[jax.Array]) -> None:
-    for array in arrays:
-        array.delete()

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_distribute import checks
-from keras_distribute.consistency import ACTIONS, ConsistencyReport
+from keras_distribute.consistency import ACTIONS
 from keras_distribute.consistency.check import differing
 from keras_distribute.consistency.kept import Kept
 from keras_distribute.consistency.report import Difference
@@ -123,7 +123,8 @@ class ReplicaConsistency(keras.callbacks.Callback):
             if self._action != "report":
                 raise differing(report)
         if report.differences:
-            self._warn(report)
+            self._count += len(report.differences)
+            _log.warning("%s", report)
 
     def _changed(self) -> list[Difference]:
         """What exists once, and has changed since the last check, though no step
@@ -135,10 +136,6 @@ class ReplicaConsistency(keras.callbacks.Callback):
         others, step = model.non_trainable_variables, _step_of(model) or 0
         unchanged = calls.unchanged_variables(model) if self._kept.knows_any else []
         return self._kept.look(others, unchanged, step)
-
-    def _warn(self, report: ConsistencyReport) -> None:
-        self._count += len(report.differences)
-        _log.warning("%s", report)
 
 
 def _step_of(model: Any) -> int | None:

@@ -136,9 +136,7 @@ class Run:
             )
         if self._folder.agreed_steps():
             self._reading = self._folder.read(fallback=True)
-            training = self._reading.state_of(
-                "training", self._keras_distribute_state_of_all
-            )
+            training = self._reading.state_of("training")
             states.before_training(self._others, training["callbacks"])
 
     def begin(self) -> None:

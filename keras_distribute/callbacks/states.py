@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import keras
 
 from keras_distribute._compat import callbacks as compat
+from keras_distribute.checkpoint.names import numbered
 from keras_distribute.checkpoint.tracking import is_stateful
 from keras_distribute.cluster import encoding
 
@@ -25,13 +26,7 @@ _NO_STATE = frozenset({"params", "_model", "model", "validation_data"})
 
 def named(callbacks: list[Any]) -> dict[str, Any]:
     """The callbacks by class, with a number where there are several of one."""
-    counts: Counter[str] = Counter()
-    names: dict[str, Any] = {}
-    for callback in callbacks:
-        kind = type(callback).__name__
-        counts[kind] += 1
-        names[kind if counts[kind] == 1 else f"{kind}#{counts[kind]}"] = callback
-    return names
+    return numbered([type(callback).__name__ for callback in callbacks], callbacks)
 
 
 def get_state(callbacks: list[Any]) -> dict[str, Any]:

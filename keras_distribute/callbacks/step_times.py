@@ -19,7 +19,7 @@ from keras_distribute.cluster.processes import is_chief
 from keras_distribute.devices import timing
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh
-from keras_distribute.errors import BackendError, DeviceError, ValueStructureError
+from keras_distribute.errors import DeviceError, ValueStructureError
 from keras_distribute.variables import DistributedVariable
 
 PARTS = {
@@ -131,7 +131,8 @@ class StepTimeReport(keras.callbacks.Callback):
                 self._ended = time.perf_counter(), dict(self._times.seconds)
                 self._finish()
         elif self._left and self._done >= self._skip:
-            self._begin()
+            self._times = timing.start(self.model, self._trace_dir)
+            self._begun, self._devices = time.perf_counter(), 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         steps = batch - self._first + 1
@@ -160,10 +161,6 @@ class StepTimeReport(keras.callbacks.Callback):
         if state["milliseconds"]:
             self.milliseconds, self._left = state["milliseconds"], 0
             self._reads_ahead = state["reads_ahead"]
-
-    def _begin(self) -> None:
-        self._times = timing.start(self.model, self._trace_dir)
-        self._begun, self._devices = time.perf_counter(), 0.0
 
     def _finish(self) -> None:
         """Reports on the steps until `_ended`, if it measures."""
@@ -233,15 +230,10 @@ class StepTimeReport(keras.callbacks.Callback):
                 received=f"plot({path!r}).",
                 fix="model.fit(..., callbacks=[report]) with more steps than skip.",
             )
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise BackendError(
-                "Pictures are drawn by matplotlib, which is not installed.",
-                received=f"plot({path!r}).",
-                fix="pip install matplotlib, or print(report.summary()).",
-            ) from error
-        figure = Figure(figsize=(8, 1.8), layout="constrained")
+        what = "Pictures are drawn by matplotlib, which is not installed."
+        fix = "pip install matplotlib, or print(report.summary())."
+        drawing = checks.imported("matplotlib.figure", what, fix)
+        figure = drawing.Figure(figsize=(8, 1.8), layout="constrained")
         axes = figure.subplots()
         left = 0.0
         for (part, words), color in zip(PARTS.items(), _COLORS, strict=True):

@@ -315,12 +315,8 @@ def load_storage() -> ModuleType:
         BackendError: If Orbax is not installed, or too old.
     """
     fix = f"pip install 'orbax-checkpoint>={_ORBAX}'"
-    try:
-        from keras_distribute.checkpoint import storage
-    except ImportError as error:
-        raise BackendError(
-            "Checkpoints need Orbax.", received=f"{error}.", fix=fix
-        ) from error
+    name = "keras_distribute.checkpoint.storage"
+    storage = checks.imported(name, "Checkpoints need Orbax.", fix)
     version = metadata.version("orbax-checkpoint")
     if Version(version) < Version(_ORBAX):
         raise BackendError(

@@ -21,6 +21,10 @@ import numpy as np
 from keras_distribute.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 1
+FALLBACK = (
+    "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the "
+    "last good one."
+)
 _STORED_AS_THEY_ARE = frozenset(
     ["bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
     + [f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)]
@@ -147,8 +151,7 @@ def from_bytes(
     if header != _header(line):
         raise DamagedCheckpointError(
             f"The file {where!r} is damaged: its checksum is wrong.",
-            fix="restore another checkpoint; CheckpointManager.restore(fallback=True) "
-            "finds the last good one.",
+            fix=FALLBACK,
         )
     content = json.loads(line)
     written = content.pop("format")

@@ -36,7 +36,7 @@ def layer_names(layer: Any) -> dict[str, Any]:
                 seen.add(id(variable))
                 name = "variable" if _UNNAMED.match(variable.name) else variable.name
                 found.append((prefix + name, variable))
-    return _named([name for name, _ in found], [variable for _, variable in found])
+    return numbered([name for name, _ in found], [variable for _, variable in found])
 
 
 def layers_in(layer: Any) -> list[tuple[str, Any]]:
@@ -71,7 +71,7 @@ def metric_names(metrics: list[Any]) -> dict[str, Any]:
     variables = [variable for metric in metrics for variable in metric.variables]
     paths: list[list[str]] = [variable.path.split("/") for variable in variables]
     names = ["/".join([renamed.get(part, part) for part in path]) for path in paths]
-    return _named(names, variables)
+    return numbered(names, variables)
 
 
 def optimizer_names(optimizer: Any, labels: dict[int, str]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def optimizer_names(optimizer: Any, labels: dict[int, str]) -> dict[str, Any]:
         # Source: `BaseOptimizer.add_variable_from_reference`.
         slot = variable.path.replace("/", "_")
         slots.setdefault(slot, labels.get(id(variable), str(index)))
-    named = _named([f"{kind}/{_slot_name(v.name, slots)}" for v in own], own)
+    named = numbered([f"{kind}/{_slot_name(v.name, slots)}" for v in own], own)
     return named | {f"{kind}/{name}": v for name, v in of_inner.items()}
 
 
@@ -119,14 +119,14 @@ def _slot_name(name: str, slots: dict[str, str]) -> str:
     return name
 
 
-def _named(names: list[str], variables: list[Any]) -> dict[str, Any]:
-    """The variables by name; `#2`, `#3`, ... tell those of one name apart."""
+def numbered(names: list[str], values: list[Any]) -> dict[str, Any]:
+    """The values by name; `#2`, `#3`, ... tell those of one name apart."""
     counts: collections.Counter[str] = collections.Counter()
     named: dict[str, Any] = {}
-    for name, variable in zip(names, variables, strict=True):
+    for name, value in zip(names, values, strict=True):
         counts[name] += 1
         unique = name if counts[name] == 1 else f"{name}#{counts[name]}"
-        while unique in named:  # The name that another variable was given.
+        while unique in named:  # The name that another one was given.
             unique += "#"
-        named[unique] = variable
+        named[unique] = value
     return named

@@ -93,9 +93,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        config: TerminationConfig | None,
-        num_processes: Callable[[], int] = lambda: 1,
+        self, config: TerminationConfig | None, num_processes: Callable[[], int]
     ) -> None:
         self.config = config or TerminationConfig()
         self._num_processes = num_processes

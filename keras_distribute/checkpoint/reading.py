@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,7 +17,6 @@ from keras_distribute.errors import CheckpointError
 
 # The key of a state that was another one in each process: a list of them is under it.
 EACH_PROCESS = "state of each process"
-MergeStates = Callable[[list[Any]], Any]
 # A method of objects: makes the state of this process from the states of another number
 # of processes.
 _MERGE_STATES = "_keras_distribute_state_of_all"
@@ -43,14 +41,9 @@ class Reading:
     arrays: Arrays
     status: RestoreStatus
 
-    def state_of(self, name: str, merge: MergeStates | None = None) -> Any:
+    def state_of(self, name: str) -> Any:
         """The saved state of an object that is no variable, as a new structure; the one
         that this process saved, if each saved its own.
-
-        Args:
-            name: The name of the object.
-            merge: Makes the state of this process from those of another number of
-                processes, where that is possible.
 
         Raises:
             CheckpointError: Where each process saved a state of its own, and now there
@@ -62,6 +55,7 @@ class Reading:
         states, count = state[EACH_PROCESS], processes.process_count()
         if len(states) == count:
             return states[processes.process_index()]
+        merge = getattr(self.tracked.stateful[name], _MERGE_STATES, None)
         if merge is not None:
             return merge(states)
         raise CheckpointError(
@@ -80,10 +74,7 @@ class Reading:
         """
         tracking.synchronize(self.objects)
         named = {name: self.tracked.stateful[name] for name in self.match.objects}
-        states = {
-            name: self.state_of(name, getattr(value, _MERGE_STATES, None))
-            for name, value in named.items()
-        }
+        states = {name: self.state_of(name) for name in named}
         # Objects first: these may refuse, and then no variable has changed, and no
         # dictionary.
         dictionaries = {n: v for n, v in named.items() if isinstance(v, dict)}

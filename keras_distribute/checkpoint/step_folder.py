@@ -45,7 +45,7 @@ class StepFolder:
         self,
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
-        max_to_keep: int | None = None,
+        max_to_keep: int | None,
         keep_best: tuple[str, str] | None = None,
         *,
         asynchronous: bool = True,

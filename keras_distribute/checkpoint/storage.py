@@ -49,10 +49,6 @@ from keras_distribute.threads import dropped
 # stand there under its name. Renamed first, it is gone at once; the next save empties
 # this, in the background.
 TRASH = "being_deleted"
-_FALLBACK = (
-    "restore another checkpoint; CheckpointManager.restore(fallback=True) finds the "
-    "last good one."
-)
 # Python and Orbax also take "030" or "３１" for a number: such a folder is no step.
 _STEP = re.compile("0|[1-9][0-9]*")
 
@@ -111,7 +107,7 @@ def read_manifest(path: str) -> tuple[Manifest, dict[str, ArrayRecord]]:
             raise DamagedCheckpointError(
                 f"{path!r} is no complete checkpoint: it has no {MANIFEST}/{FILE}.",
                 received=received,
-                fix=_FALLBACK,
+                fix=manifests.FALLBACK,
             )
         manifest, arrays, files = manifests.from_bytes(file.read_bytes(), str(file))
         _check_name(folder, manifest)
@@ -131,11 +127,9 @@ def version_of(path: str) -> float | None:
 
 
 def _no_checkpoint(folder: epath.Path, path: str) -> CheckpointError:
-    parent, fix = (
-        folder.parent,
-        "the path that checkpoint.save or manager.save returned; ",
-    )
+    parent = folder.parent
     names = sorted(other.name for other in parent.iterdir()) if parent.is_dir() else []
+    fix = "the path that checkpoint.save or manager.save returned; "
     fix += "manager.all_steps() lists the steps."
     if under_way.is_elsewhere(path):
         fix = "manager.wait() in every process first: process 0 is writing it."
@@ -178,7 +172,7 @@ def _check_name(folder: epath.Path, manifest: Manifest) -> None:
             f"{str(folder)!r} is not the checkpoint of step {name}.",
             received=f"the checkpoint of step {step}, copied or moved to that name.",
             fix=f"give the folder its name {step} again, or one that is no number; or "
-            + _FALLBACK,
+            + manifests.FALLBACK,
         )
 
 
@@ -198,7 +192,7 @@ def _check_files(folder: epath.Path, records: dict[str, FileRecord]) -> None:
         raise DamagedCheckpointError(
             f"The checkpoint {str(folder.parent)!r} is damaged, {len(damaged)} "
             "file(s):\n    " + "\n    ".join(damaged),
-            fix=_FALLBACK,
+            fix=manifests.FALLBACK,
         )
 
 
@@ -245,7 +239,7 @@ def read_arrays(path: str, records: dict[str, ArrayRecord]) -> dict[str, Any]:
         raise DamagedCheckpointError(
             f"The files in {str(folder)!r} are damaged: {len(damaged)} array(s) are "
             f"not what was saved: {', '.join(damaged)}.",
-            fix=_FALLBACK,
+            fix=manifests.FALLBACK,
         )
     return {**arrays, **in_blocks}
 
@@ -369,7 +363,9 @@ def _reading(path: str) -> Generator[None]:
         raise
     except Exception as error:
         raise DamagedCheckpointError(
-            f"{path!r} cannot be read.", received=_first_line(error), fix=_FALLBACK
+            f"{path!r} cannot be read.",
+            received=_first_line(error),
+            fix=manifests.FALLBACK,
         ) from error
 
 

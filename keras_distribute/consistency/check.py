@@ -14,11 +14,7 @@ import numpy as np
 from keras_distribute.cluster import liveness
 from keras_distribute.consistency import elements, hashing, words
 from keras_distribute.consistency.copies import Group, Verdict, groups_of, verdict
-from keras_distribute.consistency.report import (
-    ConsistencyReport,
-    Difference,
-    Element,
-)
+from keras_distribute.consistency.report import ConsistencyReport, Difference, Element
 from keras_distribute.consistency.telling import told_by_all
 from keras_distribute.devices.launches import launches
 from keras_distribute.devices.mesh import ReplicaMesh

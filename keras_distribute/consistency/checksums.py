@@ -41,13 +41,10 @@ class OfParts:
     @property
     def whole(self) -> int | None:
         """The checksum of the array; `None` where copies of a part differ."""
-        of_parts = dict(zip(self.indices, self.of_devices, strict=True))
-        if any(
-            of_parts[index] != own
-            for index, own in zip(self.indices, self.of_devices, strict=True)
-        ):
+        of_parts = set(zip(self.indices, self.of_devices, strict=True))
+        if len(of_parts) > len(set(self.indices)):
             return None
-        return _summed(of_parts.values())
+        return _summed(own for _, own in of_parts)
 
 
 def of_arrays(arrays: Mapping[Any, Any]) -> dict[Any, OfParts]:

@@ -100,9 +100,9 @@ class StepProgram:
         exported: jax.export.Exported,
         mesh: ReplicaMesh,
         names: Sequence[str],
-        own: int | None = None,
-        own_names: Sequence[str] = (),
-        compiler_options: dict[str, Any] | None = None,
+        own: int | None,
+        own_names: Sequence[str],
+        compiler_options: dict[str, Any] | None,
     ) -> None:
         self.exported, self.mesh, self.own = exported, mesh, own
         self.names, self.own_names = list(names), list(own_names)

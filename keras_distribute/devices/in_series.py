@@ -28,12 +28,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from keras_distribute.devices import (
-    convolutions,
-    own_index,
-    replication_proof,
-    unknown,
-)
+from keras_distribute.devices import convolutions, own_index, replication_proof, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
 from keras_distribute.devices.communication import Communication

@@ -31,11 +31,7 @@ from keras_distribute.dry_run import (
 from keras_distribute.dry_run.outcome import StepCompiler
 from keras_distribute.dry_run.report import DryRunReport, LargestBatch
 from keras_distribute.dry_run.targets import Target
-from keras_distribute.errors import (
-    DeviceError,
-    StructureTypeError,
-    ValueStructureError,
-)
+from keras_distribute.errors import DeviceError, StructureTypeError, ValueStructureError
 from keras_distribute.strategies.base import Strategy
 
 

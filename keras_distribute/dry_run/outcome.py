@@ -53,7 +53,7 @@ class StepCompiler:
     there for the next, so that none of these fails once before it.
     """
 
-    def __init__(self, target: Target, *, is_shown: bool = False) -> None:
+    def __init__(self, target: Target, *, is_shown: bool) -> None:
         self._target, self._is_shown = target, is_shown
         self._options: Mapping[str, bool] = {}
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keras_distribute import checks
 from keras_distribute.dry_run.estimate import Estimate, ScalingPoint
-from keras_distribute.errors import BackendError
 
 _COLORS = ("#4c72b0", "#55a868", "#c44e52", "#8172b3", "#ccb974", "#64b5cd")
 _GIB = 2**30
@@ -27,16 +27,11 @@ def draw(
     Raises:
         BackendError: Without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendError(
-            "Pictures are drawn by matplotlib, which is not installed.",
-            received=f"plot({str(path)!r}).",
-            fix="pip install matplotlib, or print(report).",
-        ) from error
+    what = "Pictures are drawn by matplotlib, which is not installed."
+    fix = "pip install matplotlib, or print(report)."
+    drawing = checks.imported("matplotlib.figure", what, fix)
     count = 1 if estimate is None else 3
-    figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
+    figure = drawing.Figure(figsize=(4.2 * count, 3.6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(1, count, squeeze=False)[0]
     _memory(axes[0], memory, limit)

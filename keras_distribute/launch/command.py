@@ -39,7 +39,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from keras_distribute.cluster import signing
@@ -240,7 +239,10 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
         launcher = _Launcher(command, options, output)
     # One that is ignored stays so: SIGHUP by `nohup`.
     heard = [each for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    previous = {each: signal.signal(each, launcher.receive) for each in heard}
+    previous = {
+        each: signal.signal(each, lambda number, _: launcher.signals.append(number))
+        for each in heard
+    }
     try:
         return launcher.run()
     finally:
@@ -256,14 +258,10 @@ class _Launcher:
         self, command: Sequence[str], options: LaunchOptions, output: _Output
     ) -> None:
         self._command, self._options, self._output = command, options, output
-        self._signals: list[int] = []
+        self.signals: list[int] = []  # Which would have ended this process.
         # The local indices of the processes that take part, whose GPUs stay the same.
         self._local = list(range(options.nproc))
         self._token = signing.token_of_job(options.token_file)
-
-    def receive(self, number: int, _: FrameType | None) -> None:
-        """Notes a signal, which would end this process."""
-        self._signals.append(number)
 
     def run(self) -> int:
         options = self._options
@@ -276,9 +274,9 @@ class _Launcher:
             failed, lost = self._run(job)
             if failed is None:
                 return 0
-            if not self._signals:
+            if not self.signals:
                 _report(failed, job)
-            if self._signals or attempt == options.max_restarts:
+            if self.signals or attempt == options.max_restarts:
                 return failed.exit_code or 1
             left = [place for i, place in enumerate(self._local) if i not in lost]
             if options.min_nproc is not None and len(left) >= options.min_nproc:
@@ -305,7 +303,7 @@ class _Launcher:
             least=options.min_nnodes or 1,
             seconds=max(options.node_timeout, first_wait),
             seal=Seal(None if self._token is None else self._token.encode()),
-            given_up=lambda: bool(self._signals),
+            given_up=lambda: bool(self.signals),
             tell=_say,
         )
         if len(meeting.hosts) < options.nnodes:
@@ -345,7 +343,7 @@ class _Launcher:
         """Runs a job until it ends, fails, or a signal comes; the process that failed
         first, and the indices of those that were the reason: itself, or frozen ones.
         """
-        grace, received = self._options.grace, self._signals
+        grace, received = self._options.grace, self.signals
         lost: list[int] = []
         job.start()
         try:

@@ -205,7 +205,7 @@ class MultiProcessRunner:
         results = [self._result(index) for index in range(self._num_processes)]
         if not in_time:
             names = ", ".join(map(str, running))
-            limits = f"{self._num_processes} processes, {self._timeout:.0f} seconds."
+            limits = f"{self._num_processes} processes, {timeout:g} seconds."
             raise ClusterError(
                 f"{self._name} did not end in time in process {names}.",
                 received=limits + _logs(results),

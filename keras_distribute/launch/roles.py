@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 from keras_distribute import config
 from keras_distribute.cluster import signing
@@ -76,7 +75,7 @@ class Roles:
         self._gpus = [] if cpu_devices is not None else gpus()
         self._max_restarts, self._grace = max_restarts, grace
         self._on_line, self._tell = on_line, tell
-        self._signals: list[int] = []
+        self.signals: list[int] = []  # Which would have ended this process.
         self._jobs: Jobs = {}
         self._token = ""
         self._tasks: dict[str, Job] = {}
@@ -89,15 +88,11 @@ class Roles:
         code = 0
         for attempt in range(self._max_restarts + 1):
             code = self._attempt(attempt)
-            if code == 0 or self._signals:
+            if code == 0 or self.signals:
                 return code
             if attempt < self._max_restarts:
                 self._tell(f"starts all tasks again ({attempt + 1}).")
         return code
-
-    def receive(self, number: int, _: FrameType | None) -> None:
-        """Notes a signal, which would end this process."""
-        self._signals.append(number)
 
     def _attempt(self, attempt: int) -> int:
         self._jobs = addresses(*self._sizes, with_chief=True)
@@ -141,7 +136,7 @@ class Roles:
         """Looks after the tasks until the chief has ended, a server has failed, or a
         signal has come.
         """
-        while not self._signals:
+        while not self.signals:
             for name, task in list(self._tasks.items()):
                 code = task.workers[0].exit_code
                 if code is None:
@@ -172,12 +167,12 @@ class Roles:
         return True
 
     def _stopped(self) -> int:
-        name = signal.Signals(self._signals[0]).name
+        name = signal.Signals(self.signals[0]).name
         self._tell(f"passes on {name}; what runs after {self._grace:.0f} s is killed.")
         chief = self._tasks["chief:0"]
-        chief.send(self._signals[0])
+        chief.send(self.signals[0])
         chief.wait(
-            self._grace, until_failure=False, until=lambda: len(self._signals) > 1
+            self._grace, until_failure=False, until=lambda: len(self.signals) > 1
         )
         code = chief.workers[0].exit_code
-        return 128 + self._signals[0] if code is None else code
+        return 128 + self.signals[0] if code is None else code

@@ -54,11 +54,8 @@ def _through(jaxpr: core.Jaxpr, kinds: Sequence[Change]) -> list[Change]:
     known = dict(zip(jaxpr.invars, kinds, strict=True))
 
     def kind_of(atom: Any) -> Change:
-        return (
-            Change.SET
-            if isinstance(atom, core.Literal)
-            else (known.get(atom, Change.SET))
-        )
+        is_literal = isinstance(atom, core.Literal)
+        return Change.SET if is_literal else known.get(atom, Change.SET)
 
     for eqn in jaxpr.eqns:
         given = list(map(kind_of, eqn.invars))

@@ -9,7 +9,7 @@ from typing import Any
 from keras_distribute.remote.frames import Header
 from keras_distribute.scheduling.additions import Change
 from keras_distribute.scheduling.programs import Lookup, Traced
-from keras_distribute.scheduling.served import Part, Place, Served
+from keras_distribute.scheduling.served import Part, Served
 from keras_distribute.scheduling.updates import Updates
 
 
@@ -28,7 +28,7 @@ def layout_of(
         of a batch, each with its axis; and how many of each argument.
     """
     reads = [
-        [[part.server, part.key] for part in _place(served, v).read]
+        [[part.server, part.key] for part in served.where(v).read]
         for v in program.reads
     ]
     looked_up = [lookup.read for lookup in program.lookups]
@@ -82,7 +82,7 @@ def _pushes(program: Traced, served: Served, updates: Updates) -> list[Header]:
     for manner in ("adds", "sets"):  # In the order in which a server takes them.
         for i, (kind, variable) in enumerate(program.pushed):
             if (kind is Change.SET) == (manner == "sets"):
-                for part in _place(served, variable).parts:
+                for part in served.where(variable).parts:
                     push = push_to(part.server)
                     push[manner].append(part.key)
                     push["outputs"].append(_rows(output + i, part))
@@ -90,7 +90,7 @@ def _pushes(program: Traced, served: Served, updates: Updates) -> list[Header]:
 
 
 def _table(lookup: Lookup, served: Served) -> Header:
-    parts = _place(served, lookup.variable).read
+    parts = served.where(lookup.variable).read
     return {
         "read": lookup.read,
         "size": lookup.size,
@@ -100,9 +100,3 @@ def _table(lookup: Lookup, served: Served) -> Header:
 
 def _rows(output: int, part: Part, table: int | None = None) -> list[Any]:
     return [output, None if part.stop is None else part.start, part.stop, table]
-
-
-def _place(served: Served, variable: Any) -> Place:
-    place = served.place_of(variable)
-    assert place is not None
-    return place

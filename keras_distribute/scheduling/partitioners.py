@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_distribute import checks
 from keras_distribute.errors import StructureTypeError, ValueStructureError
+from keras_distribute.input.splitting import even_sizes
 
 
 class Partitioner:
@@ -170,9 +171,7 @@ def rows_of_parts(rows: int, count: int) -> list[int]:
     """The rows of each of `count` parts: even, the first ones with one more where they
     do not divide, as in TensorFlow's `ShardedVariable`. No part is empty.
     """
-    count = max(1, min(count, rows))
-    each, more = divmod(rows, count)
-    return [each + (i < more) for i in range(count)]
+    return even_sizes(rows, max(1, min(count, rows)))
 
 
 def _bytes(name: str, value: Any) -> Any:

@@ -144,14 +144,11 @@ class Queue:
             first = self._waiting[0]
             if first.counted is not None and not is_idle:
                 return None
-            if self._running and (first.is_alone or self._runs_alone()):
+            if self._running and any(c.is_alone for c in (first, *self._running)):
                 return None
             closure = self._waiting.popleft()
             self._running.add(closure)
             return closure
-
-    def _runs_alone(self) -> bool:
-        return any(closure.is_alone for closure in self._running)
 
     def put_back(self, closure: Closure) -> None:
         """Of a worker that is gone: another one has to run it."""

@@ -103,6 +103,12 @@ class Served(Holder):
         found = self._places.get(id(variable))
         return None if found is None or found[0]() is not variable else found[1]
 
+    def where(self, variable: Any) -> Place:
+        """Where a variable is that a function has used."""
+        place = self.place_of(variable)
+        assert place is not None
+        return place
+
     def places(self) -> list[tuple[Any, Place]]:
         """All variables, with their places."""
         found = [(known(), place) for known, place in list(self._places.values())]
@@ -170,9 +176,8 @@ class Served(Holder):
         """Places a slot of an optimizer where its weight is."""
         if self.place_of(slot) is not None:
             return
-        place = self.place_of(weight)
-        assert place is not None
-        parts = [self._part(slot, p.server, p.start, p.stop) for p in place.parts]
+        places = self.where(weight).parts
+        parts = [self._part(slot, p.server, p.start, p.stop) for p in places]
         self._put(slot, Place(tuple(parts)))
 
     def add_copies(self, variable: Any, servers: Sequence[int]) -> None:
@@ -186,7 +191,8 @@ class Served(Holder):
         if parts:
             value = np.asarray(variable.value)
             for part in new:
-                self._set(part, value)
+                told = {"op": "set", "keys": [part.key]}
+                self._servers[part.server].call(told, [value])
         self._put(variable, Place((*parts, *new), copies=True), is_new=not parts)
 
     def send_changed(self) -> None:
@@ -324,10 +330,6 @@ class Served(Holder):
         self._places[id(variable)] = weakref.ref(variable), place
         if is_new:
             self.changed[id(variable)] = variable
-
-    def _set(self, part: Part, value: Array) -> None:
-        told = {"op": "set", "keys": [part.key]}
-        self._servers[part.server].call(told, [part.of(value)])
 
     def read(self, variable: Any) -> Array:
         """The value that the servers have now."""

@@ -14,10 +14,7 @@ from keras_distribute import context
 from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import get_stateless_scope
 from keras_distribute.context import Frame, Mode
-from keras_distribute.errors import (
-    ContextError,
-    StructureTypeError,
-)
+from keras_distribute.errors import ContextError, StructureTypeError
 from keras_distribute.run.arguments import Call, Static, is_leaf
 from keras_distribute.run.tracing import Capture, unwrapped
 from keras_distribute.values import structures
@@ -257,11 +254,7 @@ class Trace:
         """Notes what an optimizer is to apply on the servers."""
         compat.build(optimizer, variables)
         refuse_loss_scaling(optimizer)
-        targets = (
-            list(variables)
-            if variables is not None
-            else compat.built_variables(optimizer)
-        )
+        targets = compat.targets_of(optimizer, variables)
         if not len(grads):
             return
         _check_gradients(optimizer, grads, targets)

@@ -20,12 +20,7 @@ from keras_distribute._compat import optimizer as compat
 from keras_distribute._compat.variables import takes_gradient_as_value
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.remote.frames import Header
-from keras_distribute.scheduling.served import (
-    Part,
-    Place,
-    Served,
-    is_constrained_whole,
-)
+from keras_distribute.scheduling.served import Part, Served, is_constrained_whole
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.servers.programs import exported
 
@@ -124,7 +119,7 @@ class Updates:
             self._check_together(optimizer, all_weights)
         accumulates = compat.accumulates(optimizer)
         servers = sorted(
-            {part.server for w in weights for part in self._place(w).parts}
+            {part.server for w in weights for part in self._served.where(w).parts}
         )
         if accumulates and compat.clips_all_together(optimizer) and len(servers) > 1:
             raise ValueStructureError(
@@ -141,16 +136,11 @@ class Updates:
             elif id(all_weights[weight]) in used:
                 self._served.add_slot(variable, all_weights[weight])
 
-    def _place(self, variable: Any) -> Place:
-        place = self._served.place_of(variable)
-        assert place is not None
-        return place
-
     def _check_parts(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Raises `ValueStructureError` where more is looked at than a server has."""
         accumulates = compat.accumulates(optimizer)
         for weight in weights:
-            parts = len(self._place(weight).parts)
+            parts = len(self._served.where(weight).parts)
             if parts == 1:
                 continue
             who, fix = "", ""
@@ -173,7 +163,7 @@ class Updates:
 
     def _check_together(self, optimizer: Any, weights: Sequence[Any]) -> None:
         """Raises `ValueStructureError` for weights that were placed apart before."""
-        servers = {part.server for w in weights for part in self._place(w).parts}
+        servers = {part.server for w in weights for part in self._served.where(w).parts}
         if len(servers) > 1:
             raise ValueStructureError(
                 f"{type(optimizer).__name__} has state that belongs to all weights "
@@ -197,7 +187,7 @@ class Updates:
         """
         by_server: dict[int, list[tuple[int, Part]]] = {}
         for i, weight in enumerate(weights):
-            for part in self._place(weight).parts:
+            for part in self._served.where(weight).parts:
                 by_server.setdefault(part.server, []).append((i, part))
         return [
             (server, self._number(optimizer, weights, sizes, server, parts), parts)
@@ -302,7 +292,7 @@ class Updates:
             taken[_slot(variable, weight)] += 1
             if turn >= len(found):
                 raise _state_error(optimizer, variable.name)
-            place = self._place(found[turn])
+            place = self._served.where(found[turn])
             server = parts[0][1].server
             keys += [
                 each.key

@@ -12,11 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_distribute.errors import (
-    InputError,
-    StructureTypeError,
-    ValueStructureError,
-)
+from keras_distribute.errors import InputError, StructureTypeError, ValueStructureError
 from keras_distribute.scheduling import traces
 from keras_distribute.threads.condition import Condition
 from keras_distribute.values.arrays import is_array

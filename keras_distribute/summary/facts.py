@@ -13,6 +13,7 @@ import jax
 import keras
 
 from keras_distribute import checks, context
+from keras_distribute.consistency.copies import is_in_own_memory
 from keras_distribute.context import AnyStrategy
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.names import name_of
@@ -190,7 +191,7 @@ def _of_variable(
     shape, sharding = tuple(variable.shape), array.sharding
     size = array.dtype.itemsize
     # What is in another memory takes none of the device's own.
-    there = sharding.device_set if _is_on_devices(sharding) else ()
+    there = sharding.device_set if is_in_own_memory(sharding) else ()
     on_device = math.prod(sharding.shard_shape(array.shape)) * size
     return VariableFacts(
         path=variable.path,
@@ -206,11 +207,6 @@ def _of_variable(
         is_indivisible=isinstance(variable, MirroredVariable)
         and variable.is_indivisible,
     )
-
-
-def _is_on_devices(sharding: jax.sharding.Sharding) -> bool:
-    device = next(iter(sharding.device_set))
-    return sharding.memory_kind in (None, device.default_memory().kind)
 
 
 def _kind(strategy: AnyStrategy, variable: keras.Variable, array: jax.Array) -> str:

@@ -60,16 +60,12 @@ def apply_gradients(
         # A step of the user's own may have another optimizer beside the model's.
         accumulates = compat.accumulates(optimizer)
         if context.frame().accumulates and accumulates:
-            targets = compat.built_variables(optimizer)
-            if variables is not None:
-                targets = list(variables)
+            targets = compat.targets_of(optimizer, variables)
             return _accumulate_in_fit(optimizer, grads, targets, original)
         with context.without_gathering(), _in_turn(optimizer):
             return original(optimizer, _named(optimizer, grads, variables), variables)
     compat.build(optimizer, variables)
-    targets = (
-        list(variables) if variables is not None else compat.built_variables(optimizer)
-    )
+    targets = compat.targets_of(optimizer, variables)
     if compat.is_loss_scaling(optimizer):
         # The inner optimizer sums, when it updates.
         if compat.inner_accumulates(optimizer):
@@ -103,11 +99,10 @@ def _named(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> lis
     """In the program of a step of `fit`, gradients that `steps/by_rows.py` knows."""
     if context.frame().batch is None:
         return grads
-    if variables is None:
-        variables = compat.built_variables(optimizer)
+    targets = compat.targets_of(optimizer, variables)
     return [
         None if g is None else checkpoint_name(g, f"{GRADIENT}:{v.path}")
-        for g, v in zip(grads, variables, strict=True)
+        for g, v in zip(grads, targets, strict=True)
     ]
 
 

@@ -54,7 +54,7 @@ def strong(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...] = ()) -> Any:
+def spread_over(mesh: ReplicaMesh, first_only: bool, axes: tuple[Any, ...]) -> Any:
     """A program from one value to the stored components: the value for each, or for the
     first and zeros.
     """

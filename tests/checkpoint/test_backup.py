@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -171,17 +172,21 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("place", [0, 2])
-def test_data(kind: str, place: int, tmp_path: Any) -> None:
-    source, options = DATA[kind]
-    if place == 0 and kind == "a distributed dataset":
-        pytest.skip("needs a strategy")
-
+def fitting(source: Callable[[], Any], options: dict[str, Any]) -> Callable[..., Any]:
     def fit(model: Any, callbacks: Any) -> Any:
         made = source()
         x, y = made if isinstance(made, tuple) else (made, None)
         return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
+
+    return fit
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("place", [0, 2])
+def test_data(kind: str, place: int, tmp_path: Any) -> None:
+    fit = fitting(*DATA[kind])
+    if place == 0 and kind == "a distributed dataset":
+        pytest.skip("needs a strategy")
 
     # Plain Keras lets workers shuffle at times of their own.
     expected = run(
@@ -210,7 +215,7 @@ def test_the_order_after_an_interruption_is_that_of_plain_keras(
     kind: str, tmp_path: Any
 ) -> None:
     """In the middle of an epoch, behind its last step, and between two epochs."""
-    source, options = SHUFFLED[kind]
+    fit = fitting(*SHUFFLED[kind])
 
     def by_place(_: Any, outputs: Any) -> Any:
         places = keras.ops.arange(keras.ops.shape(outputs)[0], dtype="float32")
@@ -222,11 +227,6 @@ def test_the_order_after_an_interruption_is_that_of_plain_keras(
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile(keras.optimizers.SGD(0.0), by_place)
         return model
-
-    def fit(model: Any, callbacks: Any) -> Any:
-        made = source()
-        x, y = made if isinstance(made, tuple) else (made, None)
-        return model.fit(x, y, epochs=4, verbose=0, callbacks=callbacks, **options)
 
     def losses(result: dict[str, Any]) -> list[float]:
         return [each[1] for each in result["log"]["seen"] if isinstance(each, tuple)]

@@ -5,7 +5,6 @@ import collections
 import dataclasses
 import enum
 import json
-import os
 import pathlib
 import pickle
 
@@ -16,6 +15,7 @@ import pytest
 
 from keras_distribute.cluster.messages import from_bytes, to_bytes
 from keras_distribute.errors import ClusterError, InputError, StructureTypeError
+from tests.attacks import Harm
 
 
 class Named(collections.namedtuple("Named", "a b")):
@@ -140,14 +140,6 @@ def test_a_structure_without_end_is_refused():
     endless.append(endless)
     with pytest.raises(StructureTypeError, match="is plain data"):
         to_bytes(endless, signed=False)
-
-
-class Harm:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def strange(harm):

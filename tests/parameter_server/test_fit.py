@@ -33,6 +33,16 @@ def equals_one_device(strategy: Any, build: Any, run: Any) -> None:
     assert_same_outcome(observe(build, run, strategy), observe(build, run))
 
 
+def test_predictions_on_a_batch_are_the_callers_to_change(one_worker):
+    with one_worker.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    outputs = model.predict_on_batch(np.ones((3, 4), "float32"))
+    before = outputs.copy()
+    outputs += 1
+    np.testing.assert_array_equal(outputs, before + 1)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(one_worker, name):

@@ -158,8 +158,9 @@ def test_the_runner_kills_freezes_and_gives_up():
         runner.kill(1)
         with pytest.raises(
             kd.errors.ClusterError, match=r"sleeping did not end in time in process 0\."
-        ):
+        ) as caught:
             runner.join(timeout=2)
+        assert "2 processes, 2 seconds." in str(caught.value)
         pids = [worker.process.pid for worker in runner._job.workers]
     assert runner.num_running == 0
     for pid in pids:

@@ -35,16 +35,6 @@ SIGNS = (b"\xff\xfe", b"", b"|||", b"x|y|z|in run", b"[" * 10**5, *ENDED)
 VERDICTS = (b"1|has died", b"\xff", b"", b"x|y", b"1", WRONG + b"1|has died", b"-1|")
 
 
-class Harm:
-    """A pickle that makes a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 class Stranger:
     """Writes to JAX's key-value service, as whoever reaches it can: here by the client
     of a process of the job.
@@ -54,7 +44,7 @@ class Stranger:
     """
 
     def __init__(self, folder):
-        self.harm = pickle.dumps(("seeds", Harm(os.path.join(folder, "harm"))))
+        self.harm = pickle.dumps(("seeds", attacks.Harm(os.path.join(folder, "harm"))))
         self.over = threading.Event()
 
     def write(self, key, value, overwrite=True):

@@ -10,8 +10,8 @@ said in `training/replica_rules.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from keras_distribute import checks, context
@@ -30,11 +30,7 @@ from keras_distribute.training.steps.compiled_step import CompiledStep
 from keras_distribute.training.steps.long_weight import FlatStep
 from keras_distribute.training.steps.own_gradients import OwnGradients
 from keras_distribute.training.steps.packed_state import Packing, State, form_of
-from keras_distribute.training.steps.plan import (
-    StepPlan,
-    note_mixed,
-    plan_of,
-)
+from keras_distribute.training.steps.plan import StepPlan, note_mixed, plan_of
 from keras_distribute.training.steps.sharded import DividedState, sharded_step
 from keras_distribute.training.steps.state import StepState, is_held
 from keras_distribute.training.steps.step_programs import CarriedStep, Step
@@ -84,14 +80,13 @@ def compiled_step(
     """
     groups, plain = compat.state_variables(trainer, kind), _step_of(trainer, kind)
     mesh, step, flat = strategy.replica_mesh, plain, None
-    places = state_shardings.divided_places(groups)
+    places, told = state_shardings.divided_places(groups), partial(note_mixed, trainer)
     plan = plan_of(trainer, strategy) if kind == "train" else None
     if strategy.placement.shard_variables and mesh.num_replicas > 1:
         divided = DividedState(strategy, groups)
         if plan is None:
             step = sharded_step(plain, divided)
         else:
-            told = functools.partial(note_mixed, trainer)
             step = step_by_rows(strategy, plain, told, divided=divided)
     elif plan is not None:
         if plan.accumulators:
@@ -105,7 +100,6 @@ def compiled_step(
         packing = Packing(groups, mesh, single=places, rest=strategy.placement)
         carried = packing.around(step) if packing else step
     if plan is not None and plan.is_local and not plan.shards:
-        told = functools.partial(note_mixed, trainer)
         if mesh.series is not None:
             watch = None  # What it looks at, XLA might compile otherwise.
         if watch is not None:
@@ -147,7 +141,7 @@ def _accumulating(
     """A training step that keeps gradient accumulators per replica between calls."""
     indices = plan.accumulators
     if plan.is_local:
-        told = functools.partial(note_mixed, trainer)
+        told = partial(note_mixed, trainer)
         on_own = step_by_rows(strategy, step, told, accumulators=indices)
     else:
         on_own = accumulating.on_sums(step, indices, 1)

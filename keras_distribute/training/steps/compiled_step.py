@@ -16,12 +16,7 @@ from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches, calls
 from keras_distribute.training.steps.packed_state import State, form_of
-from keras_distribute.training.steps.state import (
-    ArrayState,
-    StepState,
-    ids_of,
-    is_held,
-)
+from keras_distribute.training.steps.state import ArrayState, StepState, ids_of, is_held
 from keras_distribute.training.steps.step_programs import (
     CarriedStep,
     Step,

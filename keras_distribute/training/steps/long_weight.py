@@ -28,7 +28,6 @@ class FlatStep:
     """A training step on packed state, for `strategy`.
 
     Args:
-        optimizer: The optimizer of one long weight and the large ones.
         order: Where the slots of each weight are among an optimizer's variables.
         small: Which trainable variables are parts of the long weight.
         state: The state of the training step.
@@ -39,31 +38,37 @@ class FlatStep:
         self,
         trainer: Any,
         strategy: Strategy,
-        optimizer: Any,
-        order: compat_optimizer.SlotOrder,
+        order: list[int],
         small: list[int],
         state: TrainState,
         places: Sequence[Place],
     ) -> None:
-        self._trainer, self._optimizer = trainer, optimizer
-        self._order = order
+        self._trainer, self._order = trainer, order
         self._small, count = small, len(state.weights)
         self._large = [i for i in range(count) if i not in set(small)]
-        self._ones, self._slots_of = order.places(count)
+        self._ones, self._slots_of = compat_optimizer.slot_places(order, count)
         slots = [
             [(_SLOTS, self._slots_of[i][j]) for i in small]
             for j in range(len(self._slots_of[0]))
         ]
         self._num_buffers = 1 + len(slots)
         self._size = sum(state.weights[i].size for i in small)
+        long = self._size + -self._size % strategy.num_replicas_in_sync
+        dtype = state.weights[small[0]].dtype.name
+        large = [state.weights[i] for i in self._large]
+        with context.entered(context.default_strategy().top_frame):
+            self._optimizer = compat_optimizer.same_for(
+                trainer.optimizer,
+                [((long,), dtype), *((w.shape, w.dtype.name) for w in large)],
+            )
         divided = [False] + [strategy.placement.shard_optimizer_state] * len(slots)
         self.packing = Packing(
             state,
             strategy.replica_mesh,
             [[(_WEIGHTS, i) for i in small], *slots],
             divided,
-            places,
-            strategy.placement,
+            single=places,
+            rest=strategy.placement,
         )
 
     @staticmethod
@@ -104,18 +109,7 @@ class FlatStep:
             )
         if order is None or not _slots_match(order, weights, state.slots):
             return None
-        large = [
-            (w.shape, w.dtype.name)
-            for i, w in enumerate(weights)
-            if i not in set(small)
-        ]
-        size = sum(weights[i].size for i in small)
-        size += -size % strategy.num_replicas_in_sync
-        with context.entered(context.default_strategy().top_frame):
-            optimizer = compat_optimizer.same_for(
-                trainer.optimizer, [((size,), weights[0].dtype.name), *large]
-            )
-        return FlatStep(trainer, strategy, optimizer, order, small, state, places)
+        return FlatStep(trainer, strategy, order, small, state, places)
 
     def __call__(self, packed: Packed, data: Any) -> tuple[Any, Packed]:
         """The logs and the new state."""
@@ -126,7 +120,9 @@ class FlatStep:
             weights=[buffers[0], *(state.weights[i] for i in self._large)],
             slots=self._carried_slots(buffers, state.slots),
         )
-        logs, grads, carried = self._gradients(carried, data)
+        logs, grads, carried = forward.loss_and_gradients(
+            self._trainer, self._restored, carried, data
+        )
         carried = forward.updated(self._optimizer, carried, grads)
         return logs, self._packed(carried, state)
 
@@ -149,15 +145,6 @@ class FlatStep:
             return f"{len(self._small)} small weights together"
         return self._trainer.trainable_variables[self._large[number - 1]].path
 
-    def _gradients(
-        self, state: TrainState, data: Any
-    ) -> tuple[Any, list[Any], TrainState]:
-        """The logs, the gradients of the carried weights, and the state with the new
-        values of the other groups.
-        """
-        restored = self._restored
-        return forward.loss_and_gradients(self._trainer, restored, state, data)
-
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
         values: list[Any] = [None] * (len(self._small) + len(self._large))
@@ -170,7 +157,7 @@ class FlatStep:
         return values
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
-        ones, own = self._order.places(1 + len(self._large))
+        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         carried: list[Any] = [None] * (len(ones) + sum(map(len, own)))
         for place, i in zip(ones, self._ones, strict=True):
             carried[place] = slots[i]
@@ -183,7 +170,7 @@ class FlatStep:
 
     def _packed(self, carried: TrainState, before: TrainState) -> Packed:
         """What the next step gets: the carried state in its buffers and places."""
-        ones, own = self._order.places(1 + len(self._large))
+        ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
         weights, slots = list(before.weights), list(before.slots)
         for i, value in zip(self._large, carried.weights[1:], strict=True):
             weights[i] = value
@@ -213,13 +200,11 @@ class FlatStep:
         return state
 
 
-def _slots_match(
-    order: compat_optimizer.SlotOrder, weights: list[Any], slots: list[Any]
-) -> bool:
+def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
     """Whether the optimizer's variables are what `order` says, each slot like its
     weight.
     """
-    ones, own = order.places(len(weights))
+    ones, own = compat_optimizer.slot_places(order, len(weights))
     if len(ones) + sum(map(len, own)) != len(slots):
         return False
     dtypes = [[slots[place].dtype for place in places] for places in own]

@@ -60,7 +60,7 @@ class Packing:
             one dtype each.
         divided: Which of `buffers` are divided among the replicas.
         single: The places of arrays that share none.
-        rest: Where the buffers are between two steps; `None`: on the devices.
+        rest: Says where the buffers are between two steps.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class Packing:
         mesh: ReplicaMesh,
         buffers: Sequence[Sequence[Place]] = (),
         divided: Sequence[bool] = (),
-        single: Collection[Place] = (),
-        rest: Placement | None = None,
+        *,
+        single: Collection[Place],
+        rest: Placement,
     ) -> None:
         self.form, self._multiple = form_of(state), mesh.num_replicas
         self._on_cpu = mesh.platform == "cpu"
@@ -83,14 +84,9 @@ class Packing:
                 small[self._shape(place).dtype].append(place)
         self.buffers += [places for places in small.values() if len(places) >= MANY]
         self.is_divided = any(divided)
-        self._shardings = [
-            mesh.split if split else mesh.replicated for split in divided
-        ]
-        self._shardings += [mesh.replicated] * (
-            len(self.buffers) - len(self._shardings)
-        )
-        if rest is not None:
-            self._shardings = list(map(rest.in_programs, self._shardings))
+        shardings = [mesh.split if split else mesh.replicated for split in divided]
+        shardings += [mesh.replicated] * (len(self.buffers) - len(shardings))
+        self._shardings = list(map(rest.in_programs, shardings))
         self._mesh = mesh
         self._join = jax.jit(
             lambda arrays: list(map(self._joined, arrays)),

@@ -111,8 +111,10 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     accumulators: tuple[int, ...] = ()
     accumulates = False
     if trainer.optimizer is not None:
-        accumulators = _accumulators(trainer.optimizer)
-        accumulates = bool(accumulators) or _will_accumulate(trainer.optimizer)
+        optimizer = trainer.optimizer
+        accumulators = _accumulators(optimizer)
+        will_have = not optimizer.built and compat_optimizer.accumulates(optimizer)
+        accumulates = bool(accumulators) or will_have
     in_series = strategy.replica_mesh.series is not None
     if strategy.num_replicas_in_sync == 1 and not in_series:
         return StepPlan(False, is_keras_step, False, accumulators)
@@ -134,10 +136,6 @@ def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
 def forget_mixed(trainer: Any) -> None:
     """Forgets it, of a trainer whose step will be made anew."""
     vars(trainer).pop(_MIXED, None)
-
-
-def _will_accumulate(optimizer: Any) -> bool:
-    return bool(optimizer.gradient_accumulation_steps) and not optimizer.built
 
 
 def _accumulators(optimizer: Any) -> tuple[int, ...]:

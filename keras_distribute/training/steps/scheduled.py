@@ -297,7 +297,8 @@ class _Late:
         self.shape, self.dtype = form.shape, form.dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self._value(), dtype)
+        value = self._value()
+        return np.array(value, dtype) if copy else np.asarray(value, dtype)
 
     def __jax_array__(self) -> Any:
         return self._value()

@@ -182,7 +182,7 @@ class StepPrograms:
         return jax.tree.leaves(Packed(buffers, rest))
 
     def traced(
-        self, state: State, placed: batches.Placed, size: int = 1
+        self, state: State, placed: batches.Placed, size: int
     ) -> tuple[Any, int]:
         """The program that a call with such arrays runs, traced but not run: the
         devices need not be there.
