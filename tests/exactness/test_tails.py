@@ -185,6 +185,38 @@ def test_small_integers_look_up_rows_of_a_tail(dtype: str) -> None:
     equals_one_device(looking_up, run, fit_in_scope=True)
 
 
+class WithFirst(layers.Layer):
+    """The rows, and the first one again behind them, on the way through a layer."""
+
+    def __init__(self, layer: layers.Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def call(self, rows: Any) -> Any:
+        return self.layer(ops.concatenate([rows, rows[:1]], axis=0))[:-1]
+
+
+def test_small_integers_of_rows_that_become_uneven() -> None:
+    """The batch's rows divide, those of the lookup do not, and are too many for each
+    replica to gather.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 20, (8192, 32)).astype("int16")
+    y = rng.normal(size=(8192, 1)).astype("float32")
+
+    def mixing() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((32,), dtype="int16"), WithFirst(Table()), layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    def run(model: keras.Model) -> Any:
+        return model.fit(ids, y, batch_size=8192, shuffle=False, verbose=0).history
+
+    equals_one_device(mixing, run, fit_in_scope=True)
+
+
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_generator_whose_batch_sizes_change_every_step(replicas: int) -> None:
     """Sizes 1 to 9 in no order."""

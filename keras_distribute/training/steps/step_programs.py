@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import exports, jaxprs
+from keras_distribute.devices import exports, jaxprs, scatters
 from keras_distribute.devices.extremes import Extremes
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
@@ -63,10 +63,12 @@ class _Faults(NamedTuple):
     Args:
         is_whole: Whether it can be computed of all rows on each replica alone.
         forgets_nans: Whether it takes extremes of what is divided.
+        has_other_places: Whether it scatters to places that are not int32.
     """
 
     is_whole: bool = False
     forgets_nans: bool = False
+    has_other_places: bool = False
 
 
 class StepPrograms:
@@ -209,17 +211,13 @@ class StepPrograms:
         self, placed: batches.Placed, size: int, state: list[Any], data: Any
     ) -> tuple[Any, dict[str, Any]]:
         """As `_jitted`, with what the trace shows that XLA could not divide otherwise:
-        extremes beside whether there is a NaN, or all rows on each replica.
+        extremes beside whether there is a NaN, places of scatters as int32, or all rows
+        on each replica.
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
         scatters (JAX 0.10.2: the gradient of an `Embedding` is wrong for token 0). Of
         75 kinds of operation in such a program, those that scatter were wrong alone.
-
-        Without logical devices, XLA ends the process where it divides the indices of a
-        scatter unevenly and these are not of int32 (a failed check in
-        `spmd_partitioner_util.h`): in the gradient of a sort, where small integers look
-        up rows of a table, or any do with JAX's 64 bits.
         """
         made = self._jitted(placed, size)
         key = form_of_batch(placed)
@@ -228,10 +226,14 @@ class StepPrograms:
             return made
         with launches.tracing:
             traced = made[0].trace(state, data)
-        wrong = _scatters if self._mesh.logical_axes else _scatters_by_other_than_int32
-        is_whole = not _is_even(placed) and jaxprs.has(traced.jaxpr, wrong)
+        is_whole = (
+            bool(self._mesh.logical_axes)
+            and not _is_even(placed)
+            and jaxprs.has(traced.jaxpr, _scatters)
+        )
         forgets = not is_whole and self._extremes(placed).are_in(traced.jaxpr)
-        self._faults[key] = faults = _Faults(is_whole, forgets)
+        places = not is_whole and scatters.are_in(traced.jaxpr)
+        self._faults[key] = faults = _Faults(is_whole, forgets, places)
         return self._jitted(placed, size) if any(faults) else made
 
     def _extremes(self, placed: batches.Placed) -> Extremes:
@@ -245,6 +247,8 @@ class StepPrograms:
         function = self._on_true_rows(self._step, placed, faults.is_whole)
         if faults.forgets_nans:
             function = self._extremes(placed).seen(function)
+        if faults.has_other_places:
+            function = scatters.by_int32(function)
         outputs = self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated
@@ -451,8 +455,3 @@ def _convolves(eqn: Any) -> bool:
 
 def _scatters(eqn: Any) -> bool:
     return eqn.primitive.name.startswith("scatter")
-
-
-def _scatters_by_other_than_int32(eqn: Any) -> bool:
-    """Whether an operation scatters to places that numbers not of int32 say."""
-    return _scatters(eqn) and eqn.invars[1].aval.dtype != jnp.int32
