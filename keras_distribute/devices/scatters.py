@@ -7,42 +7,26 @@ of a sort, where small integers look up rows of a table, or any with JAX's 64 bi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from keras_distribute.devices import jaxprs
+from keras_distribute.devices.rewriting import Rewriting
 
 _LARGEST = jnp.iinfo(jnp.int32).max
 
 
-def are_in(program: Any) -> bool:
-    """Whether a traced program has places of another dtype."""
-    # A `shard_map` is the program of each device alone.
-    return jaxprs.has(program, _is_one, but_in=("shard_map",))
+def _has_other_places(eqn: Any) -> bool:
+    if not eqn.primitive.name.startswith("scatter"):
+        return False
+    array, places = (variable.aval for variable in eqn.invars[:2])
+    return places.dtype != jnp.int32 and max(array.shape, default=0) <= _LARGEST
 
 
-def by_int32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which they are int32."""
-
-    def converting(*args: Any) -> Any:
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        given = jax.tree.leaves(args)
-        results = jaxprs.evaluated(program, given, _evaluated)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return converting
-
-
-def _evaluated(eqn: Any, given: list[Any]) -> list[Any]:
-    eqn = jaxprs.with_programs(eqn, _traced_again)
-    if _is_one(eqn):
-        array, places, *updates = given
-        given = [array, _as_int32(places), *updates]
-    return jaxprs.bound(eqn, given)
+def _by_int32(eqn: Any, given: list[Any]) -> list[Any]:
+    array, places, *updates = given
+    return jaxprs.bound(eqn, [array, _as_int32(places), *updates])
 
 
 def _as_int32(places: Any) -> Any:
@@ -52,12 +36,5 @@ def _as_int32(places: Any) -> Any:
     return jnp.clip(places, lowest, min(limits.max, _LARGEST)).astype(jnp.int32)
 
 
-def _traced_again(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    return jaxprs.retraced(program, _evaluated) if are_in(program) else program
-
-
-def _is_one(eqn: Any) -> bool:
-    if not eqn.primitive.name.startswith("scatter"):
-        return False
-    array, places = (variable.aval for variable in eqn.invars[:2])
-    return places.dtype != jnp.int32 and max(array.shape, default=0) <= _LARGEST
+BY_INT32 = Rewriting(_has_other_places, _by_int32)
+"""Such places are int32."""

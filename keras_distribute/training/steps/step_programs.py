@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import exports, jaxprs, scatters
-from keras_distribute.devices.extremes import Extremes
+from keras_distribute.devices import exports, extremes, jaxprs, scatters
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
+from keras_distribute.devices.rewriting import Rewriting
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -62,13 +62,11 @@ class _Faults(NamedTuple):
 
     Args:
         is_whole: Whether it can be computed of all rows on each replica alone.
-        forgets_nans: Whether it takes extremes of what is divided.
-        has_other_places: Whether it scatters to places that are not int32.
+        rewritings: What is written otherwise.
     """
 
     is_whole: bool = False
-    forgets_nans: bool = False
-    has_other_places: bool = False
+    rewritings: tuple[Rewriting, ...] = ()
 
 
 class StepPrograms:
@@ -231,13 +229,11 @@ class StepPrograms:
             and not _is_even(placed)
             and jaxprs.has(traced.jaxpr, _scatters)
         )
-        forgets = not is_whole and self._extremes(placed).are_in(traced.jaxpr)
-        places = not is_whole and scatters.are_in(traced.jaxpr)
-        self._faults[key] = faults = _Faults(is_whole, forgets, places)
+        rows = None if self._mesh.logical_axes else placed.spread[0]
+        known = () if is_whole else (extremes.with_nans(rows), scatters.BY_INT32)
+        found = tuple(each for each in known if each.is_in(traced.jaxpr))
+        self._faults[key] = faults = _Faults(is_whole, found)
         return self._jitted(placed, size) if any(faults) else made
-
-    def _extremes(self, placed: batches.Placed) -> Extremes:
-        return Extremes(None if self._mesh.logical_axes else placed.spread[0])
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
         """The program for a form of batch, and where its trace leaves the logs'
@@ -245,10 +241,8 @@ class StepPrograms:
         """
         faults = self._faults.get(form_of_batch(placed), _Faults())
         function = self._on_true_rows(self._step, placed, faults.is_whole)
-        if faults.forgets_nans:
-            function = self._extremes(placed).seen(function)
-        if faults.has_other_places:
-            function = scatters.by_int32(function)
+        for rewriting in faults.rewritings:
+            function = rewriting.of(function)
         outputs = self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated

@@ -1,0 +1,51 @@
+"""Programs with some of their operations written otherwise, since XLA does what it
+should not where it divides these over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewriting:
+    """How some operations are written otherwise.
+
+    Args:
+        is_one: Whether an operation is one of them.
+        rule: From such an operation and its operands to its results.
+    """
+
+    is_one: Callable[[Any], bool]
+    rule: Callable[[Any, list[Any]], list[Any]]
+
+    def is_in(self, program: Any) -> bool:
+        """Whether a traced program has such operations."""
+        # A `shard_map` is the program of each device alone.
+        return jaxprs.has(program, self.is_one, but_in=("shard_map",))
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, written so."""
+
+        def rewritten(*args: Any) -> Any:
+            program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            results = jaxprs.evaluated(program, jax.tree.leaves(args), self._evaluated)
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return rewritten
+
+    def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
+        eqn = jaxprs.with_programs(eqn, self._traced_again)
+        return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
+
+    def _traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        if not self.is_in(program):
+            return program
+        return jaxprs.retraced(program, self._evaluated)
