@@ -14,12 +14,12 @@ host with a program and a transfer that do nothing. In a whole step they overlap
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import contenders
 import report
@@ -79,28 +79,25 @@ class Launched(NamedTuple):
         jax.block_until_ready((outputs, state))
 
 
-@contextlib.contextmanager
-def noted(found: list[Launched]) -> Iterator[None]:
-    """Notes the launches."""
-    original = Executable.launch
+def last_launch(round_: Round) -> Launched:
+    """The last launch of a round."""
+    original, found = Executable.launch, list[Launched]()
 
     def launch(self: Any, landing: Any, *arguments: Any) -> None:
         kept = (jax.tree.map(jnp.copy, arguments[0]), *arguments[1:])
         original(self, landing, *arguments)
         found[:] = [Launched(self._direct, kept, landing[-1][0])]
 
-    Executable.launch = launch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Executable.launch = original  # type: ignore[method-assign]
+    with mock.patch.object(Executable, "launch", launch):
+        round_()
+    return found[0]
 
 
-@contextlib.contextmanager
-def without_devices(outputs: Any) -> Iterator[None]:
-    """Programs return `outputs`, and batches are arrays that were there before."""
-    launch, transfer = Executable.launch, ReplicaMesh._of_host
-    known: dict[Any, Any] = {}
+def without_devices(round_: Round, outputs: Any) -> None:
+    """A round whose programs return `outputs`, and whose batches are arrays that were
+    there before.
+    """
+    transfer, known = ReplicaMesh._of_host, dict[Any, Any]()
 
     def nothing(self: Any, landing: Any, *arguments: Any) -> None:
         landing.append((outputs, arguments[0]))
@@ -111,13 +108,11 @@ def without_devices(outputs: Any) -> Iterator[None]:
             known[form] = transfer(self, parts)
         return known[form]
 
-    Executable.launch = nothing  # type: ignore[method-assign]
-    ReplicaMesh._of_host = same  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Executable.launch = launch  # type: ignore[method-assign]
-        ReplicaMesh._of_host = transfer  # type: ignore[method-assign]
+    with (
+        mock.patch.object(Executable, "launch", nothing),
+        mock.patch.object(ReplicaMesh, "_of_host", same),
+    ):
+        round_()
 
 
 def prepared(kind: str, contender: str) -> Any:
@@ -159,21 +154,15 @@ def parts_by_hand(loop: ByHand) -> dict[str, Round]:
     void = dataclasses.replace(loop, program=nothing, state=copied)
 
     def host() -> None:
-        put, jax.device_put = jax.device_put, lambda rows, sharding: placed
-        try:
+        with mock.patch.object(jax, "device_put", lambda rows, sharding: placed):
             void()
-        finally:
-            jax.device_put = put
 
     return {"whole": loop, "program": program, "batch": batch, "host": host}
 
 
 def parts_of_ours(kind: str, round_: Round) -> dict[str, Round]:
     """What runs each part of a round of ours."""
-    found: list[Launched] = []
-    with noted(found):
-        round_()
-    (launched,) = found
+    launched = last_launch(round_)
     size, steps = FUSED if kind == "fused" else 1, WORKLOAD.steps
     x, y = (each[: WORKLOAD.batch] for each in WORKLOAD.data())
     batches = [x] if kind == "predict" else [x, y]
@@ -183,15 +172,11 @@ def parts_of_ours(kind: str, round_: Round) -> dict[str, Round]:
         for _ in range(steps):
             jax.block_until_ready([mesh.put_split(each) for each in batches])
 
-    def host() -> None:
-        with without_devices(launched.outputs):
-            round_()
-
     return {
         "whole": round_,
         "program": lambda: launched.run(steps // size),
         "batch": batch,
-        "host": host,
+        "host": lambda: without_devices(round_, launched.outputs),
     }
 
 

@@ -142,7 +142,9 @@ class ClusterCoordinator:
         traces.refuse_keys(call.arrays)
         # Read when their turn comes: by then the memory may have been used again, and
         # an array of JAX donated.
-        call.arrays = [own.get(id(each), each.copy()) for each in call.arrays]
+        call.arrays = [
+            own[id(each)] if id(each) in own else each.copy() for each in call.arrays
+        ]
         return call, iterators
 
     def join(self) -> None:

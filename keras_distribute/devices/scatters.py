@@ -17,8 +17,13 @@ from keras_distribute.devices.rewriting import Rewriting
 _LARGEST = jnp.iinfo(jnp.int32).max
 
 
+def is_scatter(eqn: Any) -> bool:
+    """Whether an operation scatters."""
+    return eqn.primitive.name.startswith("scatter")
+
+
 def _has_other_places(eqn: Any) -> bool:
-    if not eqn.primitive.name.startswith("scatter"):
+    if not is_scatter(eqn):
         return False
     array, places = (variable.aval for variable in eqn.invars[:2])
     return places.dtype != jnp.int32 and max(array.shape, default=0) <= _LARGEST

@@ -227,7 +227,7 @@ class StepPrograms:
         is_whole = (
             bool(self._mesh.logical_axes)
             and not _is_even(placed)
-            and jaxprs.has(traced.jaxpr, _scatters)
+            and jaxprs.has(traced.jaxpr, scatters.is_scatter)
         )
         rows = None if self._mesh.logical_axes else placed.spread[0]
         known = () if is_whole else (extremes.with_nans(rows), scatters.BY_INT32)
@@ -445,7 +445,3 @@ def _is_even(placed: batches.Placed) -> bool:
 
 def _convolves(eqn: Any) -> bool:
     return eqn.primitive.name.startswith("conv_general_dilated")
-
-
-def _scatters(eqn: Any) -> bool:
-    return eqn.primitive.name.startswith("scatter")
