@@ -1,5 +1,5 @@
-"""What local steps save: `kd.ParameterServerStrategy(local_steps=20)` beside the same
-without, on the digits of scikit-learn.
+"""What local steps save: `kd.ParameterServerStrategy(local_steps=20)`, also with
+`local_slots=True`, beside the same without, on the digits of scikit-learn.
 
     # Writes results/local_steps.md and .json:
     python benchmarks/local_steps.py
@@ -7,7 +7,7 @@ without, on the digits of scikit-learn.
     python benchmarks/local_steps.py --rounds 3 --dry
 
 Four workers and two servers are processes of this machine; who has no turn is idle. In
-each round both contenders have a turn of the same epochs, in another order each time; a
+each round all contenders have a turn of the same epochs, in another order each time; a
 ratio is the median of the rounds' own ratios. Bytes are those of arrays: through the
 servers (weights that workers pull, gradients and updates that they push), and between
 the coordinator and the workers (batches, and what the groups of local steps know).
@@ -24,43 +24,19 @@ from typing import Any
 
 ROWS, BATCH, LOCAL_STEPS, WORKERS, SERVERS, EPOCHS = 1280, 16, 20, 4, 2, 6
 STEPS = ROWS // BATCH * EPOCHS
-NAMES = ("single", "local")
-TITLES = {
-    "single": "a push each step",
-    "local": f"local_steps={LOCAL_STEPS}",
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a push each step": {},
+    f"local_steps={LOCAL_STEPS}": {"local_steps": LOCAL_STEPS},
+    f"local_steps={LOCAL_STEPS}, local_slots=True": {
+        "local_steps": LOCAL_STEPS,
+        "local_slots": True,
+    },
 }
 PARTS = {
     "servers": "through the servers",
     "batches": "batches to the workers",
     "groups": "all else to and from the workers",
 }
-
-
-def counted(channels: Any) -> Any:
-    """Makes the coordinator's channels to workers count the bytes of arrays; returns
-    the count.
-    """
-    from keras_distribute.scheduling import workers
-
-    class Counting(channels.Channel):
-        def send(self, header: Any, arrays: Any = ()) -> int:
-            count["bytes"] += sum(map(_size, arrays)) * (header["op"] == "run")
-            return super().send(header, arrays)
-
-        def receive(self, *args: Any, **kwargs: Any) -> Any:
-            reply = super().receive(*args, **kwargs)
-            count["bytes"] += 0 if reply is None else sum(map(_size, reply[2]))
-            return reply
-
-    count = {"bytes": 0}
-    workers.Channel = Counting
-    return count
-
-
-def _size(array: Any) -> int:
-    import numpy as np
-
-    return np.asarray(array).nbytes
 
 
 class Contender:
@@ -90,18 +66,19 @@ class Contender:
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self._model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
 
-    def turn(self, epochs: int, count: Any) -> tuple[float, dict[str, int]]:
+    def turn(self, epochs: int) -> tuple[float, dict[str, int]]:
         """Seconds, and the bytes of each part."""
-        servers, here = self._strategy.bytes_of_servers, count["bytes"]
+        strategy = self._strategy
+        servers, workers = strategy.bytes_of_servers, strategy.bytes_of_workers
         start = time.perf_counter()
         self._model.fit(*self._train, BATCH, epochs=epochs, verbose=0)
         seconds = time.perf_counter() - start
         x, y = self._train
         batches = (x.nbytes + y.nbytes) * epochs
         found = {
-            "servers": self._strategy.bytes_of_servers - servers,
+            "servers": strategy.bytes_of_servers - servers,
             "batches": batches,
-            "groups": count["bytes"] - here - batches,
+            "groups": strategy.bytes_of_workers - workers - batches,
         }
         return seconds, found
 
@@ -129,34 +106,32 @@ def compare(rounds: int) -> dict[str, Any]:
     """Steps a second in each round, bytes a step by parts, and accuracies."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras_distribute as kd
-    from keras_distribute.remote import channel
 
-    count, (train, test) = counted(channel), digits()
-    rates: dict[str, list[float]] = {name: [] for name in NAMES}
+    train, test = digits()
+    rates: dict[str, list[float]] = {name: [] for name in OPTIONS}
     used: dict[str, dict[str, float]] = {}
     accuracies: dict[str, float] = {}
-    options = {"single": {}, "local": {"local_steps": LOCAL_STEPS}}
     clusters = {
-        name: kd.testing.ParameterServerCluster(WORKERS, SERVERS) for name in NAMES
+        name: kd.testing.ParameterServerCluster(WORKERS, SERVERS) for name in OPTIONS
     }
     contenders = {
-        name: Contender(kd, clusters[name].cluster_resolver, train, options[name])
-        for name in NAMES
+        name: Contender(kd, clusters[name].cluster_resolver, train, options)
+        for name, options in OPTIONS.items()
     }
     try:
         for contender in contenders.values():  # Compiles, and sends the weights.
-            contender.turn(1, count)
+            contender.turn(1)
         for number in range(rounds):
-            names = list(NAMES)
+            names = list(OPTIONS)
             random.Random(number).shuffle(names)
             for name in names:
-                seconds, found = contenders[name].turn(EPOCHS, count)
+                seconds, found = contenders[name].turn(EPOCHS)
                 rates[name].append(STEPS / seconds)
                 used[name] = {part: n / STEPS for part, n in found.items()}
                 if not number:
                     accuracies[name] = contenders[name].accuracy(test)
     finally:
-        for name in NAMES:
+        for name in OPTIONS:
             contenders[name].close()
             clusters[name].close()
     return {"steps": rates, "bytes": used, "accuracy": accuracies}
@@ -171,34 +146,35 @@ def markdown(found: dict[str, Any], rounds: int) -> str:
         f"rounds of {STEPS} steps (slowest–fastest); accuracy after the first, "
         f"{EPOCHS + 1} epochs.",
         "",
-        "| | steps a second | accuracy |",
-        "| --- | --- | --- |",
-    ]
-    for name in NAMES:
-        rate = rates[name]
-        lines.append(
-            f"| {TITLES[name]} | {statistics.median(rate):.0f} "
-            f"({min(rate):.0f}–{max(rate):.0f}) | {found['accuracy'][name]:.3f} |"
-        )
-    pairs = zip(rates["local"], rates["single"], strict=True)
-    ratio = statistics.median(a / b for a, b in pairs)
-    lines += [
-        f"| {TITLES['local']}, times as fast | {ratio:.2f} | |",
-        "",
-        f"| kB a batch | {' | '.join(TITLES[n] for n in NAMES)} | a part of |",
+        "| | steps a second | times as fast | accuracy |",
         "| --- | --- | --- | --- |",
     ]
-    rows = [(text, [used[n][part] for n in NAMES]) for part, text in PARTS.items()]
-    rows.append(("all", [sum(used[n].values()) for n in NAMES]))
-    rows.append(
-        (
-            "all but the batches",
-            [sum(used[n].values()) - used[n]["batches"] for n in NAMES],
+    first = next(iter(OPTIONS))
+    for name in OPTIONS:
+        rate = rates[name]
+        pairs = zip(rate, rates[first], strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+        lines.append(
+            f"| {name} | {statistics.median(rate):.0f} "
+            f"({min(rate):.0f}–{max(rate):.0f}) | {ratio:.2f} | "
+            f"{found['accuracy'][name]:.3f} |"
         )
-    )
-    for text, (single, local) in rows:
-        share = f"1/{single / local:.1f}" if single > local else ""
-        lines.append(f"| {text} | {single / 1e3:.2f} | {local / 1e3:.2f} | {share} |")
+    lines += [
+        "",
+        f"| kB a batch | {' | '.join(OPTIONS)} |",
+        "| --- | --- | --- | --- |",
+    ]
+    wholes = [sum(used[name].values()) for name in OPTIONS]
+    rows = [(text, [used[n][part] for n in OPTIONS]) for part, text in PARTS.items()]
+    rows.append(("all", wholes))
+    batches = used[first]["batches"]
+    rows.append(("all but the batches", [whole - batches for whole in wholes]))
+    for text, (single, *others) in rows:
+        cells = [f"{single / 1e3:.2f}"]
+        for other in others:
+            share = f" (1/{single / other:.1f})" if single > other else ""
+            cells.append(f"{other / 1e3:.2f}{share}")
+        lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

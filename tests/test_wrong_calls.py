@@ -400,6 +400,7 @@ parameter_servers = {
     "max_staleness": integer(0, none=True),
     "lazy_rows": flag,
     "local_steps": integer(1),
+    "local_slots": lambda v: v is False,  # As above.
     "communication_dtype": lambda v: v is None,
     "outer_optimizer": lambda v: v is None,  # There are no local steps.
 }

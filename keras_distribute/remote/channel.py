@@ -15,6 +15,7 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.engine import monitor, zmq
 from keras_distribute.remote.frames import Array, Header
 
+_SECONDS_TO_CONNECT = 5.0
 Reply = tuple[int, Header, list[Array]]
 
 
@@ -178,19 +179,31 @@ class Channel:
             UnavailableError: If nobody listens there, or as for a new channel.
         """
         self.close()
+        return Channel.of_listener(self.address, self.name, self._credentials, timeout)
+
+    @staticmethod
+    def of_listener(
+        address: str, name: str, credentials: Credentials, timeout: float
+    ) -> Channel:
+        """A conversation with a task that is there already.
+
+        Args:
+            timeout: Seconds for its answer, which may be busy.
+
+        Raises:
+            UnavailableError: If nobody listens there, or as for a new channel.
+        """
         try:  # ZeroMQ would not say that nobody is there.
-            socket.create_connection(addresses.parts(self.address), timeout).close()
+            socket.create_connection(
+                addresses.parts(address), _SECONDS_TO_CONNECT
+            ).close()
         except OSError:
-            raise self._error("nobody listens there any more") from None
-        return Channel(self.address, self.name, self._credentials, timeout)
+            raise _error(address, name, "nobody listens there any more") from None
+        return Channel(address, name, credentials, timeout)
 
     def _error(self, why: str) -> UnavailableError:
         self.is_over = True
-        return UnavailableError(
-            f"The task {self.name} cannot be had.",
-            received=f"{self.address}: {why}.",
-            fix="start it again with the same address and token.",
-        )
+        return _error(self.address, self.name, why)
 
     def close(self) -> None:
         """Ends the conversation."""
@@ -199,6 +212,14 @@ class Channel:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+def _error(address: str, name: str, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"The task {name} cannot be had.",
+        received=f"{address}: {why}.",
+        fix="start it again with the same address and token.",
+    )
 
 
 def raise_remote(header: Header, name: str) -> None:

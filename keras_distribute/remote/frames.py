@@ -20,6 +20,8 @@ from keras_distribute.remote.engine import msgpack
 Header = dict[str, Any]
 Array = np.ndarray[Any, Any]
 LARGEST_FRAME = 32 * 2**20  # What a stranger can make a receiver set aside.
+STAYS: Array = np.empty(0, np.uint8)
+"""In the place of an array that its task has already, or keeps."""
 _MOST_ARRAYS = 2**20
 _SMALL, _ALIGNED = 2**15, 8
 

@@ -23,6 +23,7 @@ from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
 from keras_distribute.errors import DistributeError, UnavailableError
+from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.frames import Array, Header
 from keras_distribute.run.arguments import Call
@@ -31,7 +32,7 @@ from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.layouts import layout_of
 from keras_distribute.scheduling.programs import Traced, is_sum_of_replicas, traced
 from keras_distribute.scheduling.queue import Closure, Queue
-from keras_distribute.scheduling.rounds import GroupSlots
+from keras_distribute.scheduling.rounds import GroupSlots, Held, HeldGroup
 from keras_distribute.scheduling.served import Partitioner, Served
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.tasks import Tasks
@@ -49,6 +50,7 @@ from keras_distribute.threads.condition import Condition
 from keras_distribute.variables import Blocks
 
 _SECONDS_TO_START = 120.0
+_SECONDS_TO_ANSWER = 600.0  # Of a worker that may be in the middle of a round.
 _SECONDS_TO_ASK_AGAIN = 5.0  # A server that comes back may do so elsewhere.
 _LARGE_TABLE = 32 * 10**6  # Bytes.
 _log = logging.getLogger(__name__)
@@ -98,7 +100,9 @@ class Cluster:
             for i, address in enumerate(self.server_addresses)
         ]
         self.served, self.kept = Served(self.servers, partitioner), Kept()
-        self.slots = GroupSlots(len(list(cluster.job_tasks("worker"))))
+        self.slots = GroupSlots(
+            len(list(cluster.job_tasks("worker"))), self._slots_on_worker
+        )
         self.updates = Updates(
             self.servers, self.served, lazy_rows, communication_dtype
         )
@@ -268,6 +272,7 @@ class Cluster:
         calls: Sequence[Call],
         iterators: Sequence[PerWorkerIterator] = (),
         counted: int | None = None,
+        slots: HeldGroup | None = None,
         alone: bool = False,
     ) -> RemoteValue:
         """Puts a program into the queue.
@@ -278,6 +283,7 @@ class Cluster:
             calls: The arguments of each step, all of one form.
             iterators: Those among the arguments.
             counted: For a function of a round of local steps, of how many.
+            slots: Those that stay on the worker.
             alone: Whether it needs to see all that was scheduled before, and runs while
                 nothing else does.
         """
@@ -311,6 +317,7 @@ class Cluster:
             self._finish,
             self._max_staleness,
             counted,
+            slots,
             is_alone=alone,
         )
         recorded = self.recorded
@@ -489,6 +496,39 @@ class Cluster:
             server.call({"op": "fence", "worker": worker, "incarnation": life})
         return life
 
+    def release(self, worker: int) -> None:
+        """Notes that a worker has nothing any more."""
+        self.slots.release(worker)
+        self.queue.look_again()
+
+    def slots_of(self, variables: Sequence[Any]) -> Held:
+        """The slots of an optimizer, each group's on a worker; one from each worker
+        that has several groups comes here, for one that has none.
+        """
+        held = self.slots.held(variables, self._numbered)
+        held.spread(worker.index for worker in self.workers if worker.is_ready)
+        return held
+
+    def _numbered(self, held: Any) -> int:
+        """A number for what workers keep as long as somebody here has it."""
+        number = next(self._numbers)
+        weakref.finalize(held, self.dropped.append, number)
+        return number
+
+    def _slots_on_worker(self, worker: int, number: int, group: int) -> list[Array]:
+        """What a worker keeps of an optimizer for a group."""
+        task = self.workers[worker]
+        channel = Channel.of_listener(
+            task.address, task.name, self.credentials, _SECONDS_TO_ANSWER
+        )
+        told = {"op": "slots", "id": number, "group": group}
+        try:
+            found = channel.call({**told, "coordinator": self.coordinator})[1]
+            task.traffic += sum(array.nbytes for array in found)
+            return list(map(np.array, found))
+        finally:
+            channel.close()
+
     def bytes_of_servers(self) -> int:
         """The bytes of all arrays that went to servers and came from them."""
         return sum(s.call({"op": "status"})[0]["traffic"] for s in self.servers)
@@ -548,6 +588,7 @@ class Cluster:
 
     def close(self, end_tasks: bool) -> None:
         """Lets go of the tasks of the cluster, or lets them end."""
+        self.slots.collect()
         self._tasks.close(end_tasks)
 
 

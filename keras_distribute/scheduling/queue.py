@@ -15,6 +15,7 @@ from typing import Any
 from keras_distribute.errors import CancelledError, UnavailableError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling.programs import Traced
+from keras_distribute.scheduling.rounds import HeldGroup
 from keras_distribute.scheduling.values import PerWorkerIterator, RemoteValue
 from keras_distribute.threads.condition import Condition
 
@@ -41,6 +42,8 @@ class Closure:
         finish: Called with the arrays that came back, before `result` is set.
         counted: For a function of a round of local steps, of how many: a worker takes
             it only when it has nothing else to do.
+        slots: Those that it takes first, and makes first, if they stay on the worker
+            that has them: then no other one takes it.
         is_alone: Whether it runs while no other one does.
         number: In the order in which they were put into the queue.
         ended: How many workers have ended while they ran it.
@@ -57,9 +60,15 @@ class Closure:
     finish: Callable[[Traced, list[Array]], None]
     bound: int | None = None
     counted: int | None = None
+    slots: HeldGroup | None = None
     is_alone: bool = False
     number: int = 0
     ended: int = 0
+
+    def is_for(self, worker: int) -> bool:
+        """Whether a worker may take it."""
+        holder = None if self.slots is None else self.slots.holder
+        return holder is None or holder == worker
 
     @property
     def sees_all(self) -> bool:
@@ -132,23 +141,26 @@ class Queue:
             self._waiting.append(closure)
         self._wake_all()
 
-    def take(self, is_idle: bool = True) -> Closure | None:
-        """One to run, or `None` where nothing waits.
+    def take(self, worker: int, is_idle: bool = True) -> Closure | None:
+        """One to run, or `None` where nothing waits for this worker.
 
         Args:
-            is_idle: Whether who asks has nothing to do.
+            worker: Who asks.
+            is_idle: Whether it has nothing to do.
         """
         with self._condition.lock:
-            if not self._waiting or self._error is not None:
+            if self._error is not None or any(c.is_alone for c in self._running):
                 return None
-            first = self._waiting[0]
-            if first.counted is not None and not is_idle:
-                return None
-            if self._running and any(c.is_alone for c in (first, *self._running)):
-                return None
-            closure = self._waiting.popleft()
-            self._running.add(closure)
-            return closure
+            for i, closure in enumerate(self._waiting):
+                if closure.is_alone and (i or self._running):
+                    return None
+                if closure.counted is not None and not is_idle:
+                    return None
+                if closure.is_for(worker):
+                    del self._waiting[i]
+                    self._running.add(closure)
+                    return closure
+            return None
 
     def put_back(self, closure: Closure) -> None:
         """Of a worker that is gone: another one has to run it."""
@@ -202,6 +214,10 @@ class Queue:
             self._error = self._lost = None
             self._wake.clear()
             self._condition.notify_all()
+
+    def look_again(self) -> None:
+        """Lets all workers look for something to do."""
+        self._wake_all()
 
     def _wake_all(self, is_urgent: bool = False) -> None:
         for wake in self._wake:

@@ -23,7 +23,7 @@ from keras_distribute.errors import (
 )
 from keras_distribute.remote.channel import Channel, raise_remote
 from keras_distribute.remote.credentials import Credentials
-from keras_distribute.remote.frames import Array, Header
+from keras_distribute.remote.frames import STAYS, Array, Header
 from keras_distribute.scheduling.programs import Traced
 from keras_distribute.scheduling.queue import Closure, Queue
 
@@ -55,6 +55,10 @@ class Owner(Protocol):
         """Where a worker is now; `None` where that cannot be said."""
         ...
 
+    def release(self, worker: int) -> None:
+        """Notes that a worker has nothing any more."""
+        ...
+
     def fence(self, worker: int) -> int:
         """Makes the servers refuse what a worker's earlier lives push; returns the
         number of its next one.
@@ -84,12 +88,13 @@ class Worker(threading.Thread):
         platform: Of its devices; empty before it was there.
         num_devices: How many it has.
         steps: How many it has finished.
+        traffic: The bytes of all arrays that went to it with functions, and came back.
     """
 
     def __init__(self, index: int, address: str, owner: Owner, steps: int) -> None:
         super().__init__(name=f"worker:{index}", daemon=True)
         self.index, self.address, self.steps = index, address, steps
-        self.is_ready = False
+        self.is_ready, self.traffic = False, 0
         self.platform, self.num_devices = "", 1
         self.last_error: DistributeError | None = None
         # A thread lives as long as it runs: so a strategy that is dropped is collected.
@@ -185,7 +190,7 @@ class Worker(threading.Thread):
     def _serve(self, channel: Channel) -> None:
         while not self._is_closed.is_set():
             while len(self._running) < _AHEAD:
-                closure = self._owner.queue.take(not self._running)
+                closure = self._owner.queue.take(self.index, not self._running)
                 if closure is None:
                     break
                 self._send(channel, closure)
@@ -250,7 +255,18 @@ class Worker(threading.Thread):
         }
         if closure.sees_all:
             closure.kept = self._owner.kept_by(program)
-        return channel.send(header, [*closure.kept, *closure.args(self.index)])
+        args = closure.args(self.index)
+        if closure.slots is not None:
+            held, group, size = closure.slots
+            has = held.holder_of(group) == self.index
+            first = len(program.advanced)
+            header["slots"] = [held.number, group, first, size, has]
+            self._sent[held.number] = {}
+            if has:
+                args[first : first + size] = [STAYS] * size
+        arrays = [*closure.kept, *args]
+        self.traffic += sum(array.nbytes for array in arrays)
+        return channel.send(header, arrays)
 
     def _drop(self, channel: Channel) -> None:
         """Lets the worker drop programs, datasets and iterators that are gone."""
@@ -268,6 +284,7 @@ class Worker(threading.Thread):
     ) -> None:
         """Takes an answer of the worker."""
         closure = self._running.pop(number, None)
+        self.traffic += sum(array.nbytes for array in arrays)
         try:
             raise_remote(header, self.name)
         except Exception as error:
@@ -299,6 +316,8 @@ class Worker(threading.Thread):
             self._send(channel, closure)
             return
         self._cuts = 0
+        if closure.slots is not None:
+            closure.slots.held.note(closure.slots.group, self.index)
         self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program
@@ -320,6 +339,7 @@ class Worker(threading.Thread):
         if self.is_ready and not self._is_closed.is_set():
             _log.warning("%s is gone: %s", self.name, error)
         self.is_ready, self.last_error = False, error
+        self._owner.release(self.index)
         if not self._running:
             return
         try:

@@ -19,11 +19,11 @@ import numpy as np
 
 from keras_distribute.context import running_as
 from keras_distribute.devices.exports import platform_of
-from keras_distribute.errors import OutOfRangeError
+from keras_distribute.errors import OutOfRangeError, UnavailableError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.endpoint import Answer
-from keras_distribute.remote.frames import Array, Header, form_of
+from keras_distribute.remote.frames import STAYS, Array, Header, form_of
 from keras_distribute.servers import rows
 from keras_distribute.servers.programs import Program, loaded
 from keras_distribute.servers.pulled import NOTHING, Pulled, Wanted
@@ -72,6 +72,29 @@ class _Call:
     wanted: list[Wanted]
 
 
+class _Slots(NamedTuple):
+    """The first arguments, and the first results, that stay here.
+
+    Attributes:
+        number: Of the optimizer.
+        group: Whose they are.
+        first: Where they are among the arguments.
+        size: How many there are.
+        has: Whether they are here.
+    """
+
+    number: int
+    group: int
+    first: int
+    size: int
+    has: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Their name here."""
+        return self.number, self.group
+
+
 class _Read(NamedTuple):
     """What was read for a function, for which the coordinator makes a program.
 
@@ -116,6 +139,7 @@ class Runner(Task):
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Iterator[Any]] = {}
         self._waiting: dict[int, _Read] = {}
+        self._slots: dict[tuple[int, int], list[Any]] = {}
         self._ahead: tuple[Header, _Call | None] = {}, None
         for server in self._servers:
             server.channel.close()
@@ -161,6 +185,8 @@ class Runner(Task):
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
+        for key in [key for key in self._slots if key[0] in header["ids"]]:
+            del self._slots[key]
         for number in header["ids"]:
             self._iterators.pop(number, None)
             self._datasets.pop(number, None)
@@ -184,6 +210,9 @@ class Runner(Task):
             ]
             return {"needs": forms}, []
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
+        slots = _Slots(*header["slots"]) if "slots" in header else None
+        if slots is not None and slots.has:
+            given[slots.first : slots.first + slots.size] = self._slots[slots.key]
         totals: list[Any] = []
         results: Sequence[Any] = []
 
@@ -205,8 +234,22 @@ class Runner(Task):
             outputs, after = self._step(function, header, step, call, advanced)
             results = outputs[: layout["num_results"]]
             kept, totals, call = after
+        if slots is not None:
+            self._slots[slots.key] = list(results[: slots.size])
+            results = [*[STAYS] * slots.size, *results[slots.size :]]
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
+
+    def _send_slots(self, header: Header, arrays: list[Array]) -> Answer:
+        """The slots that a group of local steps has here."""
+        del arrays
+        found = self._slots.get((header["id"], header["group"]))
+        if found is None:
+            raise UnavailableError(
+                f"The worker has no slots of group {header['group']}: it was started "
+                "again, or taken by another coordinator since."
+            )
+        return {}, list(map(np.asarray, found))
 
     def _upcoming_call(self) -> _Call | None:
         """The first step of the function that comes next. Not of one that has to read
@@ -216,6 +259,8 @@ class Runner(Task):
         function = self._functions.get(header.get("program", 0))
         is_ours = header.get("coordinator") == self._coordinator
         if function is None or not is_ours or function.layout["elements"]:
+            return None
+        if "slots" in header:  # Which this function may make.
             return None
         if self._ahead[0] is not header:
             layout = function.layout
@@ -395,5 +440,6 @@ Runner.operations = {
     "iterator": Runner._take_iterator,
     "drop": Runner._drop,
     "run": Runner._run,
+    "slots": Runner._send_slots,
     "end": Task.end,
 }

@@ -77,6 +77,10 @@ class ParameterServerStrategy(Strategy):
             `outer_optimizer` is given the mean of the differences, as a gradient
             (DiLoCo, https://arxiv.org/abs/2311.08105). There are as many groups in a
             round as workers. Functions of `ClusterCoordinator` are as without.
+        local_slots: Whether a group's slots of the model's optimizer (momentum) stay on
+            the worker that has trained it last, which saves most of what travels. They
+            come to the coordinator when they are read, or saved in a checkpoint; of a
+            worker that dies, the next one goes on with those of the last time.
         outer_optimizer: A Keras optimizer, of which each model that is trained gets a
             copy. `None`: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
 
@@ -104,6 +108,7 @@ class ParameterServerStrategy(Strategy):
         lazy_rows: bool = False,
         communication_dtype: str | None = None,
         local_steps: int = 1,
+        local_slots: bool = False,
         outer_optimizer: Any = None,
     ) -> None:
         _check_arguments(
@@ -114,7 +119,9 @@ class ParameterServerStrategy(Strategy):
             communication_dtype,
         )
         self.local_steps = checks.count("local_steps", local_steps, 1)
-        _check_rounds(self.local_steps, outer_optimizer, max_staleness)
+        checks.flag("local_slots", local_slots)
+        self.local_slots = bool(local_slots)
+        _check_rounds(self.local_steps, local_slots, outer_optimizer, max_staleness)
         if self.local_steps > 1 and outer_optimizer is None:
             outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         self.outer_optimizer = outer_optimizer
@@ -208,6 +215,13 @@ class ParameterServerStrategy(Strategy):
     def bytes_of_servers(self) -> int:
         """The bytes of all arrays that went to the servers and came from them."""
         return self.cluster.bytes_of_servers()
+
+    @property
+    def bytes_of_workers(self) -> int:
+        """The bytes of all arrays, such as batches, that went from here to workers, and
+        came from them; since the servers were last taken anew.
+        """
+        return sum(worker.traffic for worker in self.cluster.workers)
 
     def describe_steps(self) -> str:
         """Where the steps of `fit` are made."""
@@ -335,8 +349,18 @@ def _check_arguments(
 
 
 def _check_rounds(
-    local_steps: int, outer_optimizer: Any, max_staleness: int | None
+    local_steps: int,
+    local_slots: bool,
+    outer_optimizer: Any,
+    max_staleness: int | None,
 ) -> None:
+    if local_slots and local_steps == 1:
+        raise ValueStructureError(
+            "Slots stay on workers between rounds of local steps, and there are none: "
+            "of single steps the servers have them.",
+            received="local_slots=True, local_steps=1.",
+            fix="local_steps=20, or no local_slots.",
+        )
     if outer_optimizer is not None:
         checks.instance(
             "outer_optimizer",

@@ -111,10 +111,11 @@ def test_a_save_waits_for_what_was_scheduled(strategy, tmp_path):
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("local_slots", [False, True])
 @pytest.mark.parametrize("step", [11, 19])
-def test_local_steps_go_on_to_the_bit(make, tmp_path, step):
+def test_local_steps_go_on_to_the_bit(make, tmp_path, step, local_slots):
     """With the slots of each group, and the momentum of the outer optimizer."""
-    strategy = make(2, local_steps=2)
+    strategy = make(2, local_steps=2, local_slots=local_slots)
 
     whole = backed_up_fit(strategy, tmp_path / "a", 4)
     with pytest.raises(KeyboardInterrupt):
@@ -124,9 +125,10 @@ def test_local_steps_go_on_to_the_bit(make, tmp_path, step):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), ours.path)
 
 
-def test_a_checkpoint_of_local_steps_elsewhere(make, tmp_path):
+@pytest.mark.parametrize("local_slots", [False, True])
+def test_a_checkpoint_of_local_steps_elsewhere(make, tmp_path, local_slots):
     """The mean of the slots, and no outer optimizer; and the other way round."""
-    strategy = make(2, local_steps=2)
+    strategy = make(2, local_steps=2, local_slots=local_slots)
     with strategy.scope():
         model = network()
     model.fit(X, Y, batch_size=5, verbose=0)

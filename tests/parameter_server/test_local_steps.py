@@ -2,6 +2,7 @@
 given the numbers of one device, with several those of DiLoCo written out by hand.
 """
 
+import gc
 import signal
 import threading
 import time
@@ -145,15 +146,20 @@ def assert_diloco(strategy: Any, name: str, steps: int, epochs: int = 3) -> None
 
 
 @pytest.mark.sampled(4)
+@pytest.mark.parametrize("local_slots", [False, True])
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_groups_train_as_in_diloco(make, name, steps):
+def test_two_groups_train_as_in_diloco(make, name, steps, local_slots):
     """Rounds of two groups; in the last one of an epoch one has fewer steps."""
-    assert_diloco(make(local_steps=steps), name, steps)
+    strategy = make(local_steps=steps, local_slots=local_slots)
+    assert_diloco(strategy, name, steps)
 
 
-def test_a_second_fit_goes_on(make):
-    """What an epoch of another `fit` begins with is what the last one has left."""
+@pytest.mark.parametrize("local_slots", [False, True])
+def test_a_second_fit_goes_on(make, local_slots):
+    """What an epoch of another `fit` begins with is what the last one has left; also
+    where the model was compiled again, which changes no optimizer.
+    """
     whole = make(local_steps=3)
     keras.utils.set_random_seed(5)
     with whole.scope():
@@ -161,12 +167,14 @@ def test_a_second_fit_goes_on(make):
     model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     weights = model.get_weights()
     whole.close()
-    parts = make(local_steps=3)
+    parts = make(local_steps=3, local_slots=local_slots)
     keras.utils.set_random_seed(5)
     with parts.scope():
         model = network(OPTIMIZERS["adam"]())
     for _ in range(2):
         model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        with parts.scope():
+            model.compile(model.optimizer, model.loss, metrics=["accuracy"])
     for ours, theirs in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -183,8 +191,9 @@ def test_metrics_count_each_row_once(make):
     assert sum(strategy.steps_of_workers.values()) == 3 * 15
 
 
-def test_callbacks_set_the_learning_rate_and_assign_slots(make):
-    strategy = make(local_steps=2)
+@pytest.mark.parametrize("local_slots", [False, True])
+def test_callbacks_set_the_learning_rate_and_assign_slots(make, local_slots):
+    strategy = make(local_steps=2, local_slots=local_slots)
     with strategy.scope():
         model = network(keras.optimizers.SGD(0.1, momentum=0.9))
 
@@ -200,6 +209,15 @@ def test_callbacks_set_the_learning_rate_and_assign_slots(make):
     assert not any(np.any(v.numpy()) for v in slots)
     model.fit(X[:16], Y[:16], batch_size=4, verbose=0)
     assert not any(np.any(v.numpy()) for v in slots)
+    model.optimizer.learning_rate = 0.1
+    model.fit(X, Y, batch_size=4, verbose=0)
+    kept = [strategy.cluster.slots.values_of(v) for v in slots]
+    slots[0].assign(np.ones(slots[0].shape))  # The others are what they were.
+    model.optimizer.learning_rate = 0.0
+    model.fit(X[:4], Y[:4], batch_size=4, verbose=0)
+    for variable, (first, other) in zip(slots[1:], kept[1:], strict=True):
+        mean = (0.9 * first + other) / 2  # The first group had the batch.
+        np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5, atol=1e-7)
 
 
 def test_logs_of_a_step_of_the_users_own(make):
@@ -354,6 +372,132 @@ def test_a_worker_that_goes_changes_no_number(own_cluster, make, name):
     assert done["worker:0"] < done["worker:1"]
 
 
+def slots_of(model: keras.Model) -> list[Any]:
+    return [v for v in model.optimizer.variables if len(v.shape)]
+
+
+def test_local_slots_stay_until_they_are_read(make):
+    """Between rounds nothing of them comes; whoever reads them gets the newest, and so
+    does who closes the strategy.
+    """
+    found: list[Any] = []
+    for local_slots in (False, True):
+        strategy = make(local_steps=2, local_slots=local_slots)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["adam"]())
+        asked: list[Any] = []
+        ask = strategy.cluster._slots_on_worker
+        strategy.cluster.slots._ask = lambda *key, a=asked, b=ask: (
+            a.append(key) or b(*key)
+        )
+        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        assert not asked
+        found.append(values(slots_of(model)))
+        assert len(asked) == 2 * local_slots
+        values(slots_of(model))
+        assert len(asked) == 2 * local_slots
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        strategy.close()
+        found[-1] += values(slots_of(model))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_worker_that_goes_takes_local_slots_along(
+    own_cluster, make, caplog, name, is_read
+):
+    """Its groups go on with those that were read last: at first, none."""
+
+    def begun() -> tuple[Any, keras.Model, Any]:
+        strategy = make(local_steps=3, local_slots=True)
+        for worker in strategy.cluster.workers:
+            assert strategy.cluster.queue.wait(
+                lambda worker=worker: worker.is_ready, 60.0, look=strategy.cluster.look
+            )
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["adam"]())
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        return strategy, model, strategy.cluster.slots_of(slots_of(model))
+
+    def numbers(strategy: Any, model: keras.Model) -> list[Any]:
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        assert sum(strategy.steps_of_workers.values()) == 2 * 14
+        found = values([*model.weights, *slots_of(model)])
+        strategy.close()
+        return found
+
+    strategy, model, held = begun()
+    gone = [group for group in (0, 1) if held.holder_of(group) == 0]
+    assert gone
+    if is_read:
+        values(slots_of(model))
+    own_cluster.kill("worker", 0, getattr(signal, name))
+    ours = numbers(strategy, model)
+    warned = "worker:0 took the optimizer's slots of group" in caplog.text
+    assert warned is not is_read
+
+    own_cluster.kill("worker", 0, signal.SIGCONT)
+    if name == "SIGKILL":
+        own_cluster.start("worker", 0)
+    strategy, expected, _ = begun()
+    for variable in [] if is_read else slots_of(expected):
+        for group in gone:
+            zeros = np.zeros(variable.shape, "float32")
+            strategy.cluster.slots.set(variable, group, zeros)
+    for one, other in zip(ours, numbers(strategy, expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
+    """From one that has several; its slots travel once."""
+    own_cluster.kill("worker", 0)
+    strategy = make(local_steps=2, local_slots=True)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = network(OPTIMIZERS["adam"]())
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    held = strategy.cluster.slots_of(slots_of(model))
+    assert [held.holder_of(group) for group in (0, 1)] == [1, 1]
+    own_cluster.start("worker", 0)
+    first = strategy.cluster.workers[0]
+    assert strategy.cluster.queue.wait(
+        lambda: first.is_ready, 60.0, look=strategy.cluster.look
+    )
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert {held.holder_of(group) for group in (0, 1)} == {0, 1}
+    ours = values([*model.weights, *slots_of(model)])
+    strategy.close()
+    strategy = make(local_steps=2)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = network(OPTIMIZERS["adam"]())
+    model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    theirs = values([*model.weights, *slots_of(model)])
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_workers_drop_the_slots_of_an_optimizer_that_is_gone(make):
+    strategy = make(1, local_steps=2, local_slots=True)
+    with strategy.scope():
+        model = network(OPTIMIZERS["adam"]())
+    model.fit(X, Y, batch_size=4, verbose=0)
+    number = strategy.cluster.slots_of(slots_of(model)).number
+    assert strategy.cluster._slots_on_worker(0, number, 0)
+    with strategy.scope():
+        model.compile(OPTIMIZERS["adam"](), model.loss)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    gc.collect()
+    model.fit(X, Y, batch_size=4, verbose=0)
+    with pytest.raises(kd.errors.UnavailableError, match="no slots of group 0"):
+        strategy.cluster._slots_on_worker(0, number, 0)
+
+
 def classifier(optimizer: Any) -> keras.Model:
     model = keras.Sequential(
         [
@@ -381,8 +525,9 @@ def test_four_groups_train_as_in_diloco(four_workers):
 
 
 def test_digits_with_a_fraction_of_the_bytes(four_workers):
-    """As good as synchronous steps on the same samples, four batches a step; and the
-    servers have a fifteenth to do of what single steps on the same batches take.
+    """As good as synchronous steps on the same samples, four batches a step; and all
+    that travels but the batches, which are the same, is a fifteenth of what single
+    steps on these take.
     """
     datasets = pytest.importorskip("sklearn.datasets")
     x, y = datasets.load_digits(return_X_y=True)
@@ -394,15 +539,17 @@ def test_digits_with_a_fraction_of_the_bytes(four_workers):
     plain.fit(*train, batch_size=64, epochs=12, verbose=0)
     expected = plain.evaluate(*test, verbose=0)[1]
     bytes_of_steps: list[float] = []
-    for options, epochs in ({}, 1), ({"local_steps": 20}, 12):
+    local = {"local_steps": 20, "local_slots": True}
+    for options, epochs in ({}, 1), (local, 12):
         strategy = kd.ParameterServerStrategy(four_workers, **options)
         keras.utils.set_random_seed(5)
         with strategy.scope():
             model = classifier(keras.optimizers.Adam(1e-3))
-        before = strategy.cluster.bytes_of_servers()
+        before = strategy.bytes_of_servers + strategy.bytes_of_workers
         model.fit(*train, batch_size=16, epochs=epochs, verbose=0)
-        used = strategy.cluster.bytes_of_servers() - before
-        bytes_of_steps.append(used / (80 * epochs))
+        used = strategy.bytes_of_servers + strategy.bytes_of_workers - before
+        batches = (train[0].nbytes + train[1].astype("int32").nbytes) * epochs
+        bytes_of_steps.append((used - batches) / (80 * epochs))
         accuracy = model.evaluate(*test, verbose=0)[1]
         strategy.close()
     assert accuracy > 0.9

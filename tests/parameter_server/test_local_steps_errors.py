@@ -53,6 +53,8 @@ SGD = keras.optimizers.SGD
             ValueError,
             "keeps no average(.|\\n)*use_ema=True(.|\\n)*Fix",
         ),
+        ({"local_slots": True}, ValueError, "(.|\n)*local_steps=1(.|\n)*Fix: local_s"),
+        ({"local_slots": 1}, TypeError, "local_slots is a flag"),
         (
             {"local_steps": 2, "max_staleness": 3},
             ValueError,

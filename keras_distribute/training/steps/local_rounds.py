@@ -4,7 +4,8 @@ gradient. So trains DiLoCo (https://arxiv.org/abs/2311.08105).
 
 There are as many groups as workers, but no worker is bound to one: all that a group
 knows travels with its function, and comes back. So a function of a worker that has died
-is run by another, to the same result.
+is run by another, to the same result. With `local_slots` the optimizer's slots of a
+group stay on the worker that ran it last, until somebody looks at them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from keras_distribute.context import Frame, Mode
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import rounds, traces
+from keras_distribute.scheduling.rounds import Held, HeldGroup
 from keras_distribute.scheduling.values import RemoteValue
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training.steps.local_steps import LocalSteps
@@ -112,17 +114,22 @@ class LocalRounds(ScheduledStep):
         cluster.queue.check()
         own = rounds.blocks(batches, strategy.local_steps)
         results: list[RemoteValue] = []
+        held = self._held()
         for group, block in enumerate(own):
-            args = self._slots_of(group), _stacked(block)
-            call = Call(args, {}, strategy.replica_mesh)
+            slots, rest = self._slots_of(group)
+            call = Call((slots, rest, _stacked(block)), {}, strategy.replica_mesh)
             # Of the stacked batches the second axis is that of rows.
+            count = len(slots) + len(rest)
             stacked = [1 if np.ndim(array) > 1 else None for array in call.arrays]
-            axes = [*(None for _ in args[0]), *stacked[len(args[0]) :]]
+            axes = [*[None] * count, *stacked[count:]]
             program = cluster.program(self._steps, call, axes)
             if program.ordered:
                 self._check_order(program.ordered)
+            stay = None if held is None else HeldGroup(held, group, len(slots))
             results.append(
-                cluster.schedule(program, self._steps, [call], counted=len(block))
+                cluster.schedule(
+                    program, self._steps, [call], counted=len(block), slots=stay
+                )
             )
         self._round = _Round(list(map(len, own)), results)
 
@@ -136,8 +143,16 @@ class LocalRounds(ScheduledStep):
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
-        found = [result.fetch() for result in results]
-        self._keep_slots([each["slots"] for each in found])
+        fetched = [result.fetch() for result in results]
+        found = [of_group for _, of_group in fetched]
+        if not strategy.local_slots:
+            self._keep_slots([slots for slots, _ in fetched])
+        # The first group has made the most steps.
+        for variable, value in zip(
+            self._variables(False), found[0]["rest"], strict=True
+        ):
+            if not np.array_equal(np.asarray(variable.value), value):
+                variable.assign(value)
         # Not as each group ends: the order would depend on chance.
         variables = _layers_and_metrics(self._trainer)
         with cluster.kept.lock:
@@ -166,32 +181,39 @@ class LocalRounds(ScheduledStep):
         cluster.schedule(program, self._outer_step, [call], counted=0)
         cluster.join()
 
-    def _slots_of(self, group: int) -> list[Any]:
+    def _held(self) -> Held | None:
+        """The slots, if there are any, and they stay on the workers."""
+        slots = self._variables(True)
+        if not slots or not self._strategy.local_slots:
+            return None
+        return self._strategy.cluster.slots_of(slots)
+
+    def _slots_of(self, group: int) -> tuple[list[Any], list[Any]]:
         """The optimizer's variables of a group: slots are its own, all else (the count
         of steps, the learning rate) is the model's.
         """
         slots = self._strategy.cluster.slots
-        return [
-            slots.value_of(variable, group) if is_own else np.asarray(variable.value)
-            for variable, is_own in self._optimizer_variables()
-        ]
+        own = [slots.value_of(variable, group) for variable in self._variables(True)]
+        return own, [np.asarray(v.value) for v in self._variables(False)]
 
     def _keep_slots(self, found: Sequence[Sequence[Any]]) -> None:
-        """Takes the variables of each group; the first one has made the most steps."""
+        """Takes those of each group."""
         slots = self._strategy.cluster.slots
-        for i, (variable, is_own) in enumerate(self._optimizer_variables()):
-            if is_own:
-                for group, arrays in enumerate(found):
-                    slots.set(variable, group, arrays[i])
-            elif not np.array_equal(np.asarray(variable.value), found[0][i]):
-                variable.assign(found[0][i])
+        for group, arrays in enumerate(found):
+            for variable, array in zip(self._variables(True), arrays, strict=True):
+                slots.set(variable, group, array)
 
-    def _optimizer_variables(self) -> list[tuple[Any, bool]]:
-        """Each with whether groups have their own."""
+    def _variables(self, own: bool) -> list[Any]:
+        """Those of the optimizer of which groups have their own, or the others."""
+        pairs = zip(self._trainer.optimizer.variables, self._are_own(), strict=True)
+        return [variable for variable, is_own in pairs if is_own is own]
+
+    def _are_own(self) -> list[bool]:
+        """Of which of the optimizer's variables groups have their own."""
         optimizer = self._trainer.optimizer
         weights = compat_optimizer.slot_weights(optimizer)
         return [
-            (variable, weight is not None or bool(len(variable.shape)))
+            weight is not None or bool(len(variable.shape))
             for variable, weight in zip(optimizer.variables, weights, strict=True)
         ]
 
@@ -207,16 +229,18 @@ class LocalRounds(ScheduledStep):
         if pushed["weights"]:
             self._outer.apply(pushed["weights"], self._trainer.trainable_variables)
 
-    def _steps(self, slots: Any, runs: Sequence[Any]) -> Any:
-        """The steps of a group in a round: from its slots, and its batches, those of
-        one form stacked, to the new slots, the differences of weights, and
-        statistics.
+    def _steps(self, slots: Any, rest: Any, runs: Sequence[Any]) -> Any:
+        """The steps of a group in a round: from its slots, the optimizer's other
+        variables, and its batches, those of one form stacked, to the new slots; and to
+        those others, the differences of weights, and statistics.
         """
         scope = traces.current_scope()
         groups = compat.state_variables(self._trainer, "train")
         assert isinstance(groups, TrainState)
         state = groups._make([scope.get_current_value(v) for v in g] for g in groups)
-        state = state._replace(slots=list(slots))
+        are_own = self._are_own()
+        given = {True: iter(slots), False: iter(rest)}
+        state = state._replace(slots=[next(given[is_own]) for is_own in are_own])
         on_servers = [
             self._strategy.cluster.is_on_servers(variable)
             for variable in (*groups.others, *groups.metrics)
@@ -238,8 +262,11 @@ class LocalRounds(ScheduledStep):
                 groups.weights, state.weights, new.weights, strict=True
             )
         ]
-        return {
-            "slots": new.slots,
+        made: dict[bool, list[Any]] = {True: [], False: []}
+        for is_own, value in zip(are_own, new.slots, strict=True):
+            made[is_own].append(value)
+        return made[True], {
+            "rest": made[False],
             "weights": weights,
             "means": means,
             "sums": sums,
