@@ -150,7 +150,7 @@ def test_an_error_is_raised_in_one_of_the_threads_that_wait():
     queue = Queue(Condition())
     result = RemoteValue(Condition(), lambda is_late: None, lambda: None)
     queue.put(Closure(None, None, [], None, 1, [], [], result, None))
-    running = queue.take()
+    running = queue.take(0)
     queue.failed(ValueError("first"))
     raised = []
 
