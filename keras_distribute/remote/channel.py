@@ -15,7 +15,7 @@ from keras_distribute.remote.credentials import Credentials
 from keras_distribute.remote.engine import monitor, zmq
 from keras_distribute.remote.frames import Array, Header
 
-_SECONDS_TO_CONNECT = 5.0
+_SECONDS_TO_CONNECT = 10.0
 Reply = tuple[int, Header, list[Array]]
 
 
@@ -32,6 +32,8 @@ class Channel:
         name: What it is called in errors.
         credentials: Of the job.
         timeout: Seconds to wait for the task, which may start later.
+        is_there: Whether it has started, and may be busy: then it is given up in
+            seconds if it does not shake hands, for which it needs not be idle.
 
     Attributes:
         is_over: Whether the task was gone once, or a call was interrupted.
@@ -41,8 +43,15 @@ class Channel:
     """
 
     def __init__(
-        self, address: str, name: str, credentials: Credentials, timeout: float
+        self,
+        address: str,
+        name: str,
+        credentials: Credentials,
+        timeout: float,
+        is_there: bool = False,
     ) -> None:
+        if is_there:
+            _check_listener(address, name)
         self.address, self.name, self.is_over = address, name, False
         self._credentials = credentials
         self._numbers = 0
@@ -65,7 +74,7 @@ class Channel:
         self._socket.connect(f"tcp://{address}")
         nonce = signing.new_nonce()
         try:
-            self._wait_for_handshake(timeout)
+            self._wait_for_handshake(_SECONDS_TO_CONNECT if is_there else timeout)
             header, _ = self.call({"op": "hello", "nonce": nonce}, timeout=timeout)
             if not credentials.accepts(f"serve {address}", nonce, header.get("proof")):
                 raise self._error("it does not have the token of the job")
@@ -179,27 +188,8 @@ class Channel:
             UnavailableError: If nobody listens there, or as for a new channel.
         """
         self.close()
-        return Channel.of_listener(self.address, self.name, self._credentials, timeout)
-
-    @staticmethod
-    def of_listener(
-        address: str, name: str, credentials: Credentials, timeout: float
-    ) -> Channel:
-        """A conversation with a task that is there already.
-
-        Args:
-            timeout: Seconds for its answer, which may be busy.
-
-        Raises:
-            UnavailableError: If nobody listens there, or as for a new channel.
-        """
-        try:  # ZeroMQ would not say that nobody is there.
-            socket.create_connection(
-                addresses.parts(address), _SECONDS_TO_CONNECT
-            ).close()
-        except OSError:
-            raise _error(address, name, "nobody listens there any more") from None
-        return Channel(address, name, credentials, timeout)
+        _check_listener(self.address, self.name)
+        return Channel(self.address, self.name, self._credentials, timeout)
 
     def _error(self, why: str) -> UnavailableError:
         self.is_over = True
@@ -212,6 +202,14 @@ class Channel:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+def _check_listener(address: str, name: str) -> None:
+    """Raises `UnavailableError` if nobody listens, which ZeroMQ would not say."""
+    try:
+        socket.create_connection(addresses.parts(address), _SECONDS_TO_CONNECT).close()
+    except OSError:
+        raise _error(address, name, "nobody listens there any more") from None
 
 
 def _error(address: str, name: str, why: str) -> UnavailableError:

@@ -518,8 +518,8 @@ class Cluster:
     def _slots_on_worker(self, worker: int, number: int, group: int) -> list[Array]:
         """What a worker keeps of an optimizer for a group."""
         task = self.workers[worker]
-        channel = Channel.of_listener(
-            task.address, task.name, self.credentials, _SECONDS_TO_ANSWER
+        channel = Channel(
+            task.address, task.name, self.credentials, _SECONDS_TO_ANSWER, is_there=True
         )
         told = {"op": "slots", "id": number, "group": group}
         try:

@@ -453,6 +453,19 @@ def test_a_worker_that_goes_takes_local_slots_along(
         np.testing.assert_array_equal(one, other)
 
 
+def test_slots_of_a_worker_that_is_frozen(own_cluster, make, caplog):
+    """Whoever reads them waits for seconds, and gets those that came last."""
+    strategy = make(1, local_steps=3, local_slots=True)
+    with strategy.scope():
+        model = network(OPTIMIZERS["adam"]())
+    model.fit(X, Y, batch_size=4, verbose=0)
+    own_cluster.kill("worker", 0, signal.SIGSTOP)
+    start = time.monotonic()
+    assert not any(map(np.any, values(slots_of(model))))
+    assert time.monotonic() - start < 30
+    assert "took the optimizer's slots of group 0 along" in caplog.text
+
+
 def test_a_worker_that_comes_late_gets_a_group(own_cluster, make):
     """From one that has several; its slots travel once."""
     own_cluster.kill("worker", 0)
