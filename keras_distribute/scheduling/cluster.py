@@ -149,10 +149,12 @@ class Cluster:
         Raises:
             UnavailableError: Where one does not answer.
         """
+        self.slots.collect()
         for worker in self.workers:
             worker.close(end_task=False)
         for worker in self.workers:
             worker.join(5.0)
+            self.slots.release(worker.index)
         with self._lock:
             self.served.lose()
             self.updates.forget()

@@ -27,13 +27,16 @@ def killing(cluster, step):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("local_steps", [1, 2])
-def test_a_fit_goes_on_to_the_numbers_of_one_device(own_cluster, tmp_path, local_steps):
+@pytest.mark.parametrize(
+    "of_strategy",
+    [{}, {"local_steps": 2}, {"local_steps": 2, "local_slots": True}],
+    ids=lambda each: "-".join(each) or "single",
+)
+def test_a_fit_goes_on_to_the_numbers_of_one_device(own_cluster, tmp_path, of_strategy):
     options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
-    more = {"local_steps": 2, "outer_optimizer": keras.optimizers.SGD(1.0)}
-    strategy = kd.ParameterServerStrategy(
-        resolver_of(own_cluster, 1), **(more if local_steps > 1 else {})
-    )
+    if of_strategy:
+        of_strategy = {**of_strategy, "outer_optimizer": keras.optimizers.SGD(1.0)}
+    strategy = kd.ParameterServerStrategy(resolver_of(own_cluster, 1), **of_strategy)
     keras.utils.set_random_seed(2)
     with strategy.scope():
         model = network()
@@ -65,6 +68,35 @@ def test_a_fit_goes_on_to_the_numbers_of_one_device(own_cluster, tmp_path, local
                 ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6, err_msg=ours.path
             )
     assert sum(strategy.steps_of_workers.values()) >= 24
+    strategy.close()
+
+
+def test_local_slots_come_before_the_servers_are_taken_anew(own_cluster):
+    """Who gives the weights by hand, and no slots, goes on with the last ones."""
+    strategy = kd.ParameterServerStrategy(
+        resolver_of(own_cluster, 2), local_steps=2, local_slots=True
+    )
+    found = []
+    for is_lost in (False, True):
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            model = network()
+        model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
+        state = [v.numpy() for v in model.variables if "float" in v.dtype]
+        if is_lost:
+            own_cluster.kill("ps", 1)
+            own_cluster.start("ps", 1)
+            strategy.reconnect(60)
+            variables = [v for v in model.variables if "float" in v.dtype]
+            for variable, value in zip(variables, state, strict=True):
+                variable.assign(value)
+        slots = [v for v in model.optimizer.variables if v.shape]
+        found.append([v.numpy() for v in slots])
+        strategy_held = strategy.cluster.slots_of(slots)
+        assert [strategy_held.holder_of(i) is None for i in (0, 1)] == [is_lost] * 2
+    assert any(map(np.any, found[0]))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
     strategy.close()
 
 
