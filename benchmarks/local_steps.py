@@ -1,5 +1,6 @@
 """What local steps save: `kd.ParameterServerStrategy(local_steps=20)`, also with
-`local_slots=True`, beside the same without, on the digits of scikit-learn.
+`local_slots=True` and data that workers read themselves, beside the same without, on
+the digits of scikit-learn.
 
     # Writes results/local_steps.md and .json:
     python benchmarks/local_steps.py
@@ -24,14 +25,14 @@ from typing import Any
 
 ROWS, BATCH, LOCAL_STEPS, WORKERS, SERVERS, EPOCHS = 1280, 16, 20, 4, 2, 6
 STEPS = ROWS // BATCH * EPOCHS
+ROUNDS = {"local_steps": LOCAL_STEPS}
 OPTIONS: dict[str, dict[str, Any]] = {
     "a push each step": {},
-    f"local_steps={LOCAL_STEPS}": {"local_steps": LOCAL_STEPS},
-    f"local_steps={LOCAL_STEPS}, local_slots=True": {
-        "local_steps": LOCAL_STEPS,
-        "local_slots": True,
-    },
+    f"local_steps={LOCAL_STEPS}": ROUNDS,
+    f"local_steps={LOCAL_STEPS}, local_slots=True": {**ROUNDS, "local_slots": True},
 }
+READING = f"{list(OPTIONS)[-1]}, a DatasetCreator"
+OPTIONS[READING] = OPTIONS[list(OPTIONS)[-1]]
 PARTS = {
     "servers": "through the servers",
     "batches": "batches to the workers",
@@ -47,12 +48,19 @@ class Contender:
         resolver: Of the cluster.
         train: Examples and labels.
         options: Of the strategy.
+        reads: Whether each worker reads its part of them by itself.
     """
 
-    def __init__(self, kd: Any, resolver: Any, train: Any, options: Any) -> None:
+    def __init__(
+        self, kd: Any, resolver: Any, train: Any, options: Any, reads: bool
+    ) -> None:
         import keras
 
-        self._train = train
+        self._data: dict[str, Any] = {"x": train[0], "y": train[1], "batch_size": BATCH}
+        self._bytes = 0 if reads else train[0].nbytes + train[1].nbytes
+        if reads:
+            creator = kd.experimental.DatasetCreator(reading(*train))
+            self._data = {"x": creator, "steps_per_epoch": ROWS // BATCH}
         self._strategy = kd.ParameterServerStrategy(resolver, **options)
         keras.utils.set_random_seed(5)
         with self._strategy.scope():
@@ -71,10 +79,9 @@ class Contender:
         strategy = self._strategy
         servers, workers = strategy.bytes_of_servers, strategy.bytes_of_workers
         start = time.perf_counter()
-        self._model.fit(*self._train, BATCH, epochs=epochs, verbose=0)
+        self._model.fit(**self._data, epochs=epochs, verbose=0)
         seconds = time.perf_counter() - start
-        x, y = self._train
-        batches = (x.nbytes + y.nbytes) * epochs
+        batches = self._bytes * epochs
         found = {
             "servers": strategy.bytes_of_servers - servers,
             "batches": batches,
@@ -89,6 +96,24 @@ class Contender:
     def close(self) -> None:
         """Lets go of the cluster."""
         self._strategy.close()
+
+
+def reading(x: Any, y: Any) -> Any:
+    """What makes the dataset of a worker: its part, in another order each time."""
+
+    def dataset_fn(context: Any) -> Any:
+        import numpy as np
+
+        worker = context.input_pipeline_id
+        own = np.arange(worker, len(x), context.num_input_pipelines)
+        generator = np.random.default_rng(worker)
+        while True:
+            order = generator.permutation(own)
+            for i in range(0, len(order), BATCH):
+                rows = order[i : i + BATCH]
+                yield x[rows], y[rows]
+
+    return dataset_fn
 
 
 def digits() -> tuple[Any, Any]:
@@ -115,7 +140,9 @@ def compare(rounds: int) -> dict[str, Any]:
         name: kd.testing.ParameterServerCluster(WORKERS, SERVERS) for name in OPTIONS
     }
     contenders = {
-        name: Contender(kd, clusters[name].cluster_resolver, train, options)
+        name: Contender(
+            kd, clusters[name].cluster_resolver, train, options, name == READING
+        )
         for name, options in OPTIONS.items()
     }
     try:
@@ -162,17 +189,19 @@ def markdown(found: dict[str, Any], rounds: int) -> str:
     lines += [
         "",
         f"| kB a batch | {' | '.join(OPTIONS)} |",
-        "| --- | --- | --- | --- |",
+        f"| --- |{' --- |' * len(OPTIONS)}",
     ]
     wholes = [sum(used[name].values()) for name in OPTIONS]
     rows = [(text, [used[n][part] for n in OPTIONS]) for part, text in PARTS.items()]
     rows.append(("all", wholes))
-    batches = used[first]["batches"]
-    rows.append(("all but the batches", [whole - batches for whole in wholes]))
+    left = [
+        whole - used[n]["batches"] for n, whole in zip(OPTIONS, wholes, strict=True)
+    ]
+    rows.append(("all but the batches", left))
     for text, (single, *others) in rows:
         cells = [f"{single / 1e3:.2f}"]
         for other in others:
-            share = f" (1/{single / other:.1f})" if single > other else ""
+            share = f" (1/{single / other:.1f})" if 0 < other < single else ""
             cells.append(f"{other / 1e3:.2f}{share}")
         lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -36,7 +36,7 @@ class WorkerDataAdapter(compat.DataAdapter):
         # Few programs have workers; the others start without what this imports.
         from keras_distribute.coordinator import ClusterCoordinator
 
-        _check(creator, strategy, method)
+        _check(creator, method)
         made = functools.partial(
             _batches, creator.dataset_fn, len(strategy.cluster.workers)
         )
@@ -91,20 +91,13 @@ def check_steps(creator: DatasetCreator, steps: int | None) -> None:
         )
 
 
-def _check(creator: DatasetCreator, strategy: Any, method: str) -> None:
+def _check(creator: DatasetCreator, method: str) -> None:
     if method == "predict":
         raise ContextError(
             "predict returns rows in the order of the data, and rows that several "
             "workers read have none.",
             received=f"model.predict({creator!r}).",
             fix="model.predict(dataset), whose batches travel to the workers.",
-        )
-    if method == "fit" and strategy.local_steps > 1:
-        raise ContextError(
-            "A group of local steps is made on any worker, and so its batches travel "
-            "with it.",
-            received=f"model.fit({creator!r}) with local_steps={strategy.local_steps}.",
-            fix="model.fit(dataset), or a strategy without local_steps.",
         )
     if creator.input_options not in (None, InputOptions()):
         raise InputError(

@@ -62,6 +62,27 @@ def test_one_worker_is_one_device(one_worker, steps):
     assert set(ours.result) >= {"loss", "val_loss"}
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("local_slots", [False, True])
+def test_local_steps_of_one_worker_are_those_of_one_device(make, local_slots):
+    """Also where a batch among them has fewer rows, and another round fewer steps."""
+    strategy = make(
+        1,
+        local_steps=4,
+        local_slots=local_slots,
+        outer_optimizer=keras.optimizers.SGD(1.0),
+    )
+
+    def run(data: Any) -> Any:
+        return lambda model: (
+            model.fit(data, steps_per_epoch=6, epochs=2, verbose=0).history
+        )
+
+    ours = observe(network, run(Creator(made())), strategy)
+    assert_same_outcome(ours, observe(network, run(batches())))
+    assert strategy.steps_of_workers == {"worker:0": 12}
+
+
 class Total(keras.metrics.Metric):
     """The sum of all labels."""
 
@@ -93,8 +114,13 @@ def counting(strategy: Any) -> tuple[keras.Model, Any]:
     return model, Creator(dataset_fn)
 
 
-def test_each_worker_reads_its_own(strategy):
+IN_ROUNDS = {"local_steps": 5, "local_slots": True}
+
+
+@pytest.mark.parametrize("options", [{}, IN_ROUNDS], ids=["steps", "rounds"])
+def test_each_worker_reads_its_own(make, options):
     """A step takes the next batch of the worker that it runs on."""
+    strategy = make(2, **options)
     model, data = counting(strategy)
     history = model.fit(data, steps_per_epoch=40, epochs=2, verbose=0).history
     read = np.array([divmod(int(total), 1000) for total in history["total"]])
@@ -102,15 +128,17 @@ def test_each_worker_reads_its_own(strategy):
     np.testing.assert_array_equal(
         read.sum(axis=0)[::-1], list(strategy.steps_of_workers.values())
     )
-    assert int(model.optimizer.iterations.numpy()) == 80
+    of_one_group = 40 if options else 80
+    assert int(model.optimizer.iterations.numpy()) == of_one_group
     found = model.evaluate(data, steps=10, verbose=0, return_dict=True)["total"]
     assert sum(divmod(int(found), 1000)) == 10
     assert sum(strategy.steps_of_workers.values()) == 90
 
 
-def test_a_worker_dies(own_cluster):
+@pytest.mark.parametrize("options", [{}, IN_ROUNDS], ids=["steps", "rounds"])
+def test_a_worker_dies(own_cluster, options):
     """Each step counts once; the worker that comes back makes its dataset anew."""
-    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
+    strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver, **options)
     model, data = counting(strategy)
 
     class Kills(keras.callbacks.Callback):
@@ -131,7 +159,8 @@ def test_a_worker_dies(own_cluster):
     read = [divmod(int(total), 1000) for total in history["total"]]
     assert [sum(each) for each in read] == [60, 60]
     assert read[1][0] > 0
-    assert int(model.optimizer.iterations.numpy()) == 120
+    of_one_group = 60 if options else 120
+    assert int(model.optimizer.iterations.numpy()) == of_one_group
     strategy.close()
 
 
@@ -253,8 +282,6 @@ def test_what_workers_cannot_do_is_said(make):
         "predict returns rows in the order of the data, and rows that several workers "
         "read have none.\n  Received: model.predict(DatasetCreator("
     )
-    with pytest.raises(kd.errors.ContextError, match="a strategy without local_steps"):
-        model.fit(Creator(batches), steps_per_epoch=2, verbose=0)
     options = kd.InputOptions(experimental_fetch_to_device=False)
     with pytest.raises(kd.errors.InputError, match="no options apply"):
         model.evaluate(Creator(batches, options), steps=2, verbose=0)

@@ -10,10 +10,11 @@ group stay on the worker that ran it last, until somebody looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_distribute import context
@@ -26,7 +27,11 @@ from keras_distribute.errors import StructureTypeError
 from keras_distribute.run.arguments import Call
 from keras_distribute.scheduling import rounds, traces
 from keras_distribute.scheduling.rounds import Held, HeldGroup
-from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.scheduling.values import (
+    IteratorArgument,
+    PerWorkerIterator,
+    RemoteValue,
+)
 from keras_distribute.strategies.parameter_server import ParameterServerStrategy
 from keras_distribute.training.steps.local_steps import LocalSteps
 from keras_distribute.training.steps.scheduled import Logs, ScheduledStep
@@ -72,7 +77,8 @@ class LocalRounds(ScheduledStep):
         """Takes a batch; a round begins when each group has all of its own."""
         self._note(state)
         self._strategy.unfinished[id(self)] = self
-        self._waiting.append(jax.tree.map(np.asarray, data))
+        is_of_worker = isinstance(data, PerWorkerIterator)
+        self._waiting.append(data if is_of_worker else jax.tree.map(np.asarray, data))
         groups = len(self._strategy.cluster.workers)
         if len(self._waiting) == groups * self._strategy.local_steps:
             self._begin()
@@ -117,7 +123,15 @@ class LocalRounds(ScheduledStep):
         held = self._held()
         for group, block in enumerate(own):
             slots, rest = self._slots_of(group)
-            call = Call((slots, rest, _stacked(block)), {}, strategy.replica_mesh)
+            iterators = [
+                each for each in block[:1] if isinstance(each, PerWorkerIterator)
+            ]
+            runs = (
+                [iterator.dataset.argument(0) for iterator in block]
+                if iterators
+                else _stacked(block, np.stack)
+            )
+            call = Call((slots, rest, runs), {}, strategy.replica_mesh)
             # Of the stacked batches the second axis is that of rows.
             count = len(slots) + len(rest)
             stacked = [1 if np.ndim(array) > 1 else None for array in call.arrays]
@@ -128,7 +142,12 @@ class LocalRounds(ScheduledStep):
             stay = None if held is None else HeldGroup(held, group, len(slots))
             results.append(
                 cluster.schedule(
-                    program, self._steps, [call], counted=len(block), slots=stay
+                    program,
+                    self._steps,
+                    [call],
+                    iterators,
+                    counted=len(block),
+                    slots=stay,
                 )
             )
         self._round = _Round(list(map(len, own)), results)
@@ -231,9 +250,12 @@ class LocalRounds(ScheduledStep):
 
     def _steps(self, slots: Any, rest: Any, runs: Sequence[Any]) -> Any:
         """The steps of a group in a round: from its slots, the optimizer's other
-        variables, and its batches, those of one form stacked, to the new slots; and to
-        those others, the differences of weights, and statistics.
+        variables, and its batches, those of one form stacked, or where the worker
+        reads them, to the new slots; and to those others, the differences of weights,
+        and statistics.
         """
+        if isinstance(runs[0], IteratorArgument):
+            runs = _stacked([next(iterator) for iterator in runs], jnp.stack)
         scope = traces.current_scope()
         groups = compat.state_variables(self._trainer, "train")
         assert isinstance(groups, TrainState)
@@ -281,7 +303,7 @@ def _layers_and_metrics(trainer: Any) -> list[Any]:
     return [*groups.others, *groups.metrics]
 
 
-def _stacked(batches: Sequence[Any]) -> list[Any]:
+def _stacked(batches: Sequence[Any], stack: Callable[..., Any]) -> list[Any]:
     """Batches in their order, those of one form that follow each other as one."""
     runs: list[list[Any]] = []
     last: Any = None
@@ -292,7 +314,7 @@ def _stacked(batches: Sequence[Any]) -> list[Any]:
             runs.append([])
         runs[-1].append(batch)
         last = form
-    return [jax.tree.map(lambda *each: np.stack(each), *run) for run in runs]
+    return [jax.tree.map(lambda *each: stack(each), *run) for run in runs]
 
 
 def _check_optimizer(optimizer: Any) -> None:
