@@ -30,6 +30,31 @@ def is_array(value: Any) -> bool:
     )
 
 
+def is_key(value: Any) -> bool:
+    """Whether it is an array of JAX's keys of random numbers, which NumPy does not
+    know.
+    """
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.extended
+    )
+
+
+def on_host(value: Any) -> Any:
+    """The array as NumPy's; keys of random numbers as they are."""
+    return value if is_key(value) else np.asarray(value)
+
+
+def check_adds(value: Any) -> None:
+    """Raises `StructureTypeError` for keys of random numbers, which have no sum."""
+    if is_key(value):
+        raise StructureTypeError(
+            "Keys of random numbers have neither a sum nor a mean.",
+            received=f"an array of {value.dtype}.",
+            fix="strategy.gather(keys, axis=0) for those of all replicas, or "
+            "strategy.experimental_local_results(keys).",
+        )
+
+
 def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
     """The shape of a component, and the dtype that it has as JAX's array; `None` for
     what is no array.
@@ -68,8 +93,7 @@ def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
     ]
     if not isinstance(array, jax.Array):
         return np.pad(array, widths)
-    # Keys of random numbers: XLA cannot pad them.
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+    if is_key(array):  # XLA cannot pad them.
         return lax.dynamic_update_slice(
             lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
         )
