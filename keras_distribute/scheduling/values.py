@@ -15,7 +15,7 @@ import numpy as np
 from keras_distribute.errors import InputError, StructureTypeError, ValueStructureError
 from keras_distribute.scheduling import traces
 from keras_distribute.threads.condition import Condition
-from keras_distribute.values.arrays import is_array
+from keras_distribute.values.arrays import is_array, is_x64
 
 
 class RemoteValue:
@@ -180,6 +180,7 @@ class PerWorkerDataset:
         dropped: list[int],
     ) -> None:
         self.number, self.pickled = next(numbers), pickled
+        self.x64 = is_x64()  # Its batches are those that the coordinator would read.
         self.numbers, self._arguments = numbers, arguments
         leaves, self._structure = jax.tree.flatten(element)
         self._forms = tuple(map(_form, map(np.asarray, leaves)))

@@ -64,7 +64,7 @@ def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
     if isinstance(component, jax.Array):
         return tuple(component.shape), _name_of(component.dtype)
     array = np.asarray(component)
-    return array.shape, _canonical_name(array.dtype, _is_x64())
+    return array.shape, _canonical_name(array.dtype, is_x64())
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,7 +79,8 @@ def _canonical_name(dtype: Any, x64: bool) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
 
 
-def _is_x64() -> bool:
+def is_x64() -> bool:
+    """Whether JAX has numbers of 64 bits."""
     config: Any = jax.config
     return config.jax_enable_x64  # `config.values` is a new dict each time: 30 us.
 
@@ -119,7 +120,7 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array in the byte order of this machine; its integers must survive JAX's 32
     or 64 bits.
     """
-    kind, x64 = array.dtype.kind, _is_x64()
+    kind, x64 = array.dtype.kind, is_x64()
     # "O": Python's own, of more than 64 bits.
     if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):
         limits = np.iinfo(np.int32 if kind == "i" else np.uint32)

@@ -263,6 +263,25 @@ def test_an_iterator_on_each_worker(strategy, coordinator):
     assert sorted(values) == sorted(i + 1.0 for n in steps for i in range(n))
 
 
+def test_numbers_of_64_bits_that_the_coordinator_alone_has(strategy, coordinator):
+    third, whole = np.float64(1) / 3, 2**40
+    with jax.enable_x64(True), strategy.scope():
+        variable = keras.Variable(third, dtype="float64")
+        iterator = iter(
+            coordinator.create_per_worker_dataset(lambda: iter([np.full(2, third)]))
+        )
+
+        def step(factor, iterator):
+            variable.assign_add(factor * keras.ops.sum(next(iterator)))
+            return variable + 0.0
+
+        result = coordinator.schedule(step, (np.float64(3), iterator))
+        assert result.fetch() == variable.numpy() == third + 3 * (third + third)
+        product = coordinator.schedule(lambda x: x * 2, (np.array(whole),))
+        assert product.fetch() == 2 * whole
+    assert coordinator.schedule(lambda x: x, (np.ones(2),)).fetch().dtype == "float32"
+
+
 def test_iterators_are_independent(coordinator):
     dataset = coordinator.create_per_worker_dataset(numbers())
 
