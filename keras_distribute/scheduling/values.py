@@ -62,9 +62,11 @@ class RemoteValue:
         return self._value()
 
     def fetch(self) -> Any:
-        """Waits for the result, a structure of NumPy arrays; otherwise as `get`."""
+        """Waits for the result, a structure of NumPy arrays, which are the caller's to
+        change; otherwise as `get`.
+        """
         return jax.tree.map(
-            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf,
+            lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) else leaf,
             self.get(),
         )
 

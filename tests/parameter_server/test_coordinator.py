@@ -86,6 +86,14 @@ def test_fetch_of_a_structure(coordinator):
     assert plain["deep"][0]["a"] == (3.0, 6.0)
 
 
+def test_what_was_fetched_is_the_callers_to_change(coordinator):
+    value = coordinator.schedule(lambda x: x + 1.0, (np.ones(2, "float32"),))
+    first = value.fetch()
+    first += 1.0
+    assert first.tolist() == [3.0, 3.0]
+    assert value.fetch().tolist() == coordinator.fetch(value).tolist() == [2.0, 2.0]
+
+
 class Shared:
     """An array of another library, which shares its memory."""
 

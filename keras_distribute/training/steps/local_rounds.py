@@ -136,7 +136,8 @@ class LocalRounds(ScheduledStep):
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
-        found = [result.fetch() for result in results]
+        # Not by `fetch`, which would copy the weights of each.
+        found = [jax.tree.map(_as_numpy, result.get()) for result in results]
         self._keep_slots([each["slots"] for each in found])
         # Not as each group ends: the order would depend on chance.
         variables = _layers_and_metrics(self._trainer)
@@ -246,6 +247,10 @@ class LocalRounds(ScheduledStep):
             "own_sums": steps.own_sums(new),
             "logs": logs,
         }
+
+
+def _as_numpy(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _layers_and_metrics(trainer: Any) -> list[Any]:
