@@ -147,6 +147,22 @@ def test_reduce_of_what_is_the_same_everywhere():
     assert float(mirrored(1).reduce("SUM", 3.0, axis=None)) == 3.0
 
 
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_keys_of_random_numbers_have_no_sum(op, axis):
+    strategy = mirrored(2)
+    keys = jax.random.split(jax.random.key(0), 2)
+    of_replicas = distributed(strategy, lambda i: keys)
+    unlike = distributed(strategy, lambda i: keys if i else keys[:, None])
+    for value in (of_replicas, unlike, *([keys] if op == "SUM" or axis == 0 else [])):
+        with pytest.raises(errors.StructureTypeError, match="(?s)neither a sum.*Fix"):
+            strategy.reduce(op, value, axis)
+    with pytest.raises(errors.StructureTypeError, match="(?s)neither a sum.*Fix"):
+        strategy.run(lambda: kd.get_replica_context().all_reduce(op, keys))
+    gathered = strategy.gather(of_replicas, axis=0)
+    assert (gathered == jax.numpy.concatenate([keys, keys])).all()
+
+
 def test_reduce_refusals(strategy):
     n = strategy.num_replicas_in_sync
     value = distributed(strategy, parts_of(n))

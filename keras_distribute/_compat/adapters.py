@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from keras import tree
@@ -84,12 +85,21 @@ def sliceable_arrays(structure: Any) -> Any:
     """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give
     to `take`.
     """
-    return array_slicing.convert_to_sliceable(structure, target_backend="jax")
+    return tree.map_structure(_sliceable_array, structure)
+
+
+def _sliceable_array(array: Any) -> Any:
+    # Keys of random numbers, which Keras would make NumPy's.
+    if isinstance(array, jax.Array) and jnp.issubdtype(
+        array.dtype, jax.dtypes.prng_key
+    ):
+        return array_slicing.Sliceable(array)
+    return array_slicing.convert_to_sliceable(array, target_backend="jax")
 
 
 def take(sliceables: Any, indices: Any) -> Any:
-    """Rows of each array, by a slice or an array of indices, as NumPy arrays or JAX
-    sparse ones.
+    """Rows of each array, by a slice or an array of indices, as NumPy arrays, JAX
+    sparse ones, and JAX's keys of random numbers.
     """
     return tree.map_structure(
         lambda array: array.convert_to_jax_compatible(array[indices]),

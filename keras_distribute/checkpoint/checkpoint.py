@@ -248,6 +248,8 @@ class Checkpoint:
     def _state_of(self, name: str, value: Any) -> Any:
         """The state of an object, or of all processes where theirs differ."""
         state = dict(value) if isinstance(value, dict) else value.get_state()
+        if self.num_processes == 1:
+            return state
         states = agreement.exchange(f"the state of {name}", state, self.num_processes)
         alike = len({messages.to_bytes(other, signed=True) for other in states}) == 1
         return state if alike else {EACH_PROCESS: states}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -33,19 +34,31 @@ def encode(
             key of its own, or `None` for what it leaves to this function.
 
     Raises:
-        CheckpointError: For a value of another type.
+        CheckpointError: For a value of another type, and for one that contains itself.
     """
+    try:
+        return _encoded(value, name, arrays, special)
+    except RecursionError:
+        raise CheckpointError(
+            f"{name!r} contains itself, or has hundreds of values inside each other.",
+            received=f"{checks.shown(value)}.",
+            fix="lists, tuples and dictionaries of plain values, without one in "
+            "itself.",
+        ) from None
+
+
+def _encoded(value: Any, name: str, arrays: Arrays, special: Special | None) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
 
     def inner(part: Any, key: Any) -> Any:
-        return encode(part, f"{name}/{key}", arrays, special)
+        return _encoded(part, f"{name}/{key}", arrays, special)
 
     if kind is list:
         return [inner(item, i) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"tuple": encode(list(value), name, arrays, special)}
+        return {"tuple": _encoded(list(value), name, arrays, special)}
     if kind is bytes:
         return {"bytes": _keep(np.frombuffer(value, np.uint8), name, arrays)}
     if _is_key(value):

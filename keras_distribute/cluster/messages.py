@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_distribute import checks
 from keras_distribute.cluster import signing
 from keras_distribute.cluster.encoding import Arrays, decode, encode, is_plain
-from keras_distribute.errors import ClusterError, StructureTypeError
+from keras_distribute.errors import CheckpointError, ClusterError, StructureTypeError
 
 _MOST_SHOWN = 200
 
@@ -40,15 +41,21 @@ def to_bytes(said: Any, *, signed: bool) -> bytes:
         signed: Whether the message will be signed.
 
     Raises:
-        StructureTypeError: For another object in a message that is not signed.
+        StructureTypeError: For another object in a message that is not signed, and for
+            one that contains itself.
     """
     arrays: Arrays = {}
     try:
         form = encode(said, "said", arrays, _Writer(arrays, signed))
         written = {name: _form_of(array) for name, array in arrays.items()}
         return json.dumps([form, written]).encode()
-    except RecursionError as error:
-        raise _no_data(said) from error
+    except (CheckpointError, RecursionError):
+        raise StructureTypeError(
+            "What a process says to the others is plain data, which neither contains "
+            "itself nor has hundreds of values inside each other.",
+            received=f"{checks.shown(said)}.",
+            fix="numbers, strings, arrays, and lists, tuples and dictionaries of them.",
+        ) from None
 
 
 def from_bytes(message: bytes, *, signed: bool) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from keras_distribute.devices import jaxprs
-from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.rewriting import Rewriting, may_be_divided
 
 # Of each segment; with what is an extreme of a mark and of zeros.
 _SCATTERED = {
@@ -35,7 +35,7 @@ def with_nans(rows: int | None) -> Rewriting:
         array = eqn.invars[0].aval
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return False
-        return name in _SCATTERED or _may_be_divided(
+        return name in _SCATTERED or may_be_divided(
             array.shape, eqn.params["axes"], rows
         )
 
@@ -52,21 +52,6 @@ def _with_nan(eqn: Any, given: list[Any]) -> list[Any]:
     else:
         is_none = jnp.any(given[0] != given[0], eqn.params["axes"])
     return [jnp.where(is_none, jnp.nan, results[0])]
-
-
-def _may_be_divided(
-    shape: tuple[int, ...], axes: tuple[int, ...], rows: int | None
-) -> bool:
-    """Whether an array may be divided along one of these axes. Its rows are the first
-    one, unless they were moved; then they may be one with others.
-    """
-    if rows is None or 0 in axes:
-        return True
-    rows = max(rows, 1)
-    are_first = shape[:1] and shape[0] % rows == 0
-    return any(
-        shape[axis] == rows or not (are_first or shape[axis] % rows) for axis in axes
-    )
 
 
 def _marks(array: Any, sign: int) -> Any:

@@ -5,6 +5,8 @@ should not where it divides these over the devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +51,27 @@ class Rewriting:
         if not self.is_in(program):
             return program
         return jaxprs.retraced(program, self._evaluated)
+
+
+def may_be_divided(
+    shape: tuple[int, ...], axes: tuple[int, ...], rows: int | None
+) -> bool:
+    """Whether an array may be divided along one of these axes.
+
+    Args:
+        shape: Of the array. Its rows are its first dimension, or its first ones, unless
+            they were moved; then they may be one with others.
+        axes: Of the array.
+        rows: Of the batch, which is divided; `None` where other dimensions are, too.
+    """
+    if rows is None:
+        return bool(axes)
+    rows = max(rows, 1)
+    counts = itertools.accumulate(shape, operator.mul)
+    first = next((i for i, count in enumerate(counts, 1) if count % rows == 0), None)
+    if first is None:
+        return bool(axes)  # Some of the rows, or of what was one with them.
+    return any(
+        axis < first or shape[axis] == rows or (first > 1 and shape[axis] % rows == 0)
+        for axis in axes
+    )

@@ -4,11 +4,11 @@ on the devices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from keras_distribute import checks
 from keras_distribute._compat import adapters as compat
@@ -25,7 +25,8 @@ from keras_distribute.input.options import ElementSpec, InputOptions
 from keras_distribute.input.prefetch import Feed
 from keras_distribute.input.shares import Layout
 from keras_distribute.input.source import Batch
-from keras_distribute.values.arrays import is_array
+from keras_distribute.values import structures
+from keras_distribute.values.arrays import is_array, on_host
 from keras_distribute.values.per_replica import PerReplica
 
 _FORMAT = 1
@@ -256,28 +257,26 @@ class _Prepare:
         specs = self._specs(batch, sample)
 
         def group(leaf: Any, components: list[Any]) -> PerReplica | None:
-            return self._group(components, specs.get(id(leaf)))
+            return self._group(components, next(specs))
 
         element = layout.grouped(batch, group)
         self._dataset._seen = self._dataset._seen or _spec_of(sample)
         return element
 
-    def _specs(self, batch: Batch, sample: Any) -> dict[int, Specs]:
-        """For each leaf of `sample`, by `id`, the specs of that component on all
-        replicas; empty in a single process, which has them all.
+    def _specs(self, batch: Batch, sample: Any) -> Iterator[Specs | None]:
+        """For each leaf of `sample`, in its own order, the specs of that component on
+        all replicas; `None` in a single process, which has them all.
         """
         if self._mesh.num_processes == 1:
-            return {}
-        columns = zip(
-            *replica_specs(batch, sample, self._mesh.num_replicas), strict=True
-        )
-        leaves = map(id, jax.tree.leaves(sample))
-        return dict(zip(leaves, map(list, columns), strict=True))
+            return itertools.repeat(None)
+        of_replicas = replica_specs(batch, sample, self._mesh.num_replicas)
+        columns = list(map(list, zip(*of_replicas, strict=True)))
+        return iter(structures.in_own_order(sample, columns))
 
     def _group(self, components: list[Any], specs: Specs | None) -> PerReplica | None:
         if all(component is None for component in components):
             return None
-        arrays = [np.asarray(component) for component in components]
+        arrays = list(map(on_host, components))
         if any(array.dtype == object and not array.ndim for array in arrays):
             raise _no_arrays(components[0])
         make = PerReplica.of if self._on_devices else PerReplica.on_host

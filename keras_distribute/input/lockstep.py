@@ -24,6 +24,7 @@ from keras_distribute.errors import InputError
 from keras_distribute.input.shares import Layout, RoundLayout, SplitLayout
 from keras_distribute.input.source import Batch, Reader
 from keras_distribute.input.splitting import piece_sizes
+from keras_distribute.values.arrays import is_key, on_host
 
 # Shape and dtype of an array, and those of all arrays of a replica's piece.
 Spec = tuple[tuple[int, ...], str]
@@ -41,7 +42,8 @@ class Announcement(NamedTuple):
 
     Args:
         specs: For each replica of the process the shapes and dtypes of its piece.
-        structure: The structure of a piece, with zeros for leaves.
+        structure: The structure of a piece, with zeros for leaves; keys of random
+            numbers without rows, which a shape and a dtype do not make.
     """
 
     specs: list[Specs]
@@ -105,13 +107,18 @@ class AgreedLayout:
                 received=f"a batch of {self.source.kind}.",
                 fix="tf.sparse.to_dense in the pipeline.",
             )
-        structure = jax.tree.map(lambda _: 0, pieces[0])
+        structure = jax.tree.map(_stand_in, pieces[0])
         return Announcement([_specs(piece) for piece in pieces], structure)
 
     def without_rows(self, announced: Announcement) -> Batch:
         """A batch without rows, like the one that another process has announced."""
         specs = _with_rows(announced.specs[0], 0)
-        leaves = [np.zeros(shape, dtype) for shape, dtype in specs]
+        leaves = [
+            leaf if is_key(leaf) else np.zeros(shape, dtype)
+            for leaf, (shape, dtype) in zip(
+                jax.tree.leaves(announced.structure), specs, strict=True
+            )
+        ]
         piece = jax.tree.unflatten(jax.tree.structure(announced.structure), leaves)
         return Batch([piece] * len(announced.specs) if self._in_rounds else piece, 0)
 
@@ -320,14 +327,21 @@ def _form_of_row(data: Any) -> str:
 
 def _specs(piece: Any) -> Specs:
     return [
-        (tuple(np.shape(leaf)), _name_of(np.asarray(leaf).dtype))
+        (tuple(np.shape(leaf)), _name_of(on_host(leaf).dtype))
         for leaf in _leaves(piece)
     ]
 
 
+def _stand_in(leaf: Any) -> Any:
+    """What a process tells the others of an array, beside its shape and dtype."""
+    if not is_key(leaf):
+        return 0
+    return leaf[:0] if leaf.ndim else leaf
+
+
 def _name_of(dtype: Any) -> str:
     """The dtype; of text without its length, which may be another elsewhere."""
-    return dtype.kind if dtype.kind in "SU" else str(dtype)
+    return dtype.kind if getattr(dtype, "kind", "") in {*"SU"} else str(dtype)
 
 
 def _with_rows(specs: Specs, rows: int) -> Specs:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from keras_distribute import context
 from keras_distribute._compat import adapters as compat
@@ -28,6 +27,7 @@ from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, copy_arrays, in_use
 from keras_distribute.threads import dropped
 from keras_distribute.threads.condition import Condition
+from keras_distribute.values.arrays import on_host
 
 _JOIN_SECONDS = 30.0
 
@@ -347,7 +347,7 @@ def _packed(batches: list[Batch]) -> list[Any]:
                 received="a batch with a sparse tensor.",
                 fix="tf.sparse.to_dense in the pipeline.",
             )
-        packed.append({"leaves": list(map(np.asarray, leaves)), "rows": batch.rows})
+        packed.append({"leaves": list(map(on_host, leaves)), "rows": batch.rows})
     return packed
 
 

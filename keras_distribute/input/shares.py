@@ -18,6 +18,7 @@ from keras_distribute.errors import InputError
 from keras_distribute.input.source import Batch, Position, Reader, Source, copy_arrays
 from keras_distribute.input.splitting import piece_sizes, worker_sizes
 from keras_distribute.values import structures
+from keras_distribute.values.arrays import on_host
 
 Group = Callable[[Any, list[Any]], Any]
 
@@ -294,7 +295,7 @@ class _CutReader(Reader):
         at = self._inner.position()
         if self._batch is None or self._cut + 1 >= len(self._ends):
             return {"at": at, "cut": 0}
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(self._batch.data)]
+        arrays = list(map(on_host, jax.tree.leaves(self._batch.data)))
         batch = {"leaves": arrays, "rows": self._batch.rows}
         return {"at": at, "cut": self._cut, "batch": batch}
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.dtypes
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -27,7 +26,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import structures
-from keras_distribute.values.arrays import fitting, is_array
+from keras_distribute.values.arrays import fitting, is_array, is_key
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]
@@ -117,11 +116,9 @@ class Call:
                 leaf.shapes if isinstance(leaf, PerReplica) else None
             )
             shape = array.shape[1:] if split else array.shape
-            # Keys of random numbers.
-            special = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-            dtype = (
-                array.dtype if special else jax.dtypes.canonicalize_dtype(array.dtype)
-            )
+            dtype = array.dtype
+            if not is_key(array):
+                dtype = jax.dtypes.canonicalize_dtype(dtype)
             weak = getattr(array, "weak_type", False)
             self.leaves.append(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
         kinds = iter(zip(self.split, self._true_shapes, strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 from keras_distribute.errors import InputError, StructureTypeError, ValueStructureError
 from keras_distribute.scheduling import traces
 from keras_distribute.threads.condition import Condition
-from keras_distribute.values.arrays import is_array
+from keras_distribute.values.arrays import is_array, is_x64
 
 
 class RemoteValue:
@@ -62,9 +62,11 @@ class RemoteValue:
         return self._value()
 
     def fetch(self) -> Any:
-        """Waits for the result, a structure of NumPy arrays; otherwise as `get`."""
+        """Waits for the result, a structure of NumPy arrays, which are the caller's to
+        change; otherwise as `get`.
+        """
         return jax.tree.map(
-            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf,
+            lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) else leaf,
             self.get(),
         )
 
@@ -180,6 +182,7 @@ class PerWorkerDataset:
         dropped: list[int],
     ) -> None:
         self.number, self.pickled = next(numbers), pickled
+        self.x64 = is_x64()  # Its batches are those that the coordinator would read.
         self.numbers, self._arguments = numbers, arguments
         leaves, self._structure = jax.tree.flatten(element)
         self._forms = tuple(map(_form, map(np.asarray, leaves)))

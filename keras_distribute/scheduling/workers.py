@@ -231,7 +231,7 @@ class Worker(threading.Thread):
             dataset = iterator.dataset
             if dataset.number not in self._sent:
                 told = {"op": "dataset", "id": dataset.number, **coordinator}
-                channel.send(told, [dataset.pickled])
+                channel.send({**told, "x64": dataset.x64}, [dataset.pickled])
                 self._sent[dataset.number] = {}
             if iterator.number not in self._sent:
                 told = {"op": "iterator", "id": iterator.number, **coordinator}

@@ -1,7 +1,8 @@
 """Programs that travel: functions of arrays as bytes, made by `jax.export`.
 
 The bytes are StableHLO with a header, which other versions of JAX read for some months
-(https://docs.jax.dev/en/latest/export/export.html). No Python travels.
+(https://docs.jax.dev/en/latest/export/export.html). No Python travels. The coordinator
+alone decides whether a program has numbers of 64 bits.
 """
 
 from __future__ import annotations
@@ -94,6 +95,27 @@ def loaded(
         num_devices: How many devices of this process.
     """
     made = jax.export.deserialize(bytearray(np.asarray(blob).tobytes()))
+    program = _compiled(made, divided, num_devices)
+    if not any(aval.dtype.itemsize == 8 for aval in (*made.in_avals, *made.out_avals)):
+        return program
+    dtypes = [aval.dtype for aval in made.in_avals]
+
+    def with_64_bits(*arrays: Any) -> Any:
+        given = map(_of_dtype, arrays, dtypes)
+        with jax.enable_x64(True):
+            return program(*given)
+
+    return with_64_bits
+
+
+def _of_dtype(array: Any, dtype: Any) -> Any:
+    """The array as the program takes it, which JAX does not see to with 64 bits."""
+    return array if isinstance(array, jax.Array) else np.asarray(array, dtype)
+
+
+def _compiled(
+    made: jax.export.Exported, divided: Sequence[tuple[int, int]], num_devices: int
+) -> Program:
     if num_devices == 1 or not divided:
         return jax.jit(made.call)
     mesh = Mesh(np.array(jax.local_devices()[:num_devices]), ("rows",))

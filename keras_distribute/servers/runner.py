@@ -107,6 +107,32 @@ class _Read(NamedTuple):
     elements: list[list[Array]]
 
 
+class _Dataset(NamedTuple):
+    """A dataset of this worker.
+
+    Attributes:
+        make: The user's function.
+        x64: Whether its numbers may have 64 bits.
+    """
+
+    make: Callable[[], Any]
+    x64: bool
+
+
+class _Batches(NamedTuple):
+    """An iterator over such a dataset."""
+
+    elements: Iterator[Any]
+    x64: bool
+
+    def next(self) -> list[Array]:
+        """The arrays of the next element."""
+        with jax.enable_x64(self.x64):
+            arrays = list(map(np.asarray, jax.tree.leaves(next(self.elements))))
+            kinds = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays]
+        return list(map(np.asarray, arrays, kinds))
+
+
 _Next = tuple[list[Any], list[Any], "_Call | None"]
 """After a step: the coordinator's variables, what has become of them in all, and the
 next call.
@@ -136,8 +162,8 @@ class Runner(Task):
     def _begin_with(self, worker: int, incarnation: int) -> None:
         self._worker, self._incarnation = worker, incarnation
         self._functions: dict[int, Function] = {}
-        self._datasets: dict[int, Any] = {}
-        self._iterators: dict[int, Iterator[Any]] = {}
+        self._datasets: dict[int, _Dataset] = {}
+        self._iterators: dict[int, _Batches] = {}
         self._waiting: dict[int, _Read] = {}
         self._slots: dict[tuple[int, int], list[Any]] = {}
         self._ahead: tuple[Header, _Call | None] = {}, None
@@ -173,14 +199,16 @@ class Runner(Task):
 
     def _take_dataset(self, header: Header, arrays: list[Array]) -> Answer:
         # Who has the token of the job may run code: it is the user's own.
-        self._datasets[header["id"]] = pickle.loads(arrays[0].tobytes())
+        dataset = _Dataset(pickle.loads(arrays[0].tobytes()), header["x64"])
+        self._datasets[header["id"]] = dataset
         return None
 
     def _take_iterator(self, header: Header, arrays: list[Array]) -> Answer:
         del arrays
-        with running_as(self._worker):
-            made = self._datasets[header["dataset"]]()
-            self._iterators[header["id"]] = iter(made)
+        dataset = self._datasets[header["dataset"]]
+        with running_as(self._worker), jax.enable_x64(dataset.x64):
+            made = iter(dataset.make())
+        self._iterators[header["id"]] = _Batches(made, dataset.x64)
         return None
 
     def _drop(self, header: Header, arrays: list[Array]) -> Answer:
@@ -293,17 +321,13 @@ class Runner(Task):
     def _next(self, number: int) -> list[Array]:
         try:
             with running_as(self._worker):
-                element = next(self._iterators[number])
+                return self._iterators[number].next()
         except StopIteration:
             raise OutOfRangeError(
                 "The dataset of a worker is at its end.",
                 received=f"the worker {self._worker}.",
                 fix="dataset.repeat() in the dataset function, and count the steps.",
             ) from None
-        return [
-            np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
-            for leaf in jax.tree.leaves(element)
-        ]
 
     def _call(self, function: Function, given: list[Any]) -> _Call:
         """A call with some arguments."""

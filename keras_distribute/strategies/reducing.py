@@ -41,8 +41,11 @@ def reduce_one(
     if is_traced and context.scheduled_trace() is None:
         _check_is_of_all(leaf)
     axes = reductions.check_axes(axes, array.ndim)
+    if op is ReduceOp.MEAN and not axes:
+        return array
+    arrays.check_adds(array)
     if op is ReduceOp.MEAN:
-        return jnp.mean(array, axes) if axes else array
+        return jnp.mean(array, axes)
     several = strategy.num_replicas_in_sync > 1
     if several and (is_traced or bool(np.any(np.asarray(array) != 0))):
         raise ValueStructureError(

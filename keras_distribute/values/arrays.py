@@ -30,6 +30,31 @@ def is_array(value: Any) -> bool:
     )
 
 
+def is_key(value: Any) -> bool:
+    """Whether it is an array of JAX's keys of random numbers, which NumPy does not
+    know.
+    """
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.extended
+    )
+
+
+def on_host(value: Any) -> Any:
+    """The array as NumPy's; keys of random numbers as they are."""
+    return value if is_key(value) else np.asarray(value)
+
+
+def check_adds(value: Any) -> None:
+    """Raises `StructureTypeError` for keys of random numbers, which have no sum."""
+    if is_key(value):
+        raise StructureTypeError(
+            "Keys of random numbers have neither a sum nor a mean.",
+            received=f"an array of {value.dtype}.",
+            fix="strategy.gather(keys, axis=0) for those of all replicas, or "
+            "strategy.experimental_local_results(keys).",
+        )
+
+
 def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
     """The shape of a component, and the dtype that it has as JAX's array; `None` for
     what is no array.
@@ -39,7 +64,7 @@ def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
     if isinstance(component, jax.Array):
         return tuple(component.shape), _name_of(component.dtype)
     array = np.asarray(component)
-    return array.shape, _canonical_name(array.dtype, _is_x64())
+    return array.shape, _canonical_name(array.dtype, is_x64())
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,7 +79,8 @@ def _canonical_name(dtype: Any, x64: bool) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
 
 
-def _is_x64() -> bool:
+def is_x64() -> bool:
+    """Whether JAX has numbers of 64 bits."""
     config: Any = jax.config
     return config.jax_enable_x64  # `config.values` is a new dict each time: 30 us.
 
@@ -68,8 +94,7 @@ def filled_up(array: Any, shape: tuple[int, ...]) -> Any:
     ]
     if not isinstance(array, jax.Array):
         return np.pad(array, widths)
-    # Keys of random numbers: XLA cannot pad them.
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+    if is_key(array):  # XLA cannot pad them.
         return lax.dynamic_update_slice(
             lax.full(shape, 0, array.dtype), array, (0,) * array.ndim
         )
@@ -95,7 +120,7 @@ def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array in the byte order of this machine; its integers must survive JAX's 32
     or 64 bits.
     """
-    kind, x64 = array.dtype.kind, _is_x64()
+    kind, x64 = array.dtype.kind, is_x64()
     # "O": Python's own, of more than 64 bits.
     if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):
         limits = np.iinfo(np.int32 if kind == "i" else np.uint32)

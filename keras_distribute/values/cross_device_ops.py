@@ -19,7 +19,7 @@ from keras_distribute import checks
 from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.errors import StructureTypeError
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values.arrays import as_array, is_array, summed
+from keras_distribute.values.arrays import as_array, check_adds, is_array, summed
 from keras_distribute.values.packs import joined, packs_of
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 from keras_distribute.values.stacked import (
@@ -298,6 +298,7 @@ def widened(reduce_op: ReduceOp, value: Any) -> jax.Array:
     overflow, neither in 16 bits nor in those of an integer.
     """
     value = jnp.asarray(value)
+    check_adds(value)
     exact = value.dtype == jnp.bool_ or jnp.issubdtype(value.dtype, jnp.integer)
     if exact and reduce_op is ReduceOp.MEAN:
         return value / 1  # Of the dtype that the mean has.

@@ -23,7 +23,13 @@ from keras_distribute.devices.mesh import REPLICA_AXIS, mesh_of_array
 from keras_distribute.devices.placement import narrowed
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
-from keras_distribute.values.arrays import checked_arrays, filled_up, summed
+from keras_distribute.values.arrays import (
+    check_adds,
+    checked_arrays,
+    filled_up,
+    on_host,
+    summed,
+)
 from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from keras_distribute.values.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -298,7 +304,9 @@ def _reduce_unlike(
     """Of components that differ in rank or dtype, on the host; all are
     this process's.
     """
-    parts = [np.asarray(part) for part in checked_arrays(components, "reduced")]
+    parts = [on_host(part) for part in checked_arrays(components, "reduced")]
+    for part in parts:
+        check_adds(part)
     normal = [check_axes(axes, part.ndim) for part in parts]
     sums = [np.sum(part, axis) for part, axis in zip(parts, normal, strict=True)]
     _check_reducible([s.shape for s in sums], [part.shape for part in parts], axes)

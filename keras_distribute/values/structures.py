@@ -283,6 +283,19 @@ def regroup(per_replica: Sequence[Any], group: Callable[[Sequence[Any]], Any]) -
     )
 
 
+def in_own_order(structure: Any, of_leaves: Sequence[Any]) -> list[Any]:
+    """What there is for each leaf that JAX has, which sorts keys and leaves out `None`,
+    in the order in which `regroup` comes to them.
+    """
+    # One array may be several leaves.
+    marked = regroup([structure], lambda o: None if o[0] is None else np.empty(0))
+    marks = map(id, jax.tree.leaves(marked))
+    known = dict(zip(marks, of_leaves, strict=True))
+    ordered: list[Any] = []
+    regroup([marked], lambda one: ordered.append(known.get(id(one[0]))))
+    return ordered
+
+
 def _form(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with the keys {list(value)}"

@@ -317,6 +317,19 @@ def test_what_cannot_be_kept() -> None:
             Checkpoint(progress={"x": value})._snapshot()
 
 
+def test_a_state_in_itself_cannot_be_kept() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: Any = 1
+    for _ in range(2000):
+        deep = {"a": [deep]}
+    for state in (endless, deep):
+        with pytest.raises(
+            CheckpointError, match="(?s)'progress' contains itself.*Fix"
+        ):
+            Checkpoint(progress={"x": state})._snapshot()
+
+
 def test_a_model_that_is_not_built(saved: str) -> None:
     for call in (
         Checkpoint(model=keras.Sequential())._snapshot,

@@ -22,10 +22,13 @@ ROWS[5] = np.nan
 def _extremes(x: Any) -> dict[str, Any]:
     x = x[0] if isinstance(x, tuple) else x
     most = jax.jit(lambda x: x.max(0))
+    whole = x[: len(x) // 2 * 2]
     return {
         "max": jnp.max(x),
         "min": jnp.min(x, 0)[1],
         "moved": jnp.max(x.T, 1)[0],
+        "in halves": whole.reshape(2, -1, 2).max(1).sum(),
+        "in pairs": whole.reshape(-1, 2, 2).max(1).sum(),
         "half": jnp.max(x.astype("bfloat16")).astype("float32"),
         "of segments": jax.ops.segment_max(x[:, 0], jnp.arange(len(x)) % 3, 3).sum(),
         "least of segments": jnp.zeros(2).at[jnp.arange(len(x)) % 2].min(x[:, 0])[1],

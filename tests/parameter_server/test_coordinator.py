@@ -86,6 +86,14 @@ def test_fetch_of_a_structure(coordinator):
     assert plain["deep"][0]["a"] == (3.0, 6.0)
 
 
+def test_what_was_fetched_is_the_callers_to_change(coordinator):
+    value = coordinator.schedule(lambda x: x + 1.0, (np.ones(2, "float32"),))
+    first = value.fetch()
+    first += 1.0
+    assert first.tolist() == [3.0, 3.0]
+    assert value.fetch().tolist() == coordinator.fetch(value).tolist() == [2.0, 2.0]
+
+
 class Shared:
     """An array of another library, which shares its memory."""
 
@@ -261,6 +269,25 @@ def test_an_iterator_on_each_worker(strategy, coordinator):
     assert total.numpy() == sum(values)
     steps = [worker.steps for worker in strategy.cluster.workers]
     assert sorted(values) == sorted(i + 1.0 for n in steps for i in range(n))
+
+
+def test_numbers_of_64_bits_that_the_coordinator_alone_has(strategy, coordinator):
+    third, whole = np.float64(1) / 3, 2**40
+    with jax.enable_x64(True), strategy.scope():
+        variable = keras.Variable(third, dtype="float64")
+        iterator = iter(
+            coordinator.create_per_worker_dataset(lambda: iter([np.full(2, third)]))
+        )
+
+        def step(factor, iterator):
+            variable.assign_add(factor * keras.ops.sum(next(iterator)))
+            return variable + 0.0
+
+        result = coordinator.schedule(step, (np.float64(3), iterator))
+        assert result.fetch() == variable.numpy() == third + 3 * (third + third)
+        product = coordinator.schedule(lambda x: x * 2, (np.array(whole),))
+        assert product.fetch() == 2 * whole
+    assert coordinator.schedule(lambda x: x, (np.ones(2),)).fetch().dtype == "float32"
 
 
 def test_iterators_are_independent(coordinator):

@@ -162,7 +162,8 @@ class LocalRounds(ScheduledStep):
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
-        fetched = [result.fetch() for result in results]
+        # Not by `fetch`, which would copy the weights of each.
+        fetched = [jax.tree.map(_as_numpy, result.get()) for result in results]
         found = [of_group for _, of_group in fetched]
         if not strategy.local_slots:
             self._keep_slots([slots for slots, _ in fetched])
@@ -295,6 +296,10 @@ class LocalRounds(ScheduledStep):
             "own_sums": steps.own_sums(new),
             "logs": logs,
         }
+
+
+def _as_numpy(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _layers_and_metrics(trainer: Any) -> list[Any]:

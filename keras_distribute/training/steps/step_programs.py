@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import exports, extremes, jaxprs, scatters
+from keras_distribute.devices import exports, extremes, jaxprs, scatters, windows
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
 from keras_distribute.devices.rewriting import Rewriting
@@ -209,8 +209,8 @@ class StepPrograms:
         self, placed: batches.Placed, size: int, state: list[Any], data: Any
     ) -> tuple[Any, dict[str, Any]]:
         """As `_jitted`, with what the trace shows that XLA could not divide otherwise:
-        extremes beside whether there is a NaN, places of scatters as int32, or all rows
-        on each replica.
+        extremes beside whether there is a NaN, windows each of an array of its own,
+        places of scatters as int32, or all rows on each replica.
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
@@ -230,7 +230,12 @@ class StepPrograms:
             and jaxprs.has(traced.jaxpr, scatters.is_scatter)
         )
         rows = None if self._mesh.logical_axes else placed.spread[0]
-        known = () if is_whole else (extremes.with_nans(rows), scatters.BY_INT32)
+        written = (
+            extremes.with_nans(rows),
+            windows.each_by_itself(rows),
+            scatters.BY_INT32,
+        )
+        known = () if is_whole else written
         found = tuple(each for each in known if each.is_in(traced.jaxpr))
         self._faults[key] = faults = _Faults(is_whole, found)
         return self._jitted(placed, size) if any(faults) else made
