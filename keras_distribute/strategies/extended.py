@@ -20,9 +20,8 @@ from keras_distribute.run.replica_context import own_part
 from keras_distribute.strategies import reducing
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import structures
-from keras_distribute.values.cross_device_ops import checked_pairs
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
-from keras_distribute.values.reductions import CrossDeviceOps
 
 
 class StrategyExtended:

@@ -24,18 +24,9 @@ from keras_distribute.devices.placement import narrowed
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values.arrays import checked_arrays, filled_up, summed
-from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from keras_distribute.values.cross_device_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllReduce
-from keras_distribute.values.cross_device_ops import (
-    ReductionToOneDevice as ReductionToOneDevice,
-)
-from keras_distribute.values.cross_device_ops import widened
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, widened
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.values.stacked import compiled, of_this_replica
-from keras_distribute.values.stacked import mesh_of as mesh_of
 from keras_distribute.values.trace_exchange import Form
 
 Shapes = tuple[tuple[int, ...], ...]
