@@ -49,7 +49,6 @@ class PyDatasetSource(Shuffled):
     ) -> None:
         self.dataset, self.class_weight, self.shuffle = dataset, class_weight, shuffle
         self.hooks, self.counted = hooks, counted
-        self.epoch = 0
 
     @property
     def num_batches(self) -> int | None:
