@@ -15,14 +15,16 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute._compat.checkpoint import stored_array
 from keras_distribute.checkpoint.tracking import track
-from tests.support import mirrored
+from tests.support import distributed, mirrored
 
 SEED = 7
 
 
 @functools.cache
 def strategy_of(place: int) -> Any:
-    """The one strategy of that many replicas."""
+    """The one strategy of that many replicas: a model stays with the strategy that it
+    was made under.
+    """
     return mirrored(place)
 
 
@@ -169,10 +171,7 @@ class Loop:
         x, y = data(16)
         replicas = self.strategy.num_replicas_in_sync
         for _ in range(steps):
-            split = self.strategy.experimental_distribute_values_from_function
-            parts = [
-                split(lambda c, a=a: np.split(a, replicas)[c.replica_id_in_sync_group])
-                for a in (x, y.astype("int32"))
-            ]
-            self.strategy.run(self.step, args=tuple(parts))
+            parts = [np.split(a, replicas) for a in (x, y.astype("int32"))]
+            args = tuple(distributed(self.strategy, each) for each in parts)
+            self.strategy.run(self.step, args=args)
             self.progress["step"] += 1
