@@ -75,17 +75,17 @@ from keras_distribute.types import RunOptions as RunOptions
 from keras_distribute.types import VariableAggregation as VariableAggregation
 from keras_distribute.types import VariableSynchronization as VariableSynchronization
 from keras_distribute.types import publish
+from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from keras_distribute.values.cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllReduce
+from keras_distribute.values.cross_device_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from keras_distribute.values.per_replica import DistributedValues as DistributedValues
 from keras_distribute.values.per_replica import Mirrored as Mirrored
 from keras_distribute.values.per_replica import PerReplica as PerReplica
-from keras_distribute.values.reductions import CrossDeviceOps as CrossDeviceOps
-from keras_distribute.values.reductions import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from keras_distribute.values.reductions import NcclAllReduce as NcclAllReduce
-from keras_distribute.values.reductions import (
-    ReductionToOneDevice as ReductionToOneDevice,
-)
 from keras_distribute.variables import MirroredVariable as MirroredVariable
 from keras_distribute.variables import SyncOnReadVariable as SyncOnReadVariable
 

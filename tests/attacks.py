@@ -30,8 +30,8 @@ class Harm:
         return os.mkdir, (self.path,)
 
 
-def connected(address, timeout=2.0):
-    return socket.create_connection(address, timeout)
+def connected(address):
+    return socket.create_connection(address, 2.0)
 
 
 def greeted(connection):
@@ -45,13 +45,13 @@ def greeted(connection):
     return heard.split()[-1].decode()
 
 
-def says(line, wait=0.2):
+def says(line):
     """An attack that says a line, and looks at nothing."""
 
     def attack(address, sleep):
         with connected(address) as connection:
             connection.sendall(line)
-            sleep(wait)
+            sleep(0.2)
 
     return attack
 
@@ -77,12 +77,12 @@ def drips(address, sleep):
             sleep(0.5)
 
 
-def silent(count, seconds=2.0):
+def silent(count):
     def attack(address, sleep):
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 stack.enter_context(connected(address))
-            sleep(seconds)
+            sleep(2.0)
 
     return attack
 

@@ -11,6 +11,7 @@ from keras import ops
 
 import keras_distribute as kd
 from tests.exactness import harness
+from tests.support import distributed
 
 
 class Switched(keras.layers.Layer):
@@ -105,9 +106,7 @@ def train(strategy, x, y, steps=3):
 
     def parts(data):
         split = np.split(data, strategy.num_replicas_in_sync)
-        return strategy.experimental_distribute_values_from_function(
-            lambda c: split[c.replica_id_in_sync_group]
-        )
+        return distributed(strategy, split)
 
     batch = (parts(x), parts(y))
     losses = [

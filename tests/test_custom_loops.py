@@ -15,6 +15,7 @@ from keras.src.backend.common.masking import set_keras_mask
 
 import keras_distribute as kd
 from keras_distribute import errors
+from tests import support
 from tests.support import mirrored
 
 pytestmark = pytest.mark.sampled(12)
@@ -28,9 +29,7 @@ REPLICAS = [1, 2, 3, 8]
 
 def distributed(strategy, array):
     rows = len(array) // strategy.num_replicas_in_sync
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: array[c.replica_id_in_sync_group * rows :][:rows]
-    )
+    return support.distributed(strategy, lambda i: array[i * rows :][:rows])
 
 
 def make_model(spectral=False, **batch_norm):
@@ -689,13 +688,7 @@ def test_the_losses_of_several_outputs(sizes, masked):
             total = step(X[0][:8], Y[0][:8], weights)
         else:
             arguments = [
-                strategy.experimental_distribute_values_from_function(
-                    lambda c, a=a: a[
-                        ends[c.replica_id_in_sync_group] : ends[
-                            c.replica_id_in_sync_group + 1
-                        ]
-                    ]
-                )
+                support.distributed(strategy, lambda i, a=a: a[ends[i] : ends[i + 1]])
                 for a in (X[0][:8], Y[0][:8], weights)
             ]
             total = strategy.reduce(

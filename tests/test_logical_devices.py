@@ -30,7 +30,7 @@ from tests.logical import (
     names_of_a_nan,
     tpu_strategy,
 )
-from tests.support import assert_close, mirrored
+from tests.support import assert_close, distributed, mirrored
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.sampled(3)]
 PARTS = {1: [1, 1, 1, 1], 2: [1, 2, 1, 1], 4: [1, 2, 2, 1], 8: [1, 4, 2, 1]}
@@ -322,14 +322,11 @@ def test_what_is_divided_leaves_replicas_of_different_rows(first: int) -> None:
         [f"cpu:{i}" for i in range(4)], num_logical_devices=2
     )
     rows = [RNG_ROWS[:first, :4], RNG_ROWS[2:4, :4]]
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: rows[context.replica_id_in_sync_group]
-    )
 
     def step(x: Any) -> Any:
         return strategy.experimental_split_to_logical_devices(x * 2, [1, 2])
 
-    result = strategy.run(step, args=(values,))
+    result = strategy.run(step, args=(distributed(strategy, rows),))
     for mine, x in zip(result.values, rows, strict=True):
         np.testing.assert_array_equal(mine, x * 2)
 

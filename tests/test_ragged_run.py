@@ -40,20 +40,14 @@ mirrored = functools.cache(support.mirrored)
 def split(strategy, value, sizes):
     """Consecutive rows of arrays in any structure as `PerReplica`s."""
     ends = np.cumsum(sizes)
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: jax.tree.map(
-            lambda a: a[
-                ends[c.replica_id_in_sync_group] - sizes[c.replica_id_in_sync_group] :
-            ][: sizes[c.replica_id_in_sync_group]],
-            value,
-        )
+    return support.distributed(
+        strategy,
+        lambda i: jax.tree.map(lambda a: a[ends[i] - sizes[i] :][: sizes[i]], value),
     )
 
 
 def ragged(parts):
-    return mirrored(len(parts)).experimental_distribute_values_from_function(
-        lambda c: parts[c.replica_id_in_sync_group]
-    )
+    return support.distributed(mirrored(len(parts)), parts)
 
 
 def assert_copies_equal(variables):

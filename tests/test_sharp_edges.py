@@ -13,7 +13,7 @@ from keras import layers
 
 import keras_distribute as kd
 from keras_distribute import errors
-from tests.support import mirrored
+from tests.support import distributed, mirrored
 
 X = np.ones((4, 2), "float32")
 
@@ -21,12 +21,6 @@ X = np.ones((4, 2), "float32")
 @pytest.fixture
 def strategy():
     return mirrored(4)
-
-
-def distributed(strategy, array):
-    return strategy.experimental_distribute_values_from_function(
-        lambda c: array[c.replica_id_in_sync_group][None]
-    )
 
 
 def test_variables_read_inside_transformed_functions(strategy):
@@ -319,7 +313,9 @@ def test_scalar_losses_and_penalties_are_shares(strategy):
             return keras.ops.mean((y_true - y_pred) ** 2)
 
     loss = Own()
-    shares = strategy.run(lambda p: loss(0 * p, p), (distributed(strategy, a),))
+    shares = strategy.run(
+        lambda p: loss(0 * p, p), (distributed(strategy, a[:, None]),)
+    )
     assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(
         float(loss(0 * a, a))
     )
@@ -331,7 +327,7 @@ def test_scalar_losses_and_penalties_are_shares(strategy):
         model.compile("sgd", "mse")
     shares = strategy.run(
         lambda p: model.compute_loss(x=p, y=p, y_pred=model(p)),
-        (distributed(strategy, a),),
+        (distributed(strategy, a[:, None]),),
     )
     assert float(strategy.reduce("SUM", shares, axis=None)) == pytest.approx(1.0)
 

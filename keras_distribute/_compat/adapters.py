@@ -198,31 +198,20 @@ class Reordered(keras.utils.PyDataset):
     workers, or by so many.
     """
 
-    def __init__(
-        self,
-        inner: Any,
-        order: Sequence[int] | itertools.count[int],
-        workers: int | None,
-    ) -> None:
+    def __init__(self, inner: Any, order: Sequence[int], workers: int | None) -> None:
         super().__init__(
             workers=inner.workers if workers is None else workers,
             use_multiprocessing=inner.use_multiprocessing and workers is None,
             max_queue_size=inner.max_queue_size,
         )
-        self._inner = inner
-        self._first = None if isinstance(order, Sequence) else next(order)
-        self._order = order
+        self._inner, self._order = inner, order
 
     def __getitem__(self, index: int) -> Any:
-        first, order = self._first, self._order
-        if first is None:
-            assert isinstance(order, Sequence)
-            return self._inner[order[index]]
-        return self._inner[first + index]
+        return self._inner[self._order[index]]
 
     @property
     def num_batches(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-        return len(self._order) if self._first is None else None  # type: ignore[arg-type]
+        return None if self._inner.num_batches is None else len(self._order)
 
 
 def stop_workers(adapter: Any) -> None:

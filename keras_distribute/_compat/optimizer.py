@@ -134,11 +134,6 @@ def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
     )
 
 
-def inner_accumulates(optimizer: Any) -> bool:
-    """Whether the optimizer inside a loss-scaling one accumulates gradients."""
-    return accumulates(optimizer.inner_optimizer)
-
-
 def index_of(optimizer: Any, variable: Any) -> int:
     """The position of a model variable among those that the optimizer was
     built with.
@@ -359,11 +354,6 @@ def changed_by_updates(optimizer: Any) -> list[Any]:
     """
     rate = optimizer._learning_rate
     return [variable for variable in optimizer.variables if variable is not rate]
-
-
-def clips_all_together(optimizer: Any) -> bool:
-    """Whether what becomes of a gradient depends on the others."""
-    return optimizer.global_clipnorm is not None
 
 
 def copy_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:

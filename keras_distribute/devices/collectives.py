@@ -54,11 +54,6 @@ def _smaller(a: Any, b: Any) -> Any:
     return jnp.where((a <= b) | (a != a), a, b)
 
 
-def _of_replicas(of_two: _OfTwo, series: Series, value: Value) -> Value:
-    """By one tree over the replicas."""
-    return Value(_of_devices(of_two, series, _tree(of_two, value.array)), True)
-
-
 def _of_devices(of_two: _OfTwo, series: Series, total: Any) -> Any:
     """From what each device's own replicas have."""
     devices = series.num_devices
@@ -106,7 +101,9 @@ def _psum(series: Series, params: Any, value: Value) -> Value:
 
 def _extreme(of_two: _OfTwo) -> Callable[..., Value]:
     def rule(series: Series, params: Any, value: Value) -> Value:
-        return value if value.is_equal else _of_replicas(of_two, series, value)
+        if value.is_equal:
+            return value
+        return Value(_of_devices(of_two, series, _tree(of_two, value.array)), True)
 
     return rule
 

@@ -296,7 +296,9 @@ class _Part:
         def own(*arrays: Any) -> list[Any]:
             return [reduce(a, axes).astype(a.dtype) for a in arrays]
 
-        program = jax.make_jaxpr(own)(*(_shape_of(atom) for atom in eqn.invars))
+        avals = [atom.aval for atom in eqn.invars]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        program = jax.make_jaxpr(own)(*shapes)
         params = {**eqn.params, "axes": (REPLICA_AXIS,)}
         return eqn.replace(params=params), self._opened(program, given, operations)
 
@@ -378,10 +380,6 @@ def _own_axes(eqn: Any) -> tuple[int, ...]:
     if eqn.primitive.name not in OVER_AN_OWN_AXIS or REPLICA_AXIS not in axes:
         return ()
     return tuple(axis for axis in axes if isinstance(axis, int))
-
-
-def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def _at(operations: Sequence[_Operation], level: int) -> Iterator[_Operation]:

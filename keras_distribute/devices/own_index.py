@@ -16,7 +16,9 @@ from keras_distribute.devices.jaxprs import (
     bound,
     called,
     evaluated,
+    has,
     scan_counts,
+    with_constants_given,
     with_one_test,
 )
 from keras_distribute.errors import ContextError
@@ -61,9 +63,8 @@ def with_index(rule: Rule, replica: Any) -> Rule:
 def _asks(eqn: Any) -> bool:
     """Whether there is a question for the replica's number inside."""
     return any(
-        inner.primitive.name == "axis_index" or _asks(inner)
+        has(body, lambda inner: inner.primitive.name == "axis_index")
         for body in core.jaxprs_in_params(eqn.params)
-        for inner in body.eqns
     )
 
 
@@ -121,15 +122,7 @@ def _recomputed(
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     own = jax.ShapeDtypeStruct((), "int32")
     program = jax.make_jaxpr(function)(own, *shapes)
-    jaxpr = program.jaxpr
-    inner = core.Jaxpr(
-        (),
-        [*jaxpr.constvars, *jaxpr.invars],
-        jaxpr.outvars,
-        jaxpr.eqns,
-        jaxpr.effects,
-        jaxpr.debug_info,
-    )
+    inner = with_constants_given(program.jaxpr)
     key = next(name for name, v in eqn.params.items() if isinstance(v, core.Jaxpr))
     whole = eqn.replace(invars=inner.invars, params={**eqn.params, key: inner})
-    return bound(whole, [*program.consts, replica, *given])
+    return bound(whole, [replica, *given, *program.consts])

@@ -84,9 +84,8 @@ class Placement:
 
     def is_large(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether the parts of a variable of this form would not be too small."""
-        size = math.prod(shape) * jnp.dtype(dtype).itemsize
         least = max(self.min_shard_bytes, _LEAST_BYTES)
-        return size >= least * self.mesh.num_replicas
+        return num_bytes(shape, dtype) >= least * self.mesh.num_replicas
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
@@ -151,6 +150,11 @@ class Placement:
         """Warns of layouts that no variable of a model has."""
         if self.layouts is not None:
             self.layouts.warn_of_unused(paths)
+
+
+def num_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """What an array of this form takes."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 def narrowed(value: Any, dtype: Any) -> Any:

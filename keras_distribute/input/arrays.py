@@ -159,7 +159,6 @@ class ArraySource(Shuffled):
     ) -> None:
         self.arrays, self.rows, self.shuffle, self.seed = arrays, rows, shuffle, seed
         self.part, self._one_order, self.counted = part, one_order, counted
-        self.epoch = 0
         self._batch_size, self._drop = batch_size, drop_remainder
 
     @property

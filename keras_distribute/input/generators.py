@@ -16,7 +16,6 @@ from keras_distribute.input.source import (
     Source,
     copy_arrays,
     in_use,
-    rows_of,
 )
 
 
@@ -57,7 +56,6 @@ class GeneratorSource(Source):
 
 class _GeneratorReader(IteratorReader):
     why_no_position = "a generator cannot start in the middle."
-    fix_no_position = "use arrays, tf.data, Grain or a PyDataset."
 
     def __init__(
         self, num_seen: int, batches: Callable[[], Iterator[Any]], stream: Stream
@@ -72,12 +70,12 @@ class _GeneratorReader(IteratorReader):
         self._stream.readers.add(self)
 
     def __next__(self) -> Batch:
-        data = next(self._iterator)
+        batch = super().__next__()
         if self._left_of_seen:
             self._left_of_seen -= 1
         else:
             self._taken += 1
-        return Batch(data, rows_of(data))
+        return batch
 
     def close(self, unread: int) -> None:
         self._stream.readers.discard(self)

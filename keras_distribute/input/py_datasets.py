@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -49,7 +49,6 @@ class PyDatasetSource(Shuffled):
     ) -> None:
         self.dataset, self.class_weight, self.shuffle = dataset, class_weight, shuffle
         self.hooks, self.counted = hooks, counted
-        self.epoch = 0
 
     @property
     def num_batches(self) -> int | None:
@@ -94,7 +93,7 @@ class _PyDatasetReader(Reader):
             source.dataset.on_epoch_begin()
         if sought is not None and sought["own"] is not None:
             source.dataset.set_state(sought["own"])
-        order: Any = itertools.count(self._step)
+        order: Sequence[int] = range(self._step, sys.maxsize)
         if source.num_batches is not None:
             order = list(range(source.num_batches))
             if source.shuffle and not draws:

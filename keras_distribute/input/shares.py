@@ -93,9 +93,7 @@ class SplitLayout:
         return batch.data
 
     def grouped(self, batch: Batch, group: Group) -> Any:
-        if self._num_replicas > 1:
-            require_rows(batch)
-        _check_splits(batch)
+        _check_splits(batch, several=self._num_replicas > 1)
         sizes = piece_sizes(batch.rows, self._num_replicas)
         first, last = self._replicas
         ends = itertools.accumulate(sizes[first:last], initial=0)
@@ -186,10 +184,10 @@ class _RoundReader(Reader):
         present = [batch for batch in taken if batch is not None]
         if not present:
             raise StopIteration
-        if len(present) < len(taken):
-            require_rows(present[0])
-        empty = _cut(present[0], 0, 0)
-        data = [empty if batch is None else batch.data for batch in taken]
+        _check_splits(present[0], several=len(present) < len(taken))
+        data = [
+            _cut(present[0], 0, 0) if batch is None else batch.data for batch in taken
+        ]
         self._rounds.append(self._begun)
         self._begun = Counter()
         return Batch(data, sum(batch.rows for batch in present))
@@ -258,7 +256,7 @@ class _CutReader(Reader):
         while self._cut + 1 >= len(self._ends):
             self._before = self._position_before()
             self._batch = next(self._inner)
-            require_rows(self._batch)
+            _check_splits(self._batch, several=True)
             self._ends = self._ends_in(self._batch.rows)
             self._cut, self._skip = self._skip, 0
             self._cuts.append(0)
@@ -319,24 +317,19 @@ class _CutReader(Reader):
         self._inner.close(whole)
 
 
-def require_rows(batch: Batch) -> None:
-    """Raises `InputError` for an element without rows, which cannot be split."""
+def _check_splits(batch: Batch, *, several: bool) -> None:
+    """Raises `InputError` for sparse arrays, arrays that do not have the rows of the
+    batch, and, for several replicas, an element without rows.
+    """
     leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
-    if not any(np.shape(leaf) for leaf in leaves):
+    shapes = [np.shape(leaf) for leaf in leaves]
+    rows = {shape[0] for shape in shapes if shape}
+    if several and not rows:
         raise InputError(
             "An element without rows cannot be split over the replicas.",
             received=f"an element of {_types(leaves) or 'nothing'}.",
             fix="batch the dataset: dataset.batch(64).",
         )
-
-
-def _check_splits(batch: Batch) -> None:
-    """Raises `InputError` for sparse arrays, and arrays that do not have the rows of
-    the batch.
-    """
-    leaves = jax.tree.leaves(batch.data, is_leaf=compat.is_sparse)
-    shapes = [np.shape(leaf) for leaf in leaves]
-    rows = {shape[0] for shape in shapes if shape}
     if len(rows) > 1:
         raise InputError(
             "The arrays of a batch have different numbers of rows.",
@@ -359,7 +352,6 @@ def _rows(leaf: Any, start: int, stop: int) -> Any:
 
 def _cut(batch: Batch, start: int, stop: int) -> Any:
     """The structure of some rows of a batch."""
-    _check_splits(batch)
     return structures.regroup([batch.data], lambda one: _rows(one[0], start, stop))
 
 

@@ -42,7 +42,7 @@ class Endpoint:
             self.close()
             raise ClusterError(
                 f"The task cannot listen at {address}.",
-                received=f"{sockets.text_of(error)}.",
+                received=f"{error}.",
                 fix="a free port of this host, or end the task that has it.",
             ) from error
         self._upcoming: tuple[memoryview, Header, list[Array]] | None = None

@@ -74,8 +74,3 @@ def endpoint_of(address: str) -> str:
         ) from error
     number = str(found[0][4][0])
     return f"tcp://{addresses.joined(number, port)}"
-
-
-def text_of(error: Any) -> str:
-    """An error of ZeroMQ in words."""
-    return getattr(error, "strerror", None) or str(error)

@@ -252,9 +252,8 @@ class Capture(compat.StatelessScope):
             return self.updates[key]
         if key in self.given:
             return self.given[key]
-        if not isinstance(variable, DistributedVariable):
-            pass
-        elif variable.distribute_strategy is not self._strategy:
+        ours = isinstance(variable, DistributedVariable)
+        if ours and variable.distribute_strategy is not self._strategy:
             raise VariableScopeError(
                 f"The variable {variable.path!r} lives on another strategy.",
                 received=f"a variable of {variable.distribute_strategy!r} in "
@@ -262,7 +261,6 @@ class Capture(compat.StatelessScope):
                 fix="build the model under the strategy that runs it.",
             )
         self.unknown[key] = variable
-        ours = isinstance(variable, DistributedVariable)
         if not (variable.is_initialized if ours else variable._value is not None):
             self.created[key] = variable
             # Created inside the function: Keras shows its initial value until the trace

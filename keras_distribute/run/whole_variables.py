@@ -4,17 +4,16 @@ function sees whole.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute.checks import bytes_in_words
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.errors import OutOfMemoryError
 from keras_distribute.variables import MirroredVariable
 
@@ -61,8 +60,7 @@ def _bytes_of_whole(variable: MirroredVariable) -> int:
     """On one device, which has its part of what is divided over logical devices."""
     spec = PartitionSpec(*variable.logical_axes)
     whole = NamedSharding(variable.replica_mesh.mesh, spec)
-    shape = whole.shard_shape(tuple(variable.shape))
-    return math.prod(shape) * jnp.dtype(variable._dtype).itemsize
+    return num_bytes(whole.shard_shape(tuple(variable.shape)), variable._dtype)
 
 
 def _memory_of(device: jax.Device) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from keras_distribute._compat import building
 from keras_distribute._compat import optimizer as optimizer_compat
 from keras_distribute.cluster.resolvers.cluster_spec import ClusterSpec
 from keras_distribute.devices.launches import launches
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.errors import DistributeError, UnavailableError
 from keras_distribute.remote.channel import Channel
 from keras_distribute.remote.credentials import Credentials
@@ -244,7 +244,7 @@ class Cluster:
     def _warn_of_tables(self, program: Traced) -> None:
         """Says why a large table travels with each step."""
         for variable, why in program.whole:
-            size = math.prod(variable.shape) * np.dtype(variable._dtype).itemsize
+            size = num_bytes(variable.shape, variable._dtype)
             if size > _LARGE_TABLE and variable.path not in self._warned:
                 self._warned.add(variable.path)
                 _log.warning(

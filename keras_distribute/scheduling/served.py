@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from keras import constraints
 
 from keras_distribute.devices.launches import launches
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.errors import UnavailableError, VariableScopeError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling import partitioners
@@ -227,8 +227,7 @@ class Served(Holder):
     def blocks_of(self, variable: Any) -> Blocks | None:
         """The rows of a large variable that servers have, or will draw."""
         shape, dtype = tuple(variable.shape), variable._dtype
-        size = math.prod(shape) * np.dtype(jnp.dtype(dtype)).itemsize
-        if size < drawing.LARGE:
+        if num_bytes(shape, dtype) < drawing.LARGE:
             return None
         undrawn = variable.drawing if isinstance(variable, DrawnVariable) else None
         if undrawn is not None:
@@ -319,8 +318,7 @@ class Served(Holder):
         server = self._emptiest() if server is None else server
         self._keys += 1
         part = Part(server, self._keys, start, stop)
-        size = math.prod(part.shape_in(variable.shape))
-        size *= np.dtype(variable._dtype).itemsize
+        size = num_bytes(part.shape_in(variable.shape), variable._dtype)
         self._bytes[server] += size
         return dataclasses.replace(part, num_bytes=size)
 

@@ -117,11 +117,11 @@ class Updates:
         self._check_parts(optimizer, weights)
         if together:
             self._check_together(optimizer, all_weights)
-        accumulates = compat.accumulates(optimizer)
         servers = sorted(
             {part.server for w in weights for part in self._served.where(w).parts}
         )
-        if accumulates and compat.clips_all_together(optimizer) and len(servers) > 1:
+        clips_all = optimizer.global_clipnorm is not None
+        if clips_all and compat.accumulates(optimizer) and len(servers) > 1:
             raise ValueStructureError(
                 "global_clipnorm of accumulated gradients needs all of them on one "
                 "server.",

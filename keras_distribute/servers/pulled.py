@@ -68,7 +68,7 @@ class Pulled:
             time.monotonic() - self.time < _FRESH_SECONDS
             and self.version >= floor[0]
             and self.writes >= floor[1]
-            and all(key in self.values.keys() - self._ids for key in wanted.keys)
+            and set(wanted.keys) <= self.values.keys() - self._ids
             and all(self._ids.get(key) is ids for key, ids in wanted.rows)
         )
 

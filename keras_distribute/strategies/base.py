@@ -37,9 +37,9 @@ from keras_distribute.strategies.layout_maps import LayoutMap, LayoutMapLayouts
 from keras_distribute.summary import StrategySummary
 from keras_distribute.summary.facts import groups_of
 from keras_distribute.types import ReduceOp, RunOptions, ValueContext
-from keras_distribute.values import arrays, reductions, structures
+from keras_distribute.values import arrays, structures
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
-from keras_distribute.values.reductions import CrossDeviceOps
 from keras_distribute.variables import Blocks, DistributedVariable
 
 _COMMUNICATION_DTYPES = ("bfloat16", "float16")
@@ -104,7 +104,7 @@ class Strategy(DeprecatedMethods):
             )
         self.programs = program.ProgramCache()
         self._extended = StrategyExtended(
-            self, cross_device_ops or reductions.NcclAllReduce(num_packs=0)
+            self, cross_device_ops or NcclAllReduce(num_packs=0)
         )
 
     @property

@@ -20,9 +20,8 @@ from keras_distribute.run.replica_context import own_part
 from keras_distribute.strategies import reducing
 from keras_distribute.types import CommunicationOptions, ReduceOp
 from keras_distribute.values import structures
-from keras_distribute.values.cross_device_ops import checked_pairs
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, checked_pairs
 from keras_distribute.values.per_replica import DistributedValues, PerReplica
-from keras_distribute.values.reductions import CrossDeviceOps
 
 
 class StrategyExtended:
@@ -116,20 +115,15 @@ class StrategyExtended:
         )
         pairs = checked_pairs(value_destination_pairs)
         options = CommunicationOptions.checked(options)
-        results: list[Any] = [None] * len(pairs)
-        differing = [
-            i for i, (value, _) in enumerate(pairs) if isinstance(value, PerReplica)
-        ]
+        differing = [pair for pair in pairs if isinstance(pair[0], PerReplica)]
         liveness.current.begin_program(self._strategy.replica_mesh.num_processes)
-        reduced = self._cross_device_ops.batch_reduce(
-            op, [pairs[i] for i in differing], options
-        )
-        for i, result in zip(differing, reduced, strict=True):
-            results[i] = result
-        for i, (value, _) in enumerate(pairs):
-            if not isinstance(value, PerReplica):
-                results[i] = reducing.reduce_one(self._strategy, op, value, ())
-        return results
+        reduced = iter(self._cross_device_ops.batch_reduce(op, differing, options))
+        return [
+            next(reduced)
+            if isinstance(value, PerReplica)
+            else reducing.reduce_one(self._strategy, op, value, ())
+            for value, _ in pairs
+        ]
 
     def update(
         self,

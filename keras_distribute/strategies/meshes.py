@@ -27,7 +27,6 @@ def mesh_of(
         DeviceError: Where the replicas cannot be divided over the devices.
         StructureTypeError: For arguments of other types.
     """
-    checks.flag("deterministic", deterministic)
     groups = _in_groups(devices, num_logical_devices)
     return mesh_of_groups(groups, deterministic, num_replicas)
 

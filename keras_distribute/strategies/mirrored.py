@@ -12,7 +12,7 @@ from keras_distribute.devices.placement import MIN_SHARD_BYTES
 from keras_distribute.strategies.layout_maps import LayoutMap
 from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
 from keras_distribute.strategies.meshes import mesh_of
-from keras_distribute.values.reductions import CrossDeviceOps
+from keras_distribute.values.cross_device_ops import CrossDeviceOps
 
 
 class MirroredStrategy(LogicalDevicesStrategy):

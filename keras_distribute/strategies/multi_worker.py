@@ -17,7 +17,7 @@ from keras_distribute.strategies.layout_maps import LayoutMap
 from keras_distribute.strategies.logical_methods import LogicalDevicesStrategy
 from keras_distribute.strategies.meshes import mesh_of
 from keras_distribute.types import CommunicationImplementation, CommunicationOptions
-from keras_distribute.values.reductions import NcclAllReduce
+from keras_distribute.values.cross_device_ops import NcclAllReduce
 
 # Gloo sums each array by itself, and takes about 0.4 ms or more for it
 # (`benchmarks/processes.py`).

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import keras
 from keras import layers
 
 from keras_distribute import checks, context
 from keras_distribute._compat import shapes_alone
 from keras_distribute.devices.mesh import LOGICAL_AXIS
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.errors import (
     ContextError,
     StructureTypeError,
@@ -116,7 +116,7 @@ def layout_plan(
         if layout is not None and key
     }
     weights = [
-        Weight(path, key or path, shape, _num_bytes(variable), why)
+        Weight(path, key or path, shape, num_bytes(shape, variable.dtype), why)
         for path, key, shape, variable, (_, why) in zip(
             paths, keys, shapes, variables, chosen, strict=True
         )
@@ -294,10 +294,6 @@ def _pattern(
         else _escaped(part)
         for i, part in enumerate(parts)
     )
-
-
-def _num_bytes(variable: Any) -> int:
-    return math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
 
 
 def _escaped(path: str) -> str:

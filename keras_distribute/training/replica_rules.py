@@ -68,7 +68,7 @@ def apply_gradients(
     targets = compat.targets_of(optimizer, variables)
     if compat.is_loss_scaling(optimizer):
         # The inner optimizer sums, when it updates.
-        if compat.inner_accumulates(optimizer):
+        if compat.accumulates(optimizer.inner_optimizer):
             return _apply_scaled(optimizer, grads, targets)
         grads = _combined(grads, targets)
         with _updating():

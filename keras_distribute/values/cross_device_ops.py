@@ -83,22 +83,11 @@ class CrossDeviceOps:
         if not values:
             return []
         if values[0].local is not None:
-            own = [PerReplica(local=of_this_replica(value.local)) for value in values]
-            return self.batch_reduce_implementation(
-                op, [(value, None) for value in own], options
-            )
+            own = [of_this_replica(value.local) for value in values]
+            return _reduced(self, op, options, *own)
         stacked = [stacked_array(value) for value in values]
-        mesh = mesh_of_array(stacked[0])
-
-        def implementation(*locals_: jax.Array) -> list[Any]:
-            return self.batch_reduce_implementation(
-                op, [(PerReplica(local=x), None) for x in locals_], options
-            )
-
-        return [
-            Mirrored(x)
-            for x in compiled(self, op, options, mesh, implementation)(*stacked)
-        ]
+        program = compiled(_reduced, mesh_of_array(stacked[0]), self, op, options)
+        return list(map(Mirrored, program(*stacked)))
 
     def reduce_implementation(
         self,
@@ -280,6 +269,17 @@ class ReductionToOneDevice(CrossDeviceOps):
         )
         total = self._accumulate([gathered[i] for i in range(gathered.shape[0])])
         return _scaled(reduce_op, total, per_replica_value.local)
+
+
+def _reduced(
+    ops: CrossDeviceOps,
+    reduce_op: ReduceOp,
+    options: CommunicationOptions,
+    *values: jax.Array,
+) -> list[jax.Array]:
+    """What `ops` makes of this replica's values."""
+    pairs = [(PerReplica(local=value), None) for value in values]
+    return ops.batch_reduce_implementation(reduce_op, pairs, options)
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:

@@ -30,18 +30,9 @@ from keras_distribute.values.arrays import (
     on_host,
     summed,
 )
-from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from keras_distribute.values.cross_device_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllReduce
-from keras_distribute.values.cross_device_ops import (
-    ReductionToOneDevice as ReductionToOneDevice,
-)
-from keras_distribute.values.cross_device_ops import widened
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, widened
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.values.stacked import compiled, of_this_replica
-from keras_distribute.values.stacked import mesh_of as mesh_of
 from keras_distribute.values.trace_exchange import Form
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -101,10 +92,10 @@ def all_gather_locals(values: Sequence[Any], axis: int) -> list[jax.Array]:
         shapes = [
             tuple(shape for shape, _ in forms) for forms in zip(*of_all, strict=True)
         ]
-    return [_gathered(*each) for each in zip(values, shapes, axes, strict=True)]
+    return [_gathered(*each) for each in zip(shapes, axes, values, strict=True)]
 
 
-def _gathered(value: jax.Array, shapes: Shapes, axis: int) -> jax.Array:
+def _gathered(shapes: Shapes, axis: int, value: jax.Array) -> jax.Array:
     """The replicas' values joined, of which these are the true shapes."""
     largest = tuple(map(max, zip(*shapes, strict=True)))
     if 0 in largest:  # XLA does not gather what has no elements.
@@ -148,7 +139,7 @@ def total_count(count: int) -> Any:
 
 
 def reduce_along_axes_local(
-    reduce_op: ReduceOp, value: Any, axes: tuple[int, ...]
+    reduce_op: ReduceOp, axes: tuple[int, ...], value: Any
 ) -> jax.Array:
     """Reduces over `axes` of this replica's value and over the replicas; the mean is
     over all elements.
@@ -175,20 +166,13 @@ def reduce_values(
     """
     if value.local is not None:
         if axes:
-            return reduce_along_axes_local(reduce_op, value.local, axes)
+            return reduce_along_axes_local(reduce_op, axes, value.local)
         return ops.reduce(reduce_op, value)
     if value.stacked is not None:
         if not axes:
             return ops.reduce(reduce_op, value).value
         mesh = mesh_of_array(value.stacked)
-        program = compiled(
-            None,
-            reduce_op,
-            axes,
-            mesh,
-            lambda local: reduce_along_axes_local(reduce_op, local, axes),
-        )
-        return program(value.stacked)
+        return compiled(reduce_along_axes_local, mesh, reduce_op, axes)(value.stacked)
     if value.padded is not None and value.shapes is not None:
         shapes = value.shapes
         axes = check_axes(axes, len(shapes[0]))
@@ -196,13 +180,7 @@ def reduce_values(
             [tuple(np.delete(shape, axes)) for shape in shapes], shapes, axes
         )
         mesh = mesh_of_array(value.padded)
-        program = compiled(
-            None,
-            reduce_op,
-            (axes, shapes),
-            mesh,
-            lambda local: _reduce_padded_local(reduce_op, local, shapes, axes),
-        )
+        program = compiled(_reduce_padded_local, mesh, reduce_op, shapes, axes)
         return program(value.padded)
     return _reduce_unlike(reduce_op, value.values, axes)
 
@@ -218,20 +196,13 @@ def gather_values(value: PerReplica, axis: int) -> jax.Array:
         parts = checked_arrays(value.values, "gathered")
         check_axis(axis, parts[0].ndim)
         raise _ungatherable([(part.dtype, part.shape) for part in parts], axis)
-    true = value.shapes
-    shapes = (array.shape[1:],) * array.shape[0] if true is None else true
+    shapes = value.shapes or (array.shape[1:],) * array.shape[0]
     axis = check_axis(axis, array.ndim - 1)
     if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
         raise _ungatherable([(array.dtype, shape) for shape in shapes], axis)
     if not array.size:
         return jnp.zeros(_joined_shape(shapes, axis), array.dtype)
-
-    def gather(local: jax.Array) -> jax.Array:  # Is kept, so it must not hold `value`.
-        if true is None:
-            return all_gather_locals([local], axis)[0]
-        return gather_and_cut(local, shapes, axis)
-
-    return compiled(None, None, (axis, true), mesh_of_array(array), gather)(array)
+    return compiled(_gathered, mesh_of_array(array), shapes, axis)(array)
 
 
 def _joined_shape(shapes: Shapes, axis: int) -> tuple[int, ...]:
@@ -280,7 +251,7 @@ def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
 
 
 def _reduce_padded_local(
-    reduce_op: ReduceOp, value: jax.Array, shapes: Shapes, axes: tuple[int, ...]
+    reduce_op: ReduceOp, shapes: Shapes, axes: tuple[int, ...], value: jax.Array
 ) -> jax.Array:
     """`reduce_along_axes_local` of a component that is filled up: only its true
     elements count.

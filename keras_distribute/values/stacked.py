@@ -109,44 +109,19 @@ def of_this_replica(value: Any) -> Any:
     return value
 
 
-def compiled(
-    ops: Any,
-    reduce_op: Any,
-    extra: Any,
-    mesh: jax.sharding.Mesh,
-    function: Callable[..., Any],
-) -> Callable[..., Any]:
-    """`function` of local values as a program on stacked ones, compiled once for the
-    arguments before it.
-    """
-    return _compiled_for((ops, reduce_op, extra), mesh, _Box(function))
-
-
 @functools.lru_cache(maxsize=512)
-def _compiled_for(
-    key: tuple[Any, ...], mesh: jax.sharding.Mesh, box: _Box
+def compiled(
+    function: Callable[..., Any], mesh: jax.sharding.Mesh, *fixed: Any
 ) -> Callable[..., Any]:
+    """`function(*fixed, *local)` of local values as a program on stacked ones, compiled
+    once.
+    """
     split = PartitionSpec(REPLICA_AXIS)
 
     def body(*stacked: jax.Array) -> Any:
-        return box.function(*(x[0] for x in stacked))
+        return function(*fixed, *(x[0] for x in stacked))
 
     replicas = ReplicaMesh(mesh)
     mapped = over_replicas(replicas, body, in_specs=split, out_specs=PartitionSpec())
     options = replicas.compiler_options
     return launches.ordered(jax.jit(mapped, compiler_options=options))
-
-
-class _Box:
-    """Carries a function past a cache: equal to every other box, so that the rest of
-    the key decides.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Box)
-
-    def __hash__(self) -> int:
-        return 0

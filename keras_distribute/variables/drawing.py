@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from keras_distribute._compat import jax_internals
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.variables.blocks import Blocks
 from keras_distribute.variables.holding import Holder
 from keras_distribute.variables.mirrored import MirroredVariable
@@ -134,7 +135,7 @@ def _drawing(initializer: Any, shape: Any, dtype: str) -> Drawing | None:
     shape = tuple(shape)
     if not shape or None in shape:
         return None
-    if math.prod(shape) * np.dtype(jnp.dtype(dtype)).itemsize < LARGE:
+    if num_bytes(shape, dtype) < LARGE:
         return None
     fill = _fill(initializer)
     if fill is not None:

@@ -15,14 +15,16 @@ from keras import layers
 import keras_distribute as kd
 from keras_distribute._compat.checkpoint import stored_array
 from keras_distribute.checkpoint.tracking import track
-from tests.support import mirrored
+from tests.support import distributed, mirrored
 
 SEED = 7
 
 
 @functools.cache
 def strategy_of(place: int) -> Any:
-    """The one strategy of that many replicas."""
+    """The one strategy of that many replicas: a model stays with the strategy that it
+    was made under.
+    """
     return mirrored(place)
 
 
@@ -130,12 +132,12 @@ def assert_close(
 class Loop:
     """A custom loop over replicas with an optimizer, a metric and a seed of its own."""
 
-    def __init__(self, place: int, optimizer: str = "adam") -> None:
+    def __init__(self, place: int) -> None:
         keras.utils.set_random_seed(SEED)
         self.strategy = strategy_of(place)
         with self.strategy.scope():
             self.model = build()
-            self.optimizer = optimizer_of(optimizer)
+            self.optimizer = optimizer_of("adam")
             self.metric = keras.metrics.SparseCategoricalAccuracy()
             self.seed = keras.random.SeedGenerator(3)
             self.count = keras.Variable(
@@ -169,10 +171,7 @@ class Loop:
         x, y = data(16)
         replicas = self.strategy.num_replicas_in_sync
         for _ in range(steps):
-            split = self.strategy.experimental_distribute_values_from_function
-            parts = [
-                split(lambda c, a=a: np.split(a, replicas)[c.replica_id_in_sync_group])
-                for a in (x, y.astype("int32"))
-            ]
-            self.strategy.run(self.step, args=tuple(parts))
+            parts = [np.split(a, replicas) for a in (x, y.astype("int32"))]
+            args = tuple(distributed(self.strategy, each) for each in parts)
+            self.strategy.run(self.step, args=args)
             self.progress["step"] += 1

@@ -553,9 +553,7 @@ def test_nothing_is_kept_of_saves_that_are_over(value: Value) -> None:
     assert under_way.in_folder(manager.directory) is None
 
 
-def test_restoring_none_says_once_that_nothing_was_restored(
-    value: Value, monkeypatch: Any
-) -> None:
+def test_restoring_none_says_once_that_nothing_was_restored(value: Value) -> None:
     checkpoints._warn_of_nothing.cache_clear()
     manager = value.manager()
     with pytest.warns(

@@ -299,8 +299,8 @@ def test_every_strategy_passes_and_the_page_shows_it():
     assert done.stdout.count("passed") == len(check.TRIALS) + 1
 
 
-def trial(found, replicas=2):
-    return lambda: (found, replicas, "")
+def trial(found):
+    return lambda: (found, 2, "")
 
 
 def test_strategies_that_fail_and_that_cannot_run(monkeypatch, capsys):

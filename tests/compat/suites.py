@@ -95,14 +95,13 @@ class Difference:
 
 
 def run_suites(
-    names: Iterable[str], scope: str, *, timeout: float = TIMEOUT, one_in: int = 1
+    names: Iterable[str], scope: str, *, one_in: int = 1
 ) -> dict[str, dict[str, TestResult]]:
     """Runs suites with every test under a scope, in one process of their own.
 
     Args:
         names: Keys of `SUITES`.
         scope: One of `scope_plugin.SCOPES`.
-        timeout: Seconds until the child and its children are killed.
         one_in: Of so many tests one runs, always the same.
 
     Returns:
@@ -154,7 +153,7 @@ def run_suites(
             str(one_in),
         ]
         with log.open("wb") as output:
-            code = _run(command, cwd=folder, output=output, timeout=timeout)
+            code = _run(command, cwd=folder, output=output)
         events = _read(report)
         results = {
             event.pop("test"): TestResult(**event)
@@ -176,7 +175,7 @@ def run_suites(
         return suites
 
 
-def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | str:
+def _run(command: list[str], *, cwd: str, output: Any) -> int | str:
     """Runs a command in a new session, so that a hung collective and all children can
     be killed.
     """
@@ -209,9 +208,9 @@ def _run(command: list[str], *, cwd: str, output: Any, timeout: float) -> int | 
         start_new_session=True,
     )
     try:
-        return child.wait(timeout)
+        return child.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"a kill after {timeout:.0f} s"
+        return f"a kill after {TIMEOUT:.0f} s"
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

@@ -67,15 +67,14 @@ def observe(
     build: Build,
     run: Run,
     strategy: Any = None,
-    seed: int = SEED,
     fit_in_scope: bool = False,
 ) -> Outcome:
     """Build in the strategy's scope (or in none), run, and record the outcome."""
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(SEED)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = build()
     initial = snapshot(model.weights)
-    keras.utils.set_random_seed(seed + 1)
+    keras.utils.set_random_seed(SEED + 1)
     with (
         strategy.scope()
         if strategy is not None and fit_in_scope
@@ -302,10 +301,10 @@ def fit_only(
 
 
 def table(
-    num_rows: int, num_columns: int = 6, num_classes: int = 3, seed: int = 7
+    num_rows: int, num_columns: int = 6, num_classes: int = 3
 ) -> tuple[np.ndarray, np.ndarray]:
     """Normal features and integer classes that depend on them."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(7)
     x = rng.normal(size=(num_rows, num_columns)).astype("float32")
     y = np.argmax(x @ rng.normal(size=(num_columns, num_classes)), axis=-1).astype(
         "int32"

@@ -9,7 +9,6 @@ Somewhere is 0 (plain Keras), 1, 2, 4 or 8 replicas.
 from __future__ import annotations
 
 import contextlib
-import functools
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tests.checkpoint.support import scope
+
 from . import harness
 from .harness import table
 
@@ -26,19 +27,6 @@ pytestmark = pytest.mark.timeout(120)
 
 X, Y = table(44)
 PLACES = (0, 1, 2, 4, 8)
-
-
-@functools.cache
-def strategy_of(place: int) -> Any:
-    """The one strategy of that many replicas: a model stays with the strategy that it
-    was made under.
-    """
-    return harness.mirrored(place)
-
-
-def scope(place: int) -> Any:
-    """The scope of that many replicas; none for plain Keras."""
-    return strategy_of(place).scope() if place else contextlib.nullcontext()
 
 
 def build() -> keras.Model:

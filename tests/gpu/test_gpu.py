@@ -122,12 +122,12 @@ def plain(name, policy="float32"):
     return trained(compiled(build, policy), x)
 
 
-def assert_like(found, expected, rtol=1e-4, atol=1e-4):
+def assert_like(found, expected, atol=1e-4):
     for name, value in expected.items():
         np.testing.assert_allclose(
             np.asarray(found[name], "float32"),
             np.asarray(value, "float32"),
-            rtol=rtol,
+            rtol=1e-4,
             atol=atol,
             err_msg=name,
         )

@@ -28,8 +28,8 @@ from . import kinds
 MAKE = (23, 4, True, 2, False)
 
 
-def strategy(replicas: int = 2) -> Any:
-    return mirrored(replicas)
+def strategy() -> Any:
+    return mirrored(2)
 
 
 def ids(element: Any) -> list[int]:

@@ -47,7 +47,7 @@ def built(replicas: int, inside: str = "dense", **more: Any) -> keras.Model:
     return model
 
 
-def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
+def programs_of(model: keras.Model, monkeypatch: Any) -> str:
     """The text of the program that `fit` runs."""
     texts: list[str] = []
     original = compiled_step.CompiledStep._one
@@ -59,7 +59,7 @@ def programs_of(model: keras.Model, monkeypatch: Any, rows: int = 24) -> str:
 
     with monkeypatch.context() as patch:
         patch.setattr(compiled_step.CompiledStep, "_one", one)
-        model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
+        model.fit(X, Y, batch_size=len(X), verbose=0)
     return "\n".join(texts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -137,6 +138,8 @@ class Replica:
         scatter: From what a replica gives to a sum, and a dimension, to its part of
             the sum along it; `None` where no state is in parts.
         dtype: In which what is summed so travels; `None` for its own.
+
+    Attributes:
         in_loop: Whether a loop's body is evaluated, or another program inside of it.
     """
 
@@ -147,23 +150,17 @@ class Replica:
         slicers: dict[str, Slicer],
         scatter: Scatter | None = None,
         dtype: Any = None,
-        in_loop: bool = False,
     ) -> None:
-        self.count, self.rows, self.in_loop = count, rows, in_loop
+        self.count, self.rows, self.in_loop = count, rows, False
         self._slicers, self._index = slicers, None
         self._scatter, self._dtype = scatter, dtype
         self._contexts: dict[Any, Any] = {}
 
     def inside(self) -> Replica:
         """The same replica, for the evaluation of a loop's body."""
-        return Replica(
-            self.count,
-            self.rows,
-            self._slicers,
-            self._scatter,
-            self._dtype,
-            in_loop=True,
-        )
+        inner = copy.copy(self)
+        inner.in_loop, inner._index, inner._contexts = True, None, {}
+        return inner
 
     @property
     def is_even(self) -> bool:

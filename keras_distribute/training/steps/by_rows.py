@@ -30,6 +30,7 @@ from keras_distribute.training.steps.in_series import whole_on_each
 from keras_distribute.training.steps.sharded import DividedState, sharded_step, traced
 from keras_distribute.training.steps.step_programs import Step
 from keras_distribute.values import reductions
+from keras_distribute.values.cross_device_ops import NcclAllReduce
 
 Told = Callable[[program.MixedRows | None], None]
 
@@ -154,7 +155,7 @@ def _of_one_replica(
     )
 
     def sum_of_gradient(own: Any, of_rows: Callable[[], Any] | None) -> Any:
-        if of_rows is not None and type(ops) is reductions.NcclAllReduce:
+        if of_rows is not None and type(ops) is NcclAllReduce:
             return of_rows()  # Another one may add as its user wants.
         return reductions.sum_gradients(ops, [own], dtype)[0]
 

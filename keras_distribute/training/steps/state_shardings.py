@@ -11,16 +11,14 @@ computed as it was.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from keras_distribute import context
 from keras_distribute.checks import bytes_in_words, listed
 from keras_distribute.devices.mesh import ReplicaMesh
+from keras_distribute.devices.placement import num_bytes
 from keras_distribute.errors import VariableScopeError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps.packed_state import Place, State
@@ -72,7 +70,7 @@ def warn_of_whole(strategy: Strategy, variables: Sequence[Any]) -> None:
     if not own:
         return
     replicas = strategy.num_replicas_in_sync
-    size = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in own)
+    size = sum(num_bytes(v.shape, v.dtype) for v in own)
     named = listed([f"{v.path} {tuple(v.shape)}" for v in own])
     warnings.warn(
         f"{replicas} replicas divide none of the dimensions of {len(own)} large "

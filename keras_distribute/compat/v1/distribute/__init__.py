@@ -24,12 +24,12 @@ from keras_distribute.strategies.one_device import (
 )
 from keras_distribute.types import ReduceOp as ReduceOp
 from keras_distribute.types import RunOptions as RunOptions
-from keras_distribute.values.reductions import CrossDeviceOps as CrossDeviceOps
-from keras_distribute.values.reductions import (
+from keras_distribute.values.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from keras_distribute.values.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
-from keras_distribute.values.reductions import NcclAllReduce as NcclAllReduce
-from keras_distribute.values.reductions import (
+from keras_distribute.values.cross_device_ops import NcclAllReduce as NcclAllReduce
+from keras_distribute.values.cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 
