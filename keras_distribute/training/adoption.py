@@ -83,9 +83,16 @@ def frame_for(strategy: Strategy | None) -> Frame | None:
     """The context that a public method of a trainer runs in; `None`: the present one.
 
     Raises:
-        ContextError: Inside a replica.
+        ContextError: Inside a replica, or a scheduled function.
     """
     current = context.frame()
+    if strategy is not None and context.scheduled_trace() is not None:
+        raise ContextError(
+            "A model's fit, evaluate and predict schedule functions by themselves.",
+            received="a call inside a scheduled function.",
+            fix="call them in the program of the coordinator; in the function, "
+            "model(x, training=False) predicts.",
+        )
     if strategy is None:
         if current.strategy is context.default_strategy():
             return None

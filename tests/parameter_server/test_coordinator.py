@@ -666,6 +666,16 @@ def test_wrong_arguments(strategy, coordinator):
         kd.ParameterServerStrategy(kd.cluster_resolver.SimpleClusterResolver(cluster))
 
 
+@pytest.mark.parametrize("method", ["fit", "predict", "train_on_batch"])
+def test_methods_of_models_inside_functions_are_refused(strategy, coordinator, method):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = [np.ones((4, 2), "float32")] * (1 if method == "predict" else 2)
+    with pytest.raises(kd.errors.ContextError, match=r"(.|\n)*a scheduled function\."):
+        coordinator.schedule(lambda: getattr(model, method)(*data))
+
+
 def test_closed_strategies_leave_nothing(cluster):
     from tests.parameter_server.conftest import resolver_of
 
