@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,9 @@ def recommended(
         return safe, 1
     if largest == whole:  # Asked for, and tried.
         return whole, 1
-    parts = [count for count in range(1, whole + 1) if not whole % count]
-    small = [count for count in parts if whole // count <= safe]
+    roots = [n for n in range(1, math.isqrt(whole) + 1) if not whole % n]
+    divisors = sorted({*roots, *(whole // n for n in roots)})
+    small = [count for count in divisors if whole // count <= safe]
     even = [count for count in small if not whole // count % unit]
     count = (even or small)[0]
     return whole // count, count

@@ -40,6 +40,8 @@ def test_the_largest_to_try():
         (10, 7, 4, (7, 1)),
         (6, 30, 4, (3, 10)),  # No divisor is a multiple of 4.
         (3, 7, 1, (1, 7)),
+        (1000, 2**31 - 8, 8, (904, (2**31 - 8) // 904)),
+        (1000, 2**31 - 1, 8, (1, 2**31 - 1)),  # A prime number.
     ],
 )
 def test_what_is_recommended(largest, whole, unit, found):

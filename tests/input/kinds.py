@@ -67,28 +67,23 @@ def tf_data(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> An
     return dataset.repeat(repeat).batch(batch, drop_remainder=drop).prefetch(1)
 
 
-def grain_map(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
+def grain_examples(rows: int, shuffle: bool, repeat: int) -> Any:
     import grain
 
     ids, features = examples(rows)
     dataset = grain.MapDataset.source(range(rows)).seed(1)
     dataset = (dataset.shuffle() if shuffle else dataset).repeat(repeat)
-    return dataset.map(lambda i: (ids[i], features[i])).batch(
-        batch, drop_remainder=drop
-    )
+    return dataset.map(lambda i: (ids[i], features[i]))
+
+
+def grain_map(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
+    dataset = grain_examples(rows, shuffle, repeat)
+    return dataset.batch(batch, drop_remainder=drop)
 
 
 def grain_iter(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:
-    import grain
-
-    ids, features = examples(rows)
-    dataset = grain.MapDataset.source(range(rows)).seed(1)
-    dataset = (dataset.shuffle() if shuffle else dataset).repeat(repeat)
-    return (
-        dataset.map(lambda i: (ids[i], features[i]))
-        .to_iter_dataset()
-        .batch(batch, drop_remainder=drop)
-    )
+    dataset = grain_examples(rows, shuffle, repeat).to_iter_dataset()
+    return dataset.batch(batch, drop_remainder=drop)
 
 
 def grain_loader(rows: int, batch: int, shuffle: bool, repeat: int, drop: bool) -> Any:

@@ -175,8 +175,8 @@ def test_models_of_every_kind_on_every_input(one_worker, kind, inputs):
     equals_one_device(one_worker, lambda: zoo.build_model(case), zoo.run_case(case))
 
 
-def test_several_workers_count_each_batch_once(strategy):
-    """Sums over the rows that were trained on, whoever had them."""
+def counting_each_row(strategy: Any) -> tuple[keras.Model, np.ndarray]:
+    """Trains on some rows, whose error each epoch has counted once; returns them."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), layers.Dense(1, trainable=False)])
         model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
@@ -184,6 +184,12 @@ def test_several_workers_count_each_batch_once(strategy):
     x = np.arange(100.0, dtype="float32")[:, None]
     history = model.fit(x, 0 * x, batch_size=7, epochs=3, verbose=0).history
     np.testing.assert_allclose(history["mean_absolute_error"], [49.5] * 3, rtol=1e-6)
+    return model, x
+
+
+def test_several_workers_count_each_batch_once(strategy):
+    """Sums over the rows that were trained on, whoever had them."""
+    model, x = counting_each_row(strategy)
     np.testing.assert_allclose(model.predict(x, batch_size=7, verbose=0), x)
     evaluated = model.evaluate(x, 0 * x, batch_size=7, verbose=0, return_dict=True)
     assert evaluated["mean_absolute_error"] == pytest.approx(49.5)
