@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,13 +44,29 @@ class Rewriting:
         return rewritten
 
     def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
-        eqn = jaxprs.with_programs(eqn, self._traced_again)
+        eqn = jaxprs.with_programs(eqn, self.traced_again)
         return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)
 
-    def _traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    def traced_again(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        """A program, written so if it has such operations."""
         if not self.is_in(program):
             return program
         return jaxprs.retraced(program, self._evaluated)
+
+
+def rewritten(
+    function: Callable[..., Any], rewritings: Sequence[Rewriting]
+) -> Callable[..., Any]:
+    """The same function, with those of the rewritings that it needs."""
+
+    def written(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        for rewriting in rewritings:
+            program = rewriting.traced_again(program)
+        results = jaxprs.evaluated(program, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return written
 
 
 def may_be_divided(
