@@ -16,6 +16,9 @@ from keras_distribute.devices.collectives import COLLECTIVES, SUMS, summed
 from keras_distribute.devices.series import Series, Value
 from keras_distribute.errors import ContextError
 
+HOLDING = ("cond", "scan", "while")
+"""The conditions and loops, by the names of their operations."""
+
 
 class Communication:
     """From the values of a device's replicas to what each of them gets.
@@ -47,9 +50,8 @@ class Communication:
 
     def _result(self, eqn: Any, given: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        holds = {"cond": self._cond, "scan": self._scan, "while": self._while}
-        if name in holds:
-            return holds[name](eqn, given)
+        if name in HOLDING:
+            return getattr(self, f"_{name}")(eqn, given)
         rule = COLLECTIVES.get(name)
         if rule is None or eqn.params.get("axis_index_groups") is not None:
             raise ContextError(

@@ -28,6 +28,15 @@ def zero(arrays: Sequence[Any]) -> Any:
     return ((first == 1) & (first == 2)).astype("int32")
 
 
+def zero_after(arrays: Sequence[Any], unknown_zero: Any) -> Any:
+    """The zero, which is not known before these arrays are."""
+    for each in arrays:
+        if jnp.size(each) and not is_key(each):
+            first = lax.slice(jnp.ravel(each), (0,), (1,))[0]
+            unknown_zero = unknown_zero & (first == 1).astype(unknown_zero.dtype)
+    return unknown_zero
+
+
 def array(constant: Any, unknown_zero: Any) -> Any:
     """An array of which the compiler does not know what is in it.
 
