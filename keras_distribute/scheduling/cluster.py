@@ -501,7 +501,7 @@ class Cluster:
     def release(self, worker: int) -> None:
         """Notes that a worker has nothing any more."""
         self.slots.release(worker)
-        self.queue.look_again()
+        self.queue.wake_all()
 
     def slots_of(self, variables: Sequence[Any]) -> Held:
         """The slots of an optimizer, each group's on a worker; one from each worker

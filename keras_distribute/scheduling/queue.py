@@ -139,7 +139,7 @@ class Queue:
                 ordered = map(id, closure.program.ordered)
                 self._ordered.update(dict.fromkeys(ordered, closure.number))
             self._waiting.append(closure)
-        self._wake_all()
+        self.wake_all()
 
     def take(self, worker: int, is_idle: bool = True) -> Closure | None:
         """One to run, or `None` where nothing waits for this worker.
@@ -171,7 +171,7 @@ class Queue:
             else:
                 self._waiting.appendleft(closure)
             self._condition.notify_all()
-        self._wake_all()
+        self.wake_all()
 
     def finished(self, closure: Closure, value: Any) -> None:
         """Notes the result of one."""
@@ -182,7 +182,7 @@ class Queue:
             self._condition.notify_all()
             next_alone = bool(self._waiting) and self._waiting[0].is_alone
         if closure.is_alone or next_alone:  # Other workers wait for this one's end.
-            self._wake_all()
+            self.wake_all()
 
     def failed(self, error: BaseException, closure: Closure | None = None) -> None:
         """Notes an error, and cancels what waits."""
@@ -215,11 +215,8 @@ class Queue:
             self._wake.clear()
             self._condition.notify_all()
 
-    def look_again(self) -> None:
-        """Lets all workers look for something to do."""
-        self._wake_all()
-
-    def _wake_all(self, is_urgent: bool = False) -> None:
+    def wake_all(self, is_urgent: bool = False) -> None:
+        """Lets all workers look for something to do; `is_urgent`: also who is busy."""
         for wake in self._wake:
             wake(is_urgent)
 
@@ -292,7 +289,7 @@ class Queue:
         if not self._condition.wait_for(lambda: not self._running, _SECONDS_TO_END):
             # So the servers refuse what they push, and nothing changes any more.
             self.gives_up = True
-            self._wake_all(True)
+            self.wake_all(True)
             self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
             self.gives_up = False
         error, self._error = self._error, self._lost

@@ -339,7 +339,9 @@ class Worker(threading.Thread):
         if self.is_ready and not self._is_closed.is_set():
             _log.warning("%s is gone: %s", self.name, error)
         self.is_ready, self.last_error = False, error
-        self._owner.release(self.index)
+        owner = self._weak_owner()
+        if owner is not None:  # It may have been dropped.
+            owner.release(self.index)
         if not self._running:
             return
         try:
