@@ -25,14 +25,15 @@ from typing import Any
 
 ROWS, BATCH, LOCAL_STEPS, WORKERS, SERVERS, EPOCHS = 1280, 16, 20, 4, 2, 6
 STEPS = ROWS // BATCH * EPOCHS
-ROUNDS = {"local_steps": LOCAL_STEPS}
+ROUNDS = f"local_steps={LOCAL_STEPS}"
+SLOTS = f"{ROUNDS}, local_slots=True"
+READING = f"{SLOTS}, a DatasetCreator"
 OPTIONS: dict[str, dict[str, Any]] = {
     "a push each step": {},
-    f"local_steps={LOCAL_STEPS}": ROUNDS,
-    f"local_steps={LOCAL_STEPS}, local_slots=True": {**ROUNDS, "local_slots": True},
+    ROUNDS: {"local_steps": LOCAL_STEPS},
+    SLOTS: {"local_steps": LOCAL_STEPS, "local_slots": True},
+    READING: {"local_steps": LOCAL_STEPS, "local_slots": True},
 }
-READING = f"{list(OPTIONS)[-1]}, a DatasetCreator"
-OPTIONS[READING] = OPTIONS[list(OPTIONS)[-1]]
 PARTS = {
     "servers": "through the servers",
     "batches": "batches to the workers",

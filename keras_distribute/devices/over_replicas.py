@@ -10,17 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from keras_distribute.devices import extremes, in_series, scatters, unknown, windows
+from keras_distribute.devices import divided, in_series, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.rewriting import rewritten
 from keras_distribute.devices.series import Series, Value
-
-_OF_DIVIDED = (
-    extremes.with_nans(None),
-    windows.each_by_itself(None),
-    scatters.BY_INT32,
-)
 
 
 def over_replicas(
@@ -37,7 +31,7 @@ def over_replicas(
     if mesh.series is not None:
         return _in_series(mesh, mesh.series, body, in_specs, out_specs)
     if mesh.logical_axes:  # Over which XLA divides it.
-        body = rewritten(body, _OF_DIVIDED)
+        body = rewritten(body, divided.rewritings(None))
     if mesh.num_replicas > 1 or not mesh.logical_axes:
         return jax.shard_map(
             body,

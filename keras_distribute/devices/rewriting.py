@@ -33,16 +33,6 @@ class Rewriting:
         # A `shard_map` is the program of each device alone.
         return jaxprs.has(program, self.is_one, but_in=("shard_map",))
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, written so."""
-
-        def rewritten(*args: Any) -> Any:
-            program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-            results = jaxprs.evaluated(program, jax.tree.leaves(args), self._evaluated)
-            return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-        return rewritten
-
     def _evaluated(self, eqn: Any, given: list[Any]) -> list[Any]:
         eqn = jaxprs.with_programs(eqn, self.traced_again)
         return (self.rule if self.is_one(eqn) else jaxprs.bound)(eqn, given)

@@ -51,7 +51,7 @@ class Channel:
         is_there: bool = False,
     ) -> None:
         if is_there:
-            _check_listener(address, name)
+            _check_listener(address, name, _SECONDS_TO_CONNECT)
         self.address, self.name, self.is_over = address, name, False
         self._credentials = credentials
         self._numbers = 0
@@ -188,7 +188,7 @@ class Channel:
             UnavailableError: If nobody listens there, or as for a new channel.
         """
         self.close()
-        _check_listener(self.address, self.name)
+        _check_listener(self.address, self.name, timeout)
         return Channel(self.address, self.name, self._credentials, timeout)
 
     def _error(self, why: str) -> UnavailableError:
@@ -204,10 +204,10 @@ class Channel:
         self._socket.close()
 
 
-def _check_listener(address: str, name: str) -> None:
+def _check_listener(address: str, name: str, timeout: float) -> None:
     """Raises `UnavailableError` if nobody listens, which ZeroMQ would not say."""
     try:
-        socket.create_connection(addresses.parts(address), _SECONDS_TO_CONNECT).close()
+        socket.create_connection(addresses.parts(address), timeout).close()
     except OSError:
         raise _error(address, name, "nobody listens there any more") from None
 

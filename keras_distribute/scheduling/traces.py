@@ -18,6 +18,7 @@ from keras_distribute.errors import ContextError, StructureTypeError
 from keras_distribute.run.arguments import Call, Static, is_leaf
 from keras_distribute.run.tracing import Capture, unwrapped
 from keras_distribute.values import structures
+from keras_distribute.values.arrays import is_key
 from keras_distribute.variables import DistributedVariable
 
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
@@ -71,9 +72,7 @@ def refuse_loss_scaling(optimizer: Any) -> None:
 def refuse_keys(leaves: Sequence[Any]) -> None:
     """Raises `StructureTypeError` for typed keys of random numbers."""
     for leaf in leaves:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(
-            leaf.dtype, jax.dtypes.extended
-        ):
+        if is_key(leaf):
             raise StructureTypeError(
                 "Typed keys of random numbers do not travel to workers and back.",
                 received=f"an array of dtype {leaf.dtype}.",

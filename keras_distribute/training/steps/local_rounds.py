@@ -10,6 +10,8 @@ group stay on the worker that ran it last, until somebody looks at them.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -123,14 +125,12 @@ class LocalRounds(ScheduledStep):
         held = self._held()
         for group, block in enumerate(own):
             slots, rest = self._slots_of(group)
-            iterators = [
-                each for each in block[:1] if isinstance(each, PerWorkerIterator)
-            ]
-            runs = (
-                [iterator.dataset.argument(0) for iterator in block]
-                if iterators
-                else _stacked(block, np.stack)
-            )
+            iterators: list[PerWorkerIterator] = []
+            if isinstance(block[0], PerWorkerIterator):
+                iterators = block[:1]
+                runs = [iterator.dataset.argument(0) for iterator in block]
+            else:
+                runs = _stacked(block, np.stack)
             call = Call((slots, rest, runs), {}, strategy.replica_mesh)
             # Of the stacked batches the second axis is that of rows.
             count = len(slots) + len(rest)
@@ -285,11 +285,8 @@ class LocalRounds(ScheduledStep):
                 groups.weights, state.weights, new.weights, strict=True
             )
         ]
-        made: dict[bool, list[Any]] = {True: [], False: []}
-        for is_own, value in zip(are_own, new.slots, strict=True):
-            made[is_own].append(value)
-        return made[True], {
-            "rest": made[False],
+        return list(itertools.compress(new.slots, are_own)), {
+            "rest": list(itertools.compress(new.slots, map(operator.not_, are_own))),
             "weights": weights,
             "means": means,
             "sums": sums,

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_distribute import context
 from keras_distribute.context import Frame, GlobalBatch, Mode
-from keras_distribute.devices import exports, extremes, jaxprs, scatters, windows
+from keras_distribute.devices import divided, exports, jaxprs, scatters
 from keras_distribute.devices.launches import Executable, launches
 from keras_distribute.devices.mesh import REPLICA_AXIS, ReplicaMesh, copied_to_devices
-from keras_distribute.devices.rewriting import Rewriting
+from keras_distribute.devices.rewriting import Rewriting, rewritten
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training import batches
@@ -209,8 +209,8 @@ class StepPrograms:
         self, placed: batches.Placed, size: int, state: list[Any], data: Any
     ) -> tuple[Any, dict[str, Any]]:
         """As `_jitted`, with what the trace shows that XLA could not divide otherwise:
-        extremes beside whether there is a NaN, windows each of an array of its own,
-        places of scatters as int32, or all rows on each replica.
+        some operations are written so (`devices/divided.py`), or all rows are on each
+        replica.
 
         Where rows are divided unevenly over some of the mesh's axes, and there are
         logical devices, too, XLA adds up rows that do not exist wherever the step
@@ -230,12 +230,7 @@ class StepPrograms:
             and jaxprs.has(traced.jaxpr, scatters.is_scatter)
         )
         rows = None if self._mesh.logical_axes else placed.spread[0]
-        written = (
-            extremes.with_nans(rows),
-            windows.each_by_itself(rows),
-            scatters.BY_INT32,
-        )
-        known = () if is_whole else written
+        known = () if is_whole else divided.rewritings(rows)
         found = tuple(each for each in known if each.is_in(traced.jaxpr))
         self._faults[key] = faults = _Faults(is_whole, found)
         return self._jitted(placed, size) if any(faults) else made
@@ -246,8 +241,8 @@ class StepPrograms:
         """
         faults = self._faults.get(form_of_batch(placed), _Faults())
         function = self._on_true_rows(self._step, placed, faults.is_whole)
-        for rewriting in faults.rewritings:
-            function = rewriting.of(function)
+        if faults.rewritings:
+            function = rewritten(function, faults.rewritings)
         outputs = self._outputs(placed)
         if size > 1:
             function, outputs = self._repeated(function), self._mesh.replicated
