@@ -194,6 +194,21 @@ def test_what_is_no_number_and_zeros_with_signs(strategies):
     assert all(np.isnan(value[0]) for value in found)
 
 
+def test_divisors_that_several_share(strategies, plain):
+    """XLA makes them products, if it sees that they are shared."""
+
+    def fn(x, weights):
+        def loss(weights):
+            each = jnp.dot(x, weights)
+            scale = lax.rsqrt(each.var(-1, keepdims=True) + 1e-3)
+            return jnp.sum(jnp.cos(each * scale)) / 7
+
+        return jax.grad(loss)(weights)
+
+    rows = [RNG.randn(5, 6).astype("float32") for _ in range(8)]
+    check(strategies, plain, fn, rows, RNG.randn(6, 7).astype("float32"), rtol=1e-3)
+
+
 def test_nothing(strategies, plain):
     def fn(x):
         none = jnp.zeros((8, 0)) + jnp.sum(x)

@@ -262,6 +262,8 @@ class _Part:
 
         for eqn in jaxpr.eqns:
             given = list(map(number_of, eqn.invars))
+            if eqn.primitive.name == "div":
+                eqn, given = self._with_whole_divisor(eqn, given, operations)
             key = _key(eqn, given)
             if key is not None and key in self._seen:
                 numbers.update(zip(eqn.outvars, self._seen[key], strict=True))
@@ -280,6 +282,26 @@ class _Part:
                 self._seen[key] = results
             numbers.update(zip(eqn.outvars, results, strict=True))
         return list(map(number_of, jaxpr.outvars))
+
+    def _with_whole_divisor(
+        self, eqn: Any, given: Sequence[int], operations: list[_Operation]
+    ) -> tuple[Any, list[int]]:
+        """A division whose divisor has the shape of the result.
+
+        Where JAX broadcasts it by itself, each division has a broadcast of its own,
+        which XLA merges for several devices before it looks whether a divisor is shared
+        (`Series.compiler_options`).
+        """
+        dividend, divisor = eqn.invars
+        shape, own = eqn.outvars[0].aval.shape, divisor.aval.shape
+        if own == shape:
+            return eqn, list(given)
+        program = jax.make_jaxpr(
+            lambda a: lax.broadcast_in_dim(a, shape, range(len(own)))
+        )(jax.ShapeDtypeStruct(own, divisor.aval.dtype))
+        (whole,) = self._opened(program, given[1:], operations)
+        eqn = eqn.replace(invars=[dividend, core.Var(program.out_avals[0])])
+        return eqn, [given[0], whole]
 
     def _reduced(
         self,
