@@ -5,7 +5,6 @@ devices, and what eight devices with a replica each give.
 import os
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -15,8 +14,6 @@ from jax.sharding import PartitionSpec
 
 import keras_distribute as kd
 from keras_distribute import errors
-from keras_distribute.devices import replication_proof
-from keras_distribute.devices.collectives import COLLECTIVES
 from keras_distribute.devices.over_replicas import over_replicas
 from tests.support import distributed, mirrored
 
@@ -195,6 +192,21 @@ def test_what_is_no_number_and_zeros_with_signs(strategies):
     given[3][0] = np.nan
     found = check(strategies, None, fn, given)
     assert all(np.isnan(value[0]) for value in found)
+
+
+def test_divisors_that_several_share(strategies, plain):
+    """XLA makes them products, if it sees that they are shared."""
+
+    def fn(x, weights):
+        def loss(weights):
+            each = jnp.dot(x, weights)
+            scale = lax.rsqrt(each.var(-1, keepdims=True) + 1e-3)
+            return jnp.sum(jnp.cos(each * scale)) / 7
+
+        return jax.grad(loss)(weights)
+
+    rows = [RNG.randn(5, 6).astype("float32") for _ in range(8)]
+    check(strategies, plain, fn, rows, RNG.randn(6, 7).astype("float32"), rtol=1e-3)
 
 
 def test_nothing(strategies, plain):
@@ -561,39 +573,3 @@ def test_arrays_that_the_compiler_knows(strategies, plain):
         computations = lowered.as_text(dialect="hlo").split("\n\n")
         knowing = [each for each in computations if "constant({3})" in each]
         assert {each.lstrip()[:5] for each in knowing} <= {"ENTRY"}
-
-
-@pytest.mark.parametrize("name", ["while", "cond", "scan"])
-def test_collectives_after_a_loop_with_some_take_of_its_results(name):
-    """XLA on CPUs would begin them before it has ended, and meet those of it."""
-
-    def fn(x):
-        def body(total):
-            return jnp.cos(lax.psum(jnp.sin(total + x), AXIS))
-
-        first = lax.psum(x, AXIS)
-        if name == "while":
-            total = lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
-        elif name == "cond":
-            total = lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
-        else:
-            total, _ = lax.scan(lambda t, _: (body(t), None), first, length=3)
-        value = x
-        for _ in range(4):  # These need none of it.
-            value = lax.all_gather(jnp.sin(value), AXIS)[3] + x
-        return total, lax.psum(value, AXIS)
-
-    mesh = in_series(4).replica_mesh
-    program = over_replicas(mesh, fn, (PartitionSpec(AXIS),), PartitionSpec())
-    traced = jax.make_jaxpr(program)(np.ones((24, 3), "float32"))
-    (mapped,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
-    reached, later = set(), 0
-    for eqn in mapped.params["jaxpr"].eqns:
-        variables = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
-        held = eqn.primitive.name == name and replication_proof.communicates(eqn)
-        if held or not reached.isdisjoint(variables):
-            reached.update(eqn.outvars)
-        if reached and eqn.primitive.name in COLLECTIVES:
-            assert not reached.isdisjoint(variables), eqn
-            later += 1
-    assert later

@@ -32,8 +32,9 @@ class StepReplay(keras.callbacks.Callback):
     the bits.
 
     Each replica's rows are computed by the device of the next replica (a single one's
-    by another device of the machine, if there is one), from the same batch, state and
-    seeds, by the same program. So whatever differs is the hardware's:
+    by another device of the machine, if there is one, and what is on a logical device
+    of it by the next), from the same batch, state and seeds, by the same program. So
+    whatever differs is the hardware's:
     a device that computes wrongly, now and then or always, also where all replicas then
     agree on what came of it, which `ReplicaConsistency` cannot see. Where something
     differs, a third run says which device erred: the one whose result for a replica,

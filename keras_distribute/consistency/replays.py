@@ -161,12 +161,13 @@ class StepProgram:
     def _rows(self) -> np.ndarray[Any, Any]:
         """The devices, along axis 0 those that stand for each other."""
         grid = self.mesh.mesh.devices
-        if grid.size > 1:
+        if len(grid) > 1:
             return grid
-        own = grid.flat[0]
-        alike = [d for d in jax.local_devices() if d.device_kind == own.device_kind]
-        every = [own, *(d for d in alike if d != own)]
-        return np.asarray(every, dtype=object).reshape(-1, *grid.shape[1:])
+        own = list(grid.flat)
+        alike = [d for d in jax.local_devices() if d.device_kind == own[0].device_kind]
+        every = np.asarray([*own, *(d for d in alike if d not in own)], dtype=object)
+        moved = [np.roll(every, -by)[: grid.size] for by in range(len(every))]
+        return np.stack(moved).reshape(-1, *grid.shape[1:])
 
     def _called(self, *leaves: jax.Array) -> list[jax.Array]:
         arguments, _ = jax.tree.unflatten(self.exported.in_tree, leaves)
@@ -178,8 +179,8 @@ class StepProgram:
         return len(self._rows())
 
     def moved(self, by: int) -> Mesh:
-        """The mesh, each of whose places has the device of a later one; of a mesh with
-        one place, another device of this process.
+        """The mesh, each of whose places has the device of a later one; of one replica,
+        the next of its logical devices, or another device of this process.
         """
         mesh = self.mesh.mesh
         devices = np.roll(self._rows(), -by, axis=0)[: len(mesh.devices)]

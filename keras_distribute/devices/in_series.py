@@ -31,7 +31,7 @@ from jax.extend import core
 from keras_distribute.devices import convolutions, own_index, replication_proof, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.devices.collectives import OVER_AN_OWN_AXIS
-from keras_distribute.devices.communication import HOLDING, Communication
+from keras_distribute.devices.communication import Communication
 from keras_distribute.devices.flat_arrays import (
     Form,
     entering,
@@ -98,7 +98,6 @@ class _Part:
         zero: Any,
     ) -> None:
         self._series, self._zero = series, zero
-        self._follows = False  # Whether the zero comes after a loop or a condition.
         self._known: dict[int, Value] = {}
         self._constants: dict[int, Any] = {}
         self._avals: list[Any] = []
@@ -195,42 +194,16 @@ class _Part:
         return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
     def communicate(self, level: int) -> None:
-        """Does what the replicas do together, and what holds it.
-
-        XLA on CPUs begins a collective when a loop or a condition before it has begun,
-        and not when it has ended; if that has collectives, too, these meet those of
-        other devices (JAX 0.10.2: "Check failed: id < num_threads", or it waits for
-        ever). So whatever comes later takes something of its results.
-        """
-        operations = list(_at(self._together, level))
-        holding = [op for op in operations if op.eqn.primitive.name in HOLDING]
-        self._communicate([op for op in operations if op not in holding])
-        for op in holding:
-            self._communicate([op])
-            if self._series.on_cpu:
-                results = [self._known[number].array for number in op.outputs]
-                self._zero = unknown.zero_after(results, self._zero)
-                self._follows = True
-
-    def _communicate(self, operations: Sequence[_Operation]) -> None:
+        """Does what the replicas do together, and what holds it."""
         together = Communication(
             self._series,
             lambda program, inputs: run(self._series, program, inputs, self._zero),
         )
+        operations = list(_at(self._together, level))
         given = [list(map(self._value, op.inputs)) for op in operations]
-        if self._follows:
-            given = [list(map(self._after, values)) for values in given]
         all_results = together([op.eqn for op in operations], given)
         for op, results in zip(operations, all_results, strict=True):
             self._known.update(zip(op.outputs, results, strict=True))
-
-    def _after(self, value: Value) -> Value:
-        """A value that is not known before the zero is."""
-        array = value.array
-        if not is_key(array):
-            zeros = jnp.zeros_like(array)
-            array = lax.select(self._zero == 0, array, zeros)
-        return dataclasses.replace(value, array=array)
 
     def _compute(
         self,
@@ -289,6 +262,8 @@ class _Part:
 
         for eqn in jaxpr.eqns:
             given = list(map(number_of, eqn.invars))
+            if eqn.primitive.name == "div":
+                eqn, given = self._with_whole_divisor(eqn, given, operations)
             key = _key(eqn, given)
             if key is not None and key in self._seen:
                 numbers.update(zip(eqn.outvars, self._seen[key], strict=True))
@@ -307,6 +282,26 @@ class _Part:
                 self._seen[key] = results
             numbers.update(zip(eqn.outvars, results, strict=True))
         return list(map(number_of, jaxpr.outvars))
+
+    def _with_whole_divisor(
+        self, eqn: Any, given: Sequence[int], operations: list[_Operation]
+    ) -> tuple[Any, list[int]]:
+        """A division whose divisor has the shape of the result.
+
+        Where JAX broadcasts it by itself, each division has a broadcast of its own,
+        which XLA merges for several devices before it looks whether a divisor is shared
+        (`Series.compiler_options`).
+        """
+        dividend, divisor = eqn.invars
+        shape, own = eqn.outvars[0].aval.shape, divisor.aval.shape
+        if own == shape:
+            return eqn, list(given)
+        program = jax.make_jaxpr(
+            lambda a: lax.broadcast_in_dim(a, shape, range(len(own)))
+        )(jax.ShapeDtypeStruct(own, divisor.aval.dtype))
+        (whole,) = self._opened(program, given[1:], operations)
+        eqn = eqn.replace(invars=[dividend, core.Var(program.out_avals[0])])
+        return eqn, [given[0], whole]
 
     def _reduced(
         self,

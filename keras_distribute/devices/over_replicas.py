@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from keras_distribute.devices import divided, in_series, unknown
 from keras_distribute.devices.axes import REPLICA_AXIS
+from keras_distribute.devices.in_turn import in_turn
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.devices.rewriting import rewritten
 from keras_distribute.devices.series import Series, Value
@@ -34,7 +35,7 @@ def over_replicas(
         body = rewritten(body, divided.rewritings(None))
     if mesh.num_replicas > 1 or not mesh.logical_axes:
         return jax.shard_map(
-            body,
+            in_turn(body) if mesh.platform == "cpu" else body,
             mesh=mesh.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -99,7 +100,7 @@ def _in_series(
             ]
 
         arrays = jax.shard_map(
-            one_device,
+            in_turn(one_device) if series.on_cpu else one_device,
             mesh=mesh.mesh,
             in_specs=tuple(specs),
             out_specs=out,

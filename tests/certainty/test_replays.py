@@ -107,6 +107,18 @@ def test_clean_steps_are_clean_and_stay_what_they_are(options: Any) -> None:
     assert training.bits_of(model) == training.bits_of(plain)
 
 
+def test_other_devices_compute_what_is_on_those_of_a_single_replica() -> None:
+    strategy = kd.MirroredStrategy(["cpu:0", "cpu:1"], num_logical_devices=2)
+    model = training.built(strategy)
+    replay = kd.callbacks.StepReplay(every=4)
+    training.fitted(model, replay, num_rows=training.WITHOUT_TAIL)
+    assert replay.reports and not any(report.differing for report in replay.reports)
+    (program,) = replay._programs.values()
+    own, *others = [program.moved(by).devices for by in range(3)]
+    assert not any((own == other).any() for other in others)
+    assert not (others[0] == others[1]).any()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "compiled",

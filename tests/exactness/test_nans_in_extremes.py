@@ -32,6 +32,12 @@ def _extremes(x: Any) -> dict[str, Any]:
         "half": jnp.max(x.astype("bfloat16")).astype("float32"),
         "of segments": jax.ops.segment_max(x[:, 0], jnp.arange(len(x)) % 3, 3).sum(),
         "least of segments": jnp.zeros(2).at[jnp.arange(len(x)) % 2].min(x[:, 0])[1],
+        "by a function": lax.reduce(x, -np.inf, lambda a, b: jnp.maximum(a, b), (0,))[
+            1
+        ],
+        "of sizes": lax.reduce(x, 0.0, lambda a, b: jnp.maximum(abs(a), abs(b)), (0,))[
+            0
+        ],
         "called": most(x)[0],
         "in a branch": lax.cond(x.shape[0] > 1, most, lambda x: x[0], x)[1],
         "in a loop": lax.scan(lambda _, y: (y.min(), None), x[0, 0], x.T[None])[0],

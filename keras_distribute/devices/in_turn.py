@@ -1,0 +1,85 @@
+"""Collectives of CPUs after a loop or a condition that holds some. Knows no Keras.
+
+XLA on CPUs begins a collective when what holds others before it has begun, and not when
+that has ended; those of one device then meet the others of another device (JAX 0.10.2:
+"Check failed: id < num_threads", or they wait for ever). So whatever communicates later
+takes something of the results of the loop, or of the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from keras_distribute.devices import jaxprs, unknown
+from keras_distribute.devices.communication import HOLDING
+from keras_distribute.devices.flat_arrays import is_key
+from keras_distribute.devices.replication_proof import communicates
+
+
+def in_turn(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The program of one device, whose collectives wait for loops and conditions."""
+
+    def written(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
+        results = core.jaxpr_as_fun(_written(program))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return written
+
+
+def _written(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    if not jaxprs.has(program, _holds_collectives):
+        return program
+
+    def results(*inputs: Any) -> list[Any]:
+        return _Turns(inputs).evaluated(program, inputs)
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals]
+    return jax.make_jaxpr(results)(*shapes)
+
+
+def _holds_collectives(eqn: Any) -> bool:
+    return eqn.primitive.name in HOLDING and communicates(eqn)
+
+
+class _Turns:
+    """The operations of one program, one after the other.
+
+    Args:
+        inputs: Of the program.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._zero = unknown.zero(inputs)
+        self._follows = False  # Whether the zero comes after a loop or a condition.
+
+    def evaluated(self, program: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The program's outputs."""
+        return jaxprs.evaluated(program, inputs, self._results)
+
+    def _results(self, eqn: Any, given: list[Any]) -> list[Any]:
+        if not communicates(eqn):
+            return jaxprs.bound(eqn, given)
+        inner = jaxprs.called(eqn)
+        if inner is not None and jaxprs.has(inner, _holds_collectives):
+            return self.evaluated(inner, given)
+        if self._follows:
+            given = list(map(self._after, given, [v.aval.dtype for v in eqn.invars]))
+        results = jaxprs.bound(jaxprs.with_programs(eqn, _written), given)
+        if _holds_collectives(eqn):
+            self._zero = unknown.zero_after(results, self._zero)
+            self._follows = True
+        return results
+
+    def _after(self, array: Any, dtype: Any) -> Any:
+        """An array that is not known before the zero is."""
+        if is_key(array):
+            return array
+        array = jnp.asarray(array, dtype)
+        return lax.select(self._zero == 0, array, jnp.zeros_like(array))

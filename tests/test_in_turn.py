@@ -1,0 +1,52 @@
+"""Collectives of CPUs, where a loop or a condition before them holds others."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from keras_distribute.devices import replication_proof
+from keras_distribute.devices.axes import REPLICA_AXIS as AXIS
+from keras_distribute.devices.collectives import COLLECTIVES
+from keras_distribute.devices.over_replicas import over_replicas
+from tests.support import mirrored
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["while", "cond", "scan"])
+def test_collectives_after_a_loop_with_some_take_of_its_results(name, deterministic):
+    """XLA on CPUs would begin them before it has ended, and meet those of it."""
+
+    def fn(x):
+        def body(total):
+            return jnp.cos(lax.psum(jnp.sin(total + x), AXIS))
+
+        first = lax.psum(x, AXIS)
+        if name == "while":
+            total = lax.while_loop(lambda t: jnp.sum(t) < 9.0, body, first)
+        elif name == "cond":
+            total = lax.cond(jnp.sum(first) > 9.0, body, jnp.sin, first)
+        else:
+            total, _ = lax.scan(lambda t, _: (body(t), None), first, length=3)
+        value = x
+        for _ in range(4):  # These need none of it.
+            value = lax.all_gather(jnp.sin(value), AXIS)[3] + x
+        return total, lax.psum(value, AXIS)
+
+    mesh = mirrored(4, deterministic=deterministic).replica_mesh
+    program = over_replicas(mesh, fn, (PartitionSpec(AXIS),), PartitionSpec())
+    traced = jax.make_jaxpr(program)(np.ones((24, 3), "float32"))
+    (mapped,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    reached, later = set(), 0
+    for eqn in mapped.params["jaxpr"].eqns:
+        variables = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
+        held = eqn.primitive.name == name and replication_proof.communicates(eqn)
+        if held or not reached.isdisjoint(variables):
+            reached.update(eqn.outvars)
+        if reached and eqn.primitive.name in COLLECTIVES:
+            assert not reached.isdisjoint(variables), eqn
+            later += 1
+    assert later
