@@ -2,6 +2,7 @@
 given the numbers of one device, with several those of DiLoCo written out by hand.
 """
 
+import contextlib
 import gc
 import signal
 import threading
@@ -210,6 +211,37 @@ def test_callbacks_set_the_learning_rate_and_assign_slots(make, local_slots):
     for variable, (first, other) in zip(slots[1:], kept[1:], strict=True):
         mean = (0.9 * first + other) / 2  # The first group had the batch.
         np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5, atol=1e-7)
+
+
+def test_the_learning_rate_of_a_batch_is_not_lost(make):
+    """A round has that of its last batch, and leaves what is assigned meanwhile."""
+    rates = [0.1, 0.02, 0.05]
+
+    def begun(scope: Any) -> keras.Model:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    outer = keras.optimizers.SGD(1.0)
+    ours = begun(make(1, local_steps=3, outer_optimizer=outer).scope())
+
+    def begin(batch: int, logs: Any) -> None:
+        ours.optimizer.learning_rate = rates[batch // 3]
+
+    each = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    ours.fit(X[:36], Y[:36], callbacks=[each], **options)
+    assert float(ours.optimizer.learning_rate) == np.float32(rates[-1])
+    theirs = begun(contextlib.nullcontext())
+    for i, rate in enumerate(rates):
+        theirs.optimizer.learning_rate = rate
+        rows = slice(12 * i, 12 * i + 12)
+        theirs.fit(X[rows], Y[rows], **options)
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_logs_of_a_step_of_the_users_own(make):

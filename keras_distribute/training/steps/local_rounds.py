@@ -52,9 +52,16 @@ def step_on_workers(strategy: Any, trainer: Any, kind: str) -> ScheduledStep:
 
 
 class _Round(NamedTuple):
-    """A round that is under way: of each group how many steps, and their result."""
+    """A round that is under way.
+
+    Attributes:
+        steps: Of each group how many.
+        rest: What all began with of the optimizer's variables that are the model's.
+        results: Of each group.
+    """
 
     steps: list[int]
+    rest: list[Any]
     results: list[RemoteValue]
 
 
@@ -123,8 +130,9 @@ class LocalRounds(ScheduledStep):
         own = rounds.blocks(batches, strategy.local_steps)
         results: list[RemoteValue] = []
         held = self._held()
+        rest = [np.asarray(variable.value) for variable in self._variables(False)]
         for group, block in enumerate(own):
-            slots, rest = self._slots_of(group)
+            slots = self._slots_of(group)
             iterators: list[PerWorkerIterator] = []
             if isinstance(block[0], PerWorkerIterator):
                 iterators = block[:1]
@@ -150,7 +158,7 @@ class LocalRounds(ScheduledStep):
                     slots=stay,
                 )
             )
-        self._round = _Round(list(map(len, own)), results)
+        self._round = _Round(list(map(len, own)), rest, results)
 
     def _end(self) -> None:
         """Waits for the round that is under way, and lets the servers make its
@@ -158,7 +166,7 @@ class LocalRounds(ScheduledStep):
         """
         if self._round is None:
             return
-        (steps, results), self._round = self._round, None
+        (steps, rest, results), self._round = self._round, None
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
@@ -167,11 +175,12 @@ class LocalRounds(ScheduledStep):
         found = [of_group for _, of_group in fetched]
         if not strategy.local_slots:
             self._keep_slots([slots for slots, _ in fetched])
-        # The first group has made the most steps.
-        for variable, value in zip(
-            self._variables(False), found[0]["rest"], strict=True
+        # The first group has made the most steps. What they leave as it was, such as
+        # the learning rate, a callback may have assigned meanwhile.
+        for variable, before, value in zip(
+            self._variables(False), rest, found[0]["rest"], strict=True
         ):
-            if not np.array_equal(np.asarray(variable.value), value):
+            if not np.array_equal(before, value):
                 variable.assign(value)
         # Not as each group ends: the order would depend on chance.
         variables = _layers_and_metrics(self._trainer)
@@ -208,13 +217,12 @@ class LocalRounds(ScheduledStep):
             return None
         return self._strategy.cluster.slots_of(slots)
 
-    def _slots_of(self, group: int) -> tuple[list[Any], list[Any]]:
-        """The optimizer's variables of a group: slots are its own, all else (the count
-        of steps, the learning rate) is the model's.
+    def _slots_of(self, group: int) -> list[Any]:
+        """The optimizer's variables that are a group's own; all else (the count of
+        steps, the learning rate) is the model's.
         """
         slots = self._strategy.cluster.slots
-        own = [slots.value_of(variable, group) for variable in self._variables(True)]
-        return own, [np.asarray(v.value) for v in self._variables(False)]
+        return [slots.value_of(variable, group) for variable in self._variables(True)]
 
     def _keep_slots(self, found: Sequence[Sequence[Any]]) -> None:
         """Takes those of each group."""
