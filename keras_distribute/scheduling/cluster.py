@@ -517,13 +517,15 @@ class Cluster:
         weakref.finalize(held, self.dropped.append, number)
         return number
 
-    def _slots_on_worker(self, worker: int, number: int, group: int) -> list[Array]:
-        """What a worker keeps of an optimizer for a group."""
+    def _slots_on_worker(
+        self, worker: int, number: int, group: int, made: int
+    ) -> list[Array]:
+        """What a worker keeps of an optimizer for a group, made in a round."""
         task = self.workers[worker]
         channel = Channel(
             task.address, task.name, self.credentials, _SECONDS_TO_ANSWER, is_there=True
         )
-        told = {"op": "slots", "id": number, "group": group}
+        told = {"op": "slots", "id": number, "group": group, "round": made}
         try:
             found = channel.call({**told, "coordinator": self.coordinator})[1]
             task.traffic += sum(array.nbytes for array in found)

@@ -79,8 +79,9 @@ class ParameterServerStrategy(Strategy):
             round as workers. Functions of `ClusterCoordinator` are as without.
         local_slots: Whether a group's slots of the model's optimizer (momentum) stay on
             the worker that has trained it last, which saves most of what travels. They
-            come to the coordinator when they are read, or saved in a checkpoint; of a
-            worker that dies, the next one goes on with those of the last time.
+            come to the coordinator when they are read, or saved in a checkpoint, as
+            they are after the last round that has ended; of a worker that dies, the
+            next one goes on with those of the last time.
         outer_optimizer: A Keras optimizer, of which each model that is trained gets a
             copy. `None`: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
 

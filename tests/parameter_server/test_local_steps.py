@@ -428,6 +428,55 @@ def test_local_slots_stay_until_they_are_read(make):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_slots_that_are_read_in_a_round_are_those_before_it(make):
+    """As the weights are, whether or not the slots stay on workers."""
+    found: list[Any] = []
+    for local_slots in (False, True):
+        strategy = make(local_steps=2, local_slots=local_slots)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        seen: list[Any] = []
+
+        def look(batch: int, logs: Any, model: Any = model, seen: Any = seen) -> None:
+            seen.append(values([*model.optimizer.variables, *model.weights]))
+
+        each = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        model.fit(X, Y, callbacks=[each], **options)
+        found.append(seen)
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_round_that_is_broken_off_leaves_the_slots(make):
+    """The next one begins with the weights and the slots of the last that ended."""
+    found: list[Any] = []
+    for breaks in (False, True):
+        strategy = make(local_steps=2, local_slots=True)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        model.fit(X, Y, **options)
+        if breaks:
+
+            def end(batch: int, logs: Any, strategy: Any = strategy) -> None:
+                if batch == 3:
+                    strategy.cluster.join()
+                    (steps,) = strategy.unfinished.values()
+                    steps.drop()
+                    raise RuntimeError("broken off")
+
+            ends = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+            with pytest.raises(RuntimeError, match="broken off"):
+                model.fit(X[32:], Y[32:], callbacks=[ends], **options)
+        found.append(values(slots_of(model)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("is_read", [False, True])
@@ -524,15 +573,17 @@ def test_workers_drop_the_slots_of_an_optimizer_that_is_gone(make):
     with strategy.scope():
         model = network(OPTIMIZERS["adam"]())
     model.fit(X, Y, batch_size=4, verbose=0)
-    number = strategy.cluster.slots_of(slots_of(model)).number
-    assert strategy.cluster._slots_on_worker(0, number, 0)
+    held = strategy.cluster.slots_of(slots_of(model))
+    number, last = held.number, held.round_of(0, 0)
+    assert strategy.cluster._slots_on_worker(0, number, 0, last)
     with strategy.scope():
         model.compile(OPTIMIZERS["adam"](), model.loss)
     model.fit(X, Y, batch_size=4, verbose=0)
+    del held
     gc.collect()
     model.fit(X, Y, batch_size=4, verbose=0)
     with pytest.raises(kd.errors.UnavailableError, match="no slots of group 0"):
-        strategy.cluster._slots_on_worker(0, number, 0)
+        strategy.cluster._slots_on_worker(0, number, 0, last)
 
 
 def classifier(optimizer: Any) -> keras.Model:

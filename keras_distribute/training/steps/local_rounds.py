@@ -57,11 +57,13 @@ class _Round(NamedTuple):
     Attributes:
         steps: Of each group how many.
         rest: What all began with of the optimizer's variables that are the model's.
+        held: The slots, if they stay on workers.
         results: Of each group.
     """
 
     steps: list[int]
     rest: list[Any]
+    held: Held | None
     results: list[RemoteValue]
 
 
@@ -130,6 +132,7 @@ class LocalRounds(ScheduledStep):
         own = rounds.blocks(batches, strategy.local_steps)
         results: list[RemoteValue] = []
         held = self._held()
+        number = 0 if held is None else held.begin()
         rest = [np.asarray(variable.value) for variable in self._variables(False)]
         for group, block in enumerate(own):
             slots = self._slots_of(group)
@@ -147,7 +150,9 @@ class LocalRounds(ScheduledStep):
             program = cluster.program(self._steps, call, axes)
             if program.ordered:
                 self._check_order(program.ordered)
-            stay = None if held is None else HeldGroup(held, group, len(slots))
+            stay = None
+            if held is not None:
+                stay = HeldGroup(held, group, number, len(slots))
             results.append(
                 cluster.schedule(
                     program,
@@ -158,7 +163,7 @@ class LocalRounds(ScheduledStep):
                     slots=stay,
                 )
             )
-        self._round = _Round(list(map(len, own)), rest, results)
+        self._round = _Round(list(map(len, own)), rest, held, results)
 
     def _end(self) -> None:
         """Waits for the round that is under way, and lets the servers make its
@@ -166,14 +171,16 @@ class LocalRounds(ScheduledStep):
         """
         if self._round is None:
             return
-        (steps, rest, results), self._round = self._round, None
+        (steps, rest, held, results), self._round = self._round, None
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
         # Not by `fetch`, which would copy the weights of each.
         fetched = [jax.tree.map(_as_numpy, result.get()) for result in results]
         found = [of_group for _, of_group in fetched]
-        if not strategy.local_slots:
+        if held is not None:
+            held.end()
+        elif not strategy.local_slots:
             self._keep_slots([slots for slots, _ in fetched])
         # The first group has made the most steps. What they leave as it was, such as
         # the learning rate, a callback may have assigned meanwhile.
