@@ -242,7 +242,7 @@ class Worker(threading.Thread):
             told = {"op": "program", "id": program.number, "layout": layout}
             channel.send({**told, **coordinator}, program.blobs)
             self._sent[program.number] = layout
-        header = {
+        header: Header = {
             "op": "run",
             "closure": closure.number,
             "program": program.number,
