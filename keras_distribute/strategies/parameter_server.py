@@ -34,6 +34,10 @@ from keras_distribute.variables import Blocks
 class Unfinished(Protocol):
     """Steps of a model that wait for more."""
 
+    def are_of(self, trainer: Any) -> bool:
+        """Whether they are those of a model."""
+        ...
+
     def finish(self) -> None:
         """Makes them, and waits for their end."""
 
@@ -234,11 +238,12 @@ class ParameterServerStrategy(Strategy):
             "an update by the outer optimizer."
         )
 
-    def wait_for_steps(self) -> None:
+    def wait_for_steps(self, trainer: Any = None) -> None:
         if traces.is_tracing():
             raise traces.no_values("a checkpoint, or what else looks at all steps.")
         for steps in list(self.unfinished.values()):
-            steps.finish()
+            if trainer is None or steps.are_of(trainer):
+                steps.finish()
         self.cluster.join()
 
     def _optimizers_of(self, model: Any) -> dict[str, Any]:

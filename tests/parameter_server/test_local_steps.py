@@ -646,6 +646,44 @@ def test_digits_with_a_fraction_of_the_bytes(four_workers):
     assert local < single / 15
 
 
+@pytest.mark.parametrize("kind", ["callback", "thread"])
+def test_another_model_ends_no_round_of_this_one(make, kind):
+    strategy = make(local_steps=3)
+
+    def built() -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    found: list[Any] = []
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    for others in (False, True):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model, other = built(), built()
+
+        def train(other: Any = other) -> None:
+            other.fit(X[:16], Y[:16], **options)
+
+        def end(batch: int, logs: Any, train: Any = train) -> None:
+            if batch == 1:
+                thread = threading.Thread(target=train)
+                thread.start()
+                thread.join()
+
+        def nested(batch: int, logs: Any, train: Any = train) -> None:
+            if batch == 1:
+                train()
+
+        act = end if kind == "thread" else nested
+        each = keras.callbacks.LambdaCallback(on_train_batch_end=act)
+        model.fit(X[:32], Y[:32], callbacks=[each] if others else [], **options)
+        found.append(values(model.weights))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_fit_that_is_broken_off(make):
     """The round that it was in ends with the batches that were there."""
     strategy = make(local_steps=3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,16 +84,19 @@ class LocalRounds(ScheduledStep):
         self._outer: Any = None
         self._own_logs: dict[str, Any] = {}
         self._has_ended = False
+        self._lock = threading.RLock()  # Another thread may save a checkpoint.
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
         self._note(state)
-        self._strategy.unfinished[id(self)] = self
         is_of_worker = isinstance(data, PerWorkerIterator)
-        self._waiting.append(data if is_of_worker else jax.tree.map(np.asarray, data))
+        batch = data if is_of_worker else jax.tree.map(np.asarray, data)
         groups = len(self._strategy.cluster.workers)
-        if len(self._waiting) == groups * self._strategy.local_steps:
-            self._begin()
+        with self._lock:
+            self._strategy.unfinished[id(self)] = self
+            self._waiting.append(batch)
+            if len(self._waiting) == groups * self._strategy.local_steps:
+                self._begin()
         return self._logs(), state
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
@@ -111,12 +115,17 @@ class LocalRounds(ScheduledStep):
     def _begin_metrics(self) -> None:
         self._has_ended = False
 
+    def are_of(self, trainer: Any) -> bool:
+        """Whether they are those of a model."""
+        return trainer is self._trainer
+
     def finish(self) -> None:
         """Trains on the batches that are left, and waits for the end of that round."""
-        self._strategy.unfinished.pop(id(self), None)
-        if self._waiting:
-            self._begin()
-        self._end()
+        with self._lock:
+            self._strategy.unfinished.pop(id(self), None)
+            if self._waiting:
+                self._begin()
+            self._end()
 
     def drop(self) -> None:
         """Forgets the batches that are left, and the round that is under way."""
