@@ -582,10 +582,11 @@ class Cluster:
             )
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is under way."""
+        """Waits until all that was scheduled before has returned."""
+        last = self.queue.last
         self.send_changed()
         ready = self.queue.wait(
-            lambda: self.queue.num_pending == 0, timeout, look=self.look
+            lambda: self.queue.done_below > last, timeout, look=self.look
         )
         self.synchronize()
         return ready

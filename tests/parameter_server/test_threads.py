@@ -1,11 +1,13 @@
 """Threads that schedule, assign and wait at the same time: nothing is lost."""
 
 import threading
+import types
 
 import keras
 import numpy as np
 
 from keras_distribute.coordinator import ClusterCoordinator
+from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.servers import Server
@@ -144,6 +146,27 @@ def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
     coordinator.join()
     assert v.numpy() == 3.0
     assert sum(one_worker.steps_of_workers.values()) == 3
+
+
+def test_join_waits_for_what_was_scheduled_before():
+    """Not until another thread schedules nothing any more."""
+    queue = Queue(Condition())
+
+    def put() -> None:
+        result = RemoteValue(Condition(), lambda is_late: None, lambda: None)
+        queue.put(Closure(None, None, [], None, 1, [], [], result, None))
+
+    put()
+    put()
+    cluster = types.SimpleNamespace(
+        queue=queue, send_changed=put, look=lambda is_late: None, synchronize=int
+    )
+    assert not Cluster.join(cluster, timeout=0.01)
+    queue.finished(queue.take(0), None)
+    queue.finished(queue.take(0), None)
+    queue.finished(queue.take(0), None)
+    assert Cluster.join(cluster, timeout=0.01)
+    assert queue.num_pending == 1
 
 
 def test_an_error_is_raised_in_one_of_the_threads_that_wait():
