@@ -562,11 +562,13 @@ class Cluster:
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since
-        nobody else would notice then that one is gone.
+        nobody else would notice then that one is gone. Wakes the workers: Ctrl-C may
+        have come after something was put into the queue, and before they knew.
 
         Args:
             is_late: Whether who waits has waited for long.
         """
+        self.queue.wake_all()
         if any(worker.is_ready for worker in self.workers):
             return
         lost = self.lost_server()

@@ -141,11 +141,16 @@ class Queue:
             closure.number = self._numbers
             if not self._unfinished:
                 self._ordered.clear()
-            self._unfinished[closure.number] = closure
-            if closure.is_alone:
-                ordered = map(id, closure.program.ordered)
-                self._ordered.update(dict.fromkeys(ordered, closure.number))
-            self._waiting.append(closure)
+            try:
+                self._unfinished[closure.number] = closure
+                if closure.is_alone:
+                    ordered = map(id, closure.program.ordered)
+                    self._ordered.update(dict.fromkeys(ordered, closure.number))
+                self._waiting.append(closure)
+            except BaseException:  # Ctrl-C: who joins would wait for it for ever.
+                if closure not in self._waiting:
+                    self._unfinished.pop(closure.number, None)
+                raise
         self.wake_all()
 
     def take(self, worker: int, is_idle: bool = True) -> Closure | None:
@@ -295,10 +300,12 @@ class Queue:
             return
         if not self._condition.wait_for(lambda: not self._running, _SECONDS_TO_END):
             # So the servers refuse what they push, and nothing changes any more.
-            self.gives_up = True
-            self.wake_all(True)
-            self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
-            self.gives_up = False
+            try:
+                self.gives_up = True
+                self.wake_all(True)
+                self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
+            finally:
+                self.gives_up = False
         error, self._error = self._error, self._lost
         if error is not None:  # Another thread has raised it, which waited, too.
             raise error
