@@ -148,7 +148,7 @@ class ClusterCoordinator:
         return call, iterators
 
     def join(self) -> None:
-        """Waits until all functions have returned.
+        """Waits until all functions that were scheduled before have returned.
 
         Raises:
             Exception: The first error of any of them.

@@ -517,13 +517,15 @@ class Cluster:
         weakref.finalize(held, self.dropped.append, number)
         return number
 
-    def _slots_on_worker(self, worker: int, number: int, group: int) -> list[Array]:
-        """What a worker keeps of an optimizer for a group."""
+    def _slots_on_worker(
+        self, worker: int, number: int, group: int, made: int
+    ) -> list[Array]:
+        """What a worker keeps of an optimizer for a group, made in a round."""
         task = self.workers[worker]
         channel = Channel(
             task.address, task.name, self.credentials, _SECONDS_TO_ANSWER, is_there=True
         )
-        told = {"op": "slots", "id": number, "group": group}
+        told = {"op": "slots", "id": number, "group": group, "round": made}
         try:
             found = channel.call({**told, "coordinator": self.coordinator})[1]
             task.traffic += sum(array.nbytes for array in found)
@@ -560,11 +562,13 @@ class Cluster:
 
     def look(self, is_late: bool) -> None:
         """Says why nothing goes on, if no worker is there; and asks the servers, since
-        nobody else would notice then that one is gone.
+        nobody else would notice then that one is gone. Wakes the workers: Ctrl-C may
+        have come after something was put into the queue, and before they knew.
 
         Args:
             is_late: Whether who waits has waited for long.
         """
+        self.queue.wake_all()
         if any(worker.is_ready for worker in self.workers):
             return
         lost = self.lost_server()
@@ -580,10 +584,11 @@ class Cluster:
             )
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is under way."""
+        """Waits until all that was scheduled before has returned."""
+        last = self.queue.last
         self.send_changed()
         ready = self.queue.wait(
-            lambda: self.queue.num_pending == 0, timeout, look=self.look
+            lambda: self.queue.done_below > last, timeout, look=self.look
         )
         self.synchronize()
         return ready

@@ -8,7 +8,7 @@ waited then is cancelled, and the coordinator can be used again.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,7 +91,8 @@ class Queue:
         self._condition = condition
         self._waiting: deque[Closure] = deque()
         self._running: set[Closure] = set()
-        self._unfinished: dict[int, Closure] = {}
+        # In the order of their numbers.
+        self._unfinished: OrderedDict[int, Closure] = OrderedDict()
         self._ordered: dict[int, int] = {}  # By variable the last one that orders it.
         self._error: BaseException | None = None
         self._numbers = 0
@@ -107,7 +108,13 @@ class Queue:
     def done_below(self) -> int:
         """All closures of lower numbers have returned."""
         with self._condition.lock:
-            return min(self._unfinished, default=self._numbers + 1)
+            return next(iter(self._unfinished), self._numbers + 1)
+
+    @property
+    def last(self) -> int:
+        """The number of the one that was put last."""
+        with self._condition.lock:
+            return self._numbers
 
     def has_room(self) -> bool:
         """Whether not too many wait. Called with the condition's lock."""
@@ -134,11 +141,16 @@ class Queue:
             closure.number = self._numbers
             if not self._unfinished:
                 self._ordered.clear()
-            self._unfinished[closure.number] = closure
-            if closure.is_alone:
-                ordered = map(id, closure.program.ordered)
-                self._ordered.update(dict.fromkeys(ordered, closure.number))
-            self._waiting.append(closure)
+            try:
+                self._unfinished[closure.number] = closure
+                if closure.is_alone:
+                    ordered = map(id, closure.program.ordered)
+                    self._ordered.update(dict.fromkeys(ordered, closure.number))
+                self._waiting.append(closure)
+            except BaseException:  # Ctrl-C: who joins would wait for it for ever.
+                if closure not in self._waiting:
+                    self._unfinished.pop(closure.number, None)
+                raise
         self.wake_all()
 
     def take(self, worker: int, is_idle: bool = True) -> Closure | None:
@@ -288,10 +300,12 @@ class Queue:
             return
         if not self._condition.wait_for(lambda: not self._running, _SECONDS_TO_END):
             # So the servers refuse what they push, and nothing changes any more.
-            self.gives_up = True
-            self.wake_all(True)
-            self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
-            self.gives_up = False
+            try:
+                self.gives_up = True
+                self.wake_all(True)
+                self._condition.wait_for(lambda: not self._running, _SECONDS_TO_LET_GO)
+            finally:
+                self.gives_up = False
         error, self._error = self._error, self._lost
         if error is not None:  # Another thread has raised it, which waited, too.
             raise error

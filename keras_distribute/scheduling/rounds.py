@@ -5,6 +5,7 @@ group, and how the results of the groups become one.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from keras_distribute.errors import DistributeError
 from keras_distribute.remote.frames import Array
 from keras_distribute.scheduling.kept import Cell, OnCoordinator
 
-Ask = Callable[[int, int, int], list[Array]]
+Ask = Callable[[int, int, int, int], list[Array]]
 _log = logging.getLogger(__name__)
 
 
@@ -43,11 +44,15 @@ def sum_of(arrays: Sequence[Array]) -> Array:
 class Held:
     """The slots of one optimizer, each group's on the worker that has run it last.
 
+    They are those of the last round that has ended: what groups make in the one that is
+    under way counts when `end` says so, together with what becomes of the weights; of a
+    round that was broken off, never.
+
     Args:
         numbered: Says what workers call them.
         cells: What is here of each slot.
         groups: How many.
-        ask: From a worker, the number and a group to the slots that it has.
+        ask: From a worker, the number, a group and a round to the slots that it has.
     """
 
     def __init__(
@@ -59,17 +64,49 @@ class Held:
     ) -> None:
         self.number, self._ask = numbered(self), ask
         self._cells = [weakref.ref(cell) for cell in cells]  # They have this.
+        self._lock = threading.Lock()
+        self._begun = 0
         self._holders: list[int | None] = [None] * groups
+        self._rounds = [0] * groups  # That made what its holder has.
         self._ages = [0] * groups  # Rounds since those here were the last ones.
+        self._made: dict[int, int | None] = {}  # In this round, by which worker.
+
+    def begin(self) -> int:
+        """The number of a round that begins."""
+        with self._lock:
+            self._made = {}
+            self._begun += 1
+            return self._begun
+
+    def note(self, group: int, number: int, worker: int) -> None:
+        """A worker has run a group in a round."""
+        with self._lock:
+            if number == self._begun:
+                self._made[group] = worker
+
+    def end(self) -> None:
+        """The round has ended: what its groups have made are their slots."""
+        with self._lock:
+            for group, worker in self._made.items():
+                self._holders[group], self._rounds[group] = worker, self._begun
+                self._ages[group] += 1
+            self._made = {}
 
     def holder_of(self, group: int) -> int | None:
         """The worker that has the slots of a group; `None` where no one has."""
         return self._holders[group]
 
-    def note(self, group: int, worker: int) -> None:
-        """A worker has run a group."""
-        self._holders[group] = worker
-        self._ages[group] += 1
+    def round_of(self, group: int, worker: int) -> int | None:
+        """The round that made the slots of a group, if a worker has them."""
+        with self._lock:
+            return self._rounds[group] if self._holders[group] == worker else None
+
+    def here(self, group: int) -> list[Array] | None:
+        """What is here of a group's slots; `None` where some are gone."""
+        with self._lock:
+            cells = [known() for known in self._cells]
+            found = [cell.value.of_groups[group] for cell in cells if cell is not None]
+        return found if len(found) == len(cells) else None
 
     def collect(self) -> None:
         """Gets the last slots of each group."""
@@ -79,18 +116,27 @@ class Held:
     def spread(self, workers: Iterable[int]) -> None:
         """Takes a group from each worker that has several, for one that has none."""
         free = len(set(workers).difference(self._holders))
+        free -= self._holders.count(None)  # They take those that no one has.
         for group, holder in enumerate(self._holders):
-            if free and holder in self._holders[:group]:
+            if free > 0 and holder is not None and holder in self._holders[:group]:
                 self._collect(group)
-                self._holders[group] = None
+                with self._lock:
+                    self._holders[group] = None
                 free -= 1
 
     def release(self, worker: int) -> None:
         """A worker has nothing any more."""
-        for group, holder in enumerate(self._holders):
-            if holder != worker:
-                continue
-            age, self._ages[group], self._holders[group] = self._ages[group], 0, None
+        lost: dict[int, int] = {}
+        with self._lock:
+            for group, holder in enumerate(self._holders):
+                if holder == worker:
+                    lost[group], self._ages[group] = self._ages[group], 0
+                    self._holders[group] = None
+            for group, maker in self._made.items():
+                if maker == worker:
+                    lost[group] = lost.get(group, 0) + 1
+                    self._made[group] = None
+        for group, age in lost.items():
             if age:
                 _log.warning(
                     "worker:%d took the optimizer's slots of group %d along, which "
@@ -101,26 +147,39 @@ class Held:
                 )
 
     def _collect(self, group: int) -> None:
-        worker = self._holders[group]
-        if worker is None or not self._ages[group]:
-            return
-        try:
-            found = self._ask(worker, self.number, group)
-        except DistributeError:
-            self.release(worker)
-            return
-        for known, array in zip(self._cells, found, strict=True):
-            cell = known()
-            if cell is not None:
-                cell.value.of_groups[group] = array
-        self._ages[group] = 0
+        while True:
+            with self._lock:
+                worker, number = self._holders[group], self._rounds[group]
+                if worker is None or not self._ages[group]:
+                    return
+            try:
+                found = self._ask(worker, self.number, group, number)
+            except DistributeError:
+                self.release(worker)
+                return
+            with self._lock:
+                # Another thread may have ended a round meanwhile.
+                if (self._holders[group], self._rounds[group]) != (worker, number):
+                    continue
+                for known, array in zip(self._cells, found, strict=True):
+                    cell = known()
+                    if cell is not None:
+                        cell.value.of_groups[group] = array
+                self._ages[group] = 0
+                return
 
 
 class HeldGroup(NamedTuple):
-    """Of which group a function takes the slots first, and makes them first."""
+    """Of which group a function takes the slots first, and makes them first.
+
+    Attributes:
+        number: Of the round.
+        size: How many slots there are.
+    """
 
     held: Held
     group: int
+    number: int
     size: int
 
     @property
@@ -150,6 +209,7 @@ class GroupSlots(OnCoordinator[_Slots]):
         super().__init__()
         self._groups, self._ask = groups, ask
         self._all_held = weakref.WeakSet[Held]()
+        self._lock = threading.Lock()  # Workers' threads look at all.
 
     def value_of(self, variable: Any, group: int) -> Array:
         """What a group begins its next round with, if no worker has it."""
@@ -185,18 +245,23 @@ class GroupSlots(OnCoordinator[_Slots]):
         for cell in cells:
             self._collected(cell.value)
             cell.value.held = held
-        self._all_held.add(held)
+        with self._lock:
+            self._all_held.add(held)
         return held
 
     def release(self, worker: int) -> None:
         """A worker has nothing any more."""
-        for held in list(self._all_held):
+        for held in self._listed():
             held.release(worker)
 
     def collect(self) -> None:
         """Gets the last slots from all workers."""
-        for held in list(self._all_held):
+        for held in self._listed():
             held.collect()
+
+    def _listed(self) -> list[Held]:
+        with self._lock:
+            return list(self._all_held)
 
     def _collected(self, slots: _Slots) -> list[Array]:
         if slots.held is not None:

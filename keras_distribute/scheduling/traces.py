@@ -22,6 +22,12 @@ from keras_distribute.values.arrays import is_key
 from keras_distribute.variables import DistributedVariable
 
 Form = tuple[str, tuple[int, ...]]  # The dtype's name and the shape of an array.
+_NO_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def next_element(iterator: Any) -> Any:
@@ -55,6 +61,19 @@ def current_scope() -> Capture:
 def is_tracing() -> bool:
     """Whether a scheduled function is being traced in this thread."""
     return context.scheduled_trace() is not None
+
+
+def no_values(received: str) -> ContextError:
+    """The error for a scheduled function that looks at values."""
+    return ContextError(
+        "A function that workers run becomes a program before it runs: in it, arrays "
+        "and variables have no values that Python could look at.",
+        received=received,
+        fix="in the function keras.ops, such as ops.where, in the place of float(), "
+        "if and NumPy; and return what is to be looked at: "
+        "coordinator.schedule(step).fetch(). Read, save and load variables in the "
+        "program of the coordinator, or in a callback of fit.",
+    )
 
 
 def refuse_loss_scaling(optimizer: Any) -> None:
@@ -209,8 +228,12 @@ class Trace:
     def run(self) -> Any:
         """The traced program: from the inputs to results, gradients and new values."""
         frame = Frame(self.strategy, Mode.CROSS, scheduled=self)
-        with self.scope, context.entered(frame):
-            return jax.make_jaxpr(self._called)(*self.shapes)
+        try:
+            with self.scope, context.entered(frame):
+                return jax.make_jaxpr(self._called)(*self.shapes)
+        except _NO_VALUE as error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise no_values(what) from error
 
     def _called(self, *inputs: Any) -> list[Any]:
         left = list(inputs)

@@ -242,7 +242,7 @@ class Worker(threading.Thread):
             told = {"op": "program", "id": program.number, "layout": layout}
             channel.send({**told, **coordinator}, program.blobs)
             self._sent[program.number] = layout
-        header = {
+        header: Header = {
             "op": "run",
             "closure": closure.number,
             "program": program.number,
@@ -257,13 +257,14 @@ class Worker(threading.Thread):
             closure.kept = self._owner.kept_by(program)
         args = closure.args(self.index)
         if closure.slots is not None:
-            held, group, size = closure.slots
-            has = held.holder_of(group) == self.index
+            held, group, makes, size = closure.slots
+            has = held.round_of(group, self.index)
             first = len(program.advanced)
-            header["slots"] = [held.number, group, first, size, has]
+            header["slots"] = [held.number, group, first, size, makes, has]
             self._sent[held.number] = {}
-            if has:
-                args[first : first + size] = [STAYS] * size
+            # Since it was scheduled somebody may have read them, and they came here.
+            here = [STAYS] * size if has is not None else held.here(group)
+            args[first : first + size] = here or args[first : first + size]
         arrays = [*closure.kept, *args]
         self.traffic += sum(array.nbytes for array in arrays)
         return channel.send(header, arrays)
@@ -317,7 +318,8 @@ class Worker(threading.Thread):
             return
         self._cuts = 0
         if closure.slots is not None:
-            closure.slots.held.note(closure.slots.group, self.index)
+            held, group, makes, _ = closure.slots
+            held.note(group, makes, self.index)
         self.steps += closure.steps if closure.counted is None else closure.counted
         self._owner.note_versions(header["versions"])
         program = closure.program

@@ -80,14 +80,16 @@ class _Slots(NamedTuple):
         group: Whose they are.
         first: Where they are among the arguments.
         size: How many there are.
-        has: Whether they are here.
+        makes: The round.
+        has: Of which round they are taken, which are here; `None`: they are given.
     """
 
     number: int
     group: int
     first: int
     size: int
-    has: bool
+    makes: int
+    has: int | None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -165,7 +167,8 @@ class Runner(Task):
         self._datasets: dict[int, _Dataset] = {}
         self._iterators: dict[int, _Batches] = {}
         self._waiting: dict[int, _Read] = {}
-        self._slots: dict[tuple[int, int], list[Any]] = {}
+        # By their round: those that a function takes count until its round has ended.
+        self._slots: dict[tuple[int, int], dict[int, list[Any]]] = {}
         self._ahead: tuple[Header, _Call | None] = {}, None
         for server in self._servers:
             server.channel.close()
@@ -239,8 +242,10 @@ class Runner(Task):
             return {"needs": forms}, []
         kept, given = arrays[: layout["num_kept"]], arrays[layout["num_kept"] :]
         slots = _Slots(*header["slots"]) if "slots" in header else None
-        if slots is not None and slots.has:
-            given[slots.first : slots.first + slots.size] = self._slots[slots.key]
+        if slots is not None:
+            self._slots[slots.key] = had = _only(self._slots.get(slots.key), slots.has)
+            for each in had.values():
+                given[slots.first : slots.first + slots.size] = each
         totals: list[Any] = []
         results: Sequence[Any] = []
 
@@ -263,7 +268,7 @@ class Runner(Task):
             results = outputs[: layout["num_results"]]
             kept, totals, call = after
         if slots is not None:
-            self._slots[slots.key] = list(results[: slots.size])
+            self._slots[slots.key][slots.makes] = list(results[: slots.size])
             results = [*[STAYS] * slots.size, *results[slots.size :]]
         versions = [server.version for server in self._servers]
         return {"versions": versions}, [*map(np.asarray, results), *totals]
@@ -271,7 +276,8 @@ class Runner(Task):
     def _send_slots(self, header: Header, arrays: list[Array]) -> Answer:
         """The slots that a group of local steps has here."""
         del arrays
-        found = self._slots.get((header["id"], header["group"]))
+        of_rounds = self._slots.get((header["id"], header["group"]), {})
+        found = of_rounds.get(header["round"])
         if found is None:
             raise UnavailableError(
                 f"The worker has no slots of group {header['group']}: it was started "
@@ -431,6 +437,13 @@ class Runner(Task):
             if answer["stale"]:
                 late.append(i)
         return late
+
+
+def _only(
+    of_rounds: Mapping[int, list[Any]] | None, number: int | None
+) -> dict[int, list[Any]]:
+    """The slots of one round, if they are wanted."""
+    return {} if of_rounds is None or number is None else {number: of_rounds[number]}
 
 
 def changed(

@@ -578,9 +578,12 @@ class Strategy(DeprecatedMethods):
         """
         return value
 
-    def wait_for_steps(self) -> None:
+    def wait_for_steps(self, trainer: Any = None) -> None:
         """Waits for steps of `fit` that run elsewhere, whose state is then that of the
         variables.
+
+        Args:
+            trainer: Whose; `None`: of all models.
         """
 
     def _optimizers_of(self, model: Any) -> dict[str, Any]:

@@ -34,6 +34,10 @@ from keras_distribute.variables import Blocks
 class Unfinished(Protocol):
     """Steps of a model that wait for more."""
 
+    def are_of(self, trainer: Any) -> bool:
+        """Whether they are those of a model."""
+        ...
+
     def finish(self) -> None:
         """Makes them, and waits for their end."""
 
@@ -79,8 +83,9 @@ class ParameterServerStrategy(Strategy):
             round as workers. Functions of `ClusterCoordinator` are as without.
         local_slots: Whether a group's slots of the model's optimizer (momentum) stay on
             the worker that has trained it last, which saves most of what travels. They
-            come to the coordinator when they are read, or saved in a checkpoint; of a
-            worker that dies, the next one goes on with those of the last time.
+            come to the coordinator when they are read, or saved in a checkpoint, as
+            they are after the last round that has ended; of a worker that dies, the
+            next one goes on with those of the last time.
         outer_optimizer: A Keras optimizer, of which each model that is trained gets a
             copy. `None`: SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
 
@@ -233,9 +238,12 @@ class ParameterServerStrategy(Strategy):
             "an update by the outer optimizer."
         )
 
-    def wait_for_steps(self) -> None:
+    def wait_for_steps(self, trainer: Any = None) -> None:
+        if traces.is_tracing():
+            raise traces.no_values("a checkpoint, or what else looks at all steps.")
         for steps in list(self.unfinished.values()):
-            steps.finish()
+            if trainer is None or steps.are_of(trainer):
+                steps.finish()
         self.cluster.join()
 
     def _optimizers_of(self, model: Any) -> dict[str, Any]:

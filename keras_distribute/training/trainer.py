@@ -153,7 +153,7 @@ class StrategyTrainer(JAXTrainer):
         if strategy is None:
             compat.sync(self)
         elif state and not self._jax_state_synced:
-            strategy.wait_for_steps()
+            strategy.wait_for_steps(self)
             for group in state.values():
                 if isinstance(group, StateGroup):
                     group.synchronized()

@@ -548,6 +548,32 @@ def test_the_replica_of_a_worker(strategy, coordinator):
     np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-4, atol=1e-6)
 
 
+def test_values_that_python_looks_at_in_a_scheduled_function(
+    strategy, coordinator, tmp_path
+):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    checkpoint = kd.Checkpoint(model=model)
+    weight = model.weights[0]
+    looks = [
+        lambda: float(keras.ops.sum(weight)),
+        lambda: 1.0 if keras.ops.max(weight) > 0 else 0.0,
+        lambda: weight.numpy(),
+        lambda: model.get_weights(),
+        lambda: checkpoint.save(tmp_path / "it"),
+        lambda: model.save_weights(tmp_path / "it.weights.h5"),
+    ]
+    for look in looks:
+        with pytest.raises(kd.errors.ContextError, match="have no values") as found:
+            coordinator.schedule(look)
+        assert "Fix: in the function keras.ops" in str(found.value)
+    for look in (lambda x: int(x[0]), lambda x: x[x > 0], lambda x: [0][x[0]]):
+        with pytest.raises(kd.errors.ContextError, match="have no values"):
+            coordinator.schedule(look, (np.zeros(4, "int32"),))
+    assert coordinator.fetch(coordinator.schedule(lambda: weight.value)).shape == (2, 1)
+    checkpoint.save(tmp_path / "it")
+
+
 def test_strategy_run_belongs_into_a_scheduled_function(strategy, coordinator):
     def step(x):
         return strategy.run(lambda y: 2 * y, (x,))

@@ -111,6 +111,7 @@ def test_who_waits_for_room_in_the_queue_notices_a_server_that_is_gone(
     strategy = kd.ParameterServerStrategy(own_cluster.cluster_resolver)
     counting = Counting(strategy)
     counting.scheduled(5)[-1].fetch()
+    counting.coordinator.join()  # What runs would be put back, and there is room for 2.
     for index in range(2):
         own_cluster.kill("worker", index)
     counting.scheduled(2)

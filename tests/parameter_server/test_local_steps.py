@@ -2,6 +2,7 @@
 given the numbers of one device, with several those of DiLoCo written out by hand.
 """
 
+import contextlib
 import gc
 import signal
 import threading
@@ -212,6 +213,37 @@ def test_callbacks_set_the_learning_rate_and_assign_slots(make, local_slots):
         np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5, atol=1e-7)
 
 
+def test_the_learning_rate_of_a_batch_is_not_lost(make):
+    """A round has that of its last batch, and leaves what is assigned meanwhile."""
+    rates = [0.1, 0.02, 0.05]
+
+    def begun(scope: Any) -> keras.Model:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    outer = keras.optimizers.SGD(1.0)
+    ours = begun(make(1, local_steps=3, outer_optimizer=outer).scope())
+
+    def begin(batch: int, logs: Any) -> None:
+        ours.optimizer.learning_rate = rates[batch // 3]
+
+    each = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    ours.fit(X[:36], Y[:36], callbacks=[each], **options)
+    assert float(ours.optimizer.learning_rate) == np.float32(rates[-1])
+    theirs = begun(contextlib.nullcontext())
+    for i, rate in enumerate(rates):
+        theirs.optimizer.learning_rate = rate
+        rows = slice(12 * i, 12 * i + 12)
+        theirs.fit(X[rows], Y[rows], **options)
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_logs_of_a_step_of_the_users_own(make):
     strategy = make(local_steps=3)
     with strategy.scope():
@@ -396,6 +428,55 @@ def test_local_slots_stay_until_they_are_read(make):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_slots_that_are_read_in_a_round_are_those_before_it(make):
+    """As the weights are, whether or not the slots stay on workers."""
+    found: list[Any] = []
+    for local_slots in (False, True):
+        strategy = make(local_steps=2, local_slots=local_slots)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        seen: list[Any] = []
+
+        def look(batch: int, logs: Any, model: Any = model, seen: Any = seen) -> None:
+            seen.append(values([*model.optimizer.variables, *model.weights]))
+
+        each = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        model.fit(X, Y, callbacks=[each], **options)
+        found.append(seen)
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_round_that_is_broken_off_leaves_the_slots(make):
+    """The next one begins with the weights and the slots of the last that ended."""
+    found: list[Any] = []
+    for breaks in (False, True):
+        strategy = make(local_steps=2, local_slots=True)
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = network(OPTIMIZERS["momentum"]())
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+        model.fit(X, Y, **options)
+        if breaks:
+
+            def end(batch: int, logs: Any, strategy: Any = strategy) -> None:
+                if batch == 3:
+                    strategy.cluster.join()
+                    (steps,) = strategy.unfinished.values()
+                    steps.drop()
+                    raise RuntimeError("broken off")
+
+            ends = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+            with pytest.raises(RuntimeError, match="broken off"):
+                model.fit(X[32:], Y[32:], callbacks=[ends], **options)
+        found.append(values(slots_of(model)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("is_read", [False, True])
@@ -492,15 +573,17 @@ def test_workers_drop_the_slots_of_an_optimizer_that_is_gone(make):
     with strategy.scope():
         model = network(OPTIMIZERS["adam"]())
     model.fit(X, Y, batch_size=4, verbose=0)
-    number = strategy.cluster.slots_of(slots_of(model)).number
-    assert strategy.cluster._slots_on_worker(0, number, 0)
+    held = strategy.cluster.slots_of(slots_of(model))
+    number, last = held.number, held.round_of(0, 0)
+    assert strategy.cluster._slots_on_worker(0, number, 0, last)
     with strategy.scope():
         model.compile(OPTIMIZERS["adam"](), model.loss)
     model.fit(X, Y, batch_size=4, verbose=0)
+    del held
     gc.collect()
     model.fit(X, Y, batch_size=4, verbose=0)
     with pytest.raises(kd.errors.UnavailableError, match="no slots of group 0"):
-        strategy.cluster._slots_on_worker(0, number, 0)
+        strategy.cluster._slots_on_worker(0, number, 0, last)
 
 
 def classifier(optimizer: Any) -> keras.Model:
@@ -561,6 +644,44 @@ def test_digits_with_a_fraction_of_the_bytes(four_workers):
     assert accuracy > expected - 0.01
     single, local = bytes_of_steps
     assert local < single / 15
+
+
+@pytest.mark.parametrize("kind", ["callback", "thread"])
+def test_another_model_ends_no_round_of_this_one(make, kind):
+    strategy = make(local_steps=3)
+
+    def built() -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    found: list[Any] = []
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    for others in (False, True):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model, other = built(), built()
+
+        def train(other: Any = other) -> None:
+            other.fit(X[:16], Y[:16], **options)
+
+        def end(batch: int, logs: Any, train: Any = train) -> None:
+            if batch == 1:
+                thread = threading.Thread(target=train)
+                thread.start()
+                thread.join()
+
+        def nested(batch: int, logs: Any, train: Any = train) -> None:
+            if batch == 1:
+                train()
+
+        act = end if kind == "thread" else nested
+        each = keras.callbacks.LambdaCallback(on_train_batch_end=act)
+        model.fit(X[:32], Y[:32], callbacks=[each] if others else [], **options)
+        found.append(values(model.weights))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_fit_that_is_broken_off(make):

@@ -1,15 +1,21 @@
 """Threads that schedule, assign and wait at the same time: nothing is lost."""
 
 import threading
+import types
+from collections import deque
 
 import keras
 import numpy as np
+import pytest
 
 from keras_distribute.coordinator import ClusterCoordinator
+from keras_distribute.scheduling import queue as queues
+from keras_distribute.scheduling.cluster import Cluster
 from keras_distribute.scheduling.kept import Kept
 from keras_distribute.scheduling.queue import Closure, Queue
 from keras_distribute.scheduling.servers import Server
 from keras_distribute.scheduling.values import RemoteValue
+from keras_distribute.threads import condition
 from keras_distribute.threads.condition import Condition
 from keras_distribute.variables import Blocks
 
@@ -144,6 +150,73 @@ def test_steps_of_two_threads_count_once_each(one_worker, monkeypatch):
     coordinator.join()
     assert v.numpy() == 3.0
     assert sum(one_worker.steps_of_workers.values()) == 3
+
+
+def test_join_waits_for_what_was_scheduled_before():
+    """Not until another thread schedules nothing any more."""
+    queue = Queue(Condition())
+
+    def put() -> None:
+        result = RemoteValue(Condition(), lambda is_late: None, lambda: None)
+        queue.put(Closure(None, None, [], None, 1, [], [], result, None))
+
+    put()
+    put()
+    cluster = types.SimpleNamespace(
+        queue=queue, send_changed=put, look=lambda is_late: None, synchronize=int
+    )
+    assert not Cluster.join(cluster, timeout=0.01)
+    queue.finished(queue.take(0), None)
+    queue.finished(queue.take(0), None)
+    queue.finished(queue.take(0), None)
+    assert Cluster.join(cluster, timeout=0.01)
+    assert queue.num_pending == 1
+
+
+def test_ctrl_c_before_workers_know_of_a_function(one_worker, monkeypatch):
+    """Who waits next does so for seconds, not for ever."""
+    monkeypatch.setattr(condition, "_SECONDS_TO_LOOK", 0.1)
+    coordinator, queue = ClusterCoordinator(one_worker), one_worker.cluster.queue
+    coordinator.schedule(lambda: 1.0).fetch()
+
+    def interrupted(is_urgent: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "wake_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.schedule(lambda: 2.0)
+    assert queue.num_pending == 1
+    assert one_worker.cluster.join(timeout=20.0)
+
+
+def test_ctrl_c_on_the_way_into_the_queue():
+    queue = Queue(Condition())
+
+    class Interrupted(deque):
+        def append(self, each):
+            raise KeyboardInterrupt
+
+    queue._waiting = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        queue.put(Closure(None, None, [], None, 1, [], [], None, None))
+    assert queue.done_below > queue.last
+
+
+def test_ctrl_c_while_workers_let_go(monkeypatch):
+    monkeypatch.setattr(queues, "_SECONDS_TO_END", 0.0)
+    queue = Queue(Condition())
+    queue.put(Closure(None, None, [], None, 1, [], [], None, None))
+    queue.take(0)
+    queue.failed(ValueError("first"))
+
+    def interrupted(is_urgent: bool) -> None:
+        raise KeyboardInterrupt
+
+    queue.on_work(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.check()
+    assert not queue.gives_up
 
 
 def test_an_error_is_raised_in_one_of_the_threads_that_wait():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +53,18 @@ def step_on_workers(strategy: Any, trainer: Any, kind: str) -> ScheduledStep:
 
 
 class _Round(NamedTuple):
-    """A round that is under way: of each group how many steps, and their result."""
+    """A round that is under way.
+
+    Attributes:
+        steps: Of each group how many.
+        rest: What all began with of the optimizer's variables that are the model's.
+        held: The slots, if they stay on workers.
+        results: Of each group.
+    """
 
     steps: list[int]
+    rest: list[Any]
+    held: Held | None
     results: list[RemoteValue]
 
 
@@ -74,16 +84,19 @@ class LocalRounds(ScheduledStep):
         self._outer: Any = None
         self._own_logs: dict[str, Any] = {}
         self._has_ended = False
+        self._lock = threading.RLock()  # Another thread may save a checkpoint.
 
     def __call__(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Takes a batch; a round begins when each group has all of its own."""
         self._note(state)
-        self._strategy.unfinished[id(self)] = self
         is_of_worker = isinstance(data, PerWorkerIterator)
-        self._waiting.append(data if is_of_worker else jax.tree.map(np.asarray, data))
+        batch = data if is_of_worker else jax.tree.map(np.asarray, data)
         groups = len(self._strategy.cluster.workers)
-        if len(self._waiting) == groups * self._strategy.local_steps:
-            self._begin()
+        with self._lock:
+            self._strategy.unfinished[id(self)] = self
+            self._waiting.append(batch)
+            if len(self._waiting) == groups * self._strategy.local_steps:
+                self._begin()
         return self._logs(), state
 
     def several(self, state: Any, data: Sequence[Any], size: int) -> tuple[Any, Any]:
@@ -102,12 +115,17 @@ class LocalRounds(ScheduledStep):
     def _begin_metrics(self) -> None:
         self._has_ended = False
 
+    def are_of(self, trainer: Any) -> bool:
+        """Whether they are those of a model."""
+        return trainer is self._trainer
+
     def finish(self) -> None:
         """Trains on the batches that are left, and waits for the end of that round."""
-        self._strategy.unfinished.pop(id(self), None)
-        if self._waiting:
-            self._begin()
-        self._end()
+        with self._lock:
+            self._strategy.unfinished.pop(id(self), None)
+            if self._waiting:
+                self._begin()
+            self._end()
 
     def drop(self) -> None:
         """Forgets the batches that are left, and the round that is under way."""
@@ -123,8 +141,10 @@ class LocalRounds(ScheduledStep):
         own = rounds.blocks(batches, strategy.local_steps)
         results: list[RemoteValue] = []
         held = self._held()
+        number = 0 if held is None else held.begin()
+        rest = [np.asarray(variable.value) for variable in self._variables(False)]
         for group, block in enumerate(own):
-            slots, rest = self._slots_of(group)
+            slots = self._slots_of(group)
             iterators: list[PerWorkerIterator] = []
             if isinstance(block[0], PerWorkerIterator):
                 iterators = block[:1]
@@ -139,7 +159,9 @@ class LocalRounds(ScheduledStep):
             program = cluster.program(self._steps, call, axes)
             if program.ordered:
                 self._check_order(program.ordered)
-            stay = None if held is None else HeldGroup(held, group, len(slots))
+            stay = None
+            if held is not None:
+                stay = HeldGroup(held, group, number, len(slots))
             results.append(
                 cluster.schedule(
                     program,
@@ -150,7 +172,7 @@ class LocalRounds(ScheduledStep):
                     slots=stay,
                 )
             )
-        self._round = _Round(list(map(len, own)), results)
+        self._round = _Round(list(map(len, own)), rest, held, results)
 
     def _end(self) -> None:
         """Waits for the round that is under way, and lets the servers make its
@@ -158,20 +180,23 @@ class LocalRounds(ScheduledStep):
         """
         if self._round is None:
             return
-        (steps, results), self._round = self._round, None
+        (steps, rest, held, results), self._round = self._round, None
         cluster, strategy = self._strategy.cluster, self._strategy
         cluster.join()
         self._has_ended = True
         # Not by `fetch`, which would copy the weights of each.
         fetched = [jax.tree.map(_as_numpy, result.get()) for result in results]
         found = [of_group for _, of_group in fetched]
-        if not strategy.local_slots:
+        if held is not None:
+            held.end()
+        elif not strategy.local_slots:
             self._keep_slots([slots for slots, _ in fetched])
-        # The first group has made the most steps.
-        for variable, value in zip(
-            self._variables(False), found[0]["rest"], strict=True
+        # The first group has made the most steps. What they leave as it was, such as
+        # the learning rate, a callback may have assigned meanwhile.
+        for variable, before, value in zip(
+            self._variables(False), rest, found[0]["rest"], strict=True
         ):
-            if not np.array_equal(np.asarray(variable.value), value):
+            if not np.array_equal(before, value):
                 variable.assign(value)
         # Not as each group ends: the order would depend on chance.
         variables = _layers_and_metrics(self._trainer)
@@ -208,13 +233,12 @@ class LocalRounds(ScheduledStep):
             return None
         return self._strategy.cluster.slots_of(slots)
 
-    def _slots_of(self, group: int) -> tuple[list[Any], list[Any]]:
-        """The optimizer's variables of a group: slots are its own, all else (the count
-        of steps, the learning rate) is the model's.
+    def _slots_of(self, group: int) -> list[Any]:
+        """The optimizer's variables that are a group's own; all else (the count of
+        steps, the learning rate) is the model's.
         """
         slots = self._strategy.cluster.slots
-        own = [slots.value_of(variable, group) for variable in self._variables(True)]
-        return own, [np.asarray(v.value) for v in self._variables(False)]
+        return [slots.value_of(variable, group) for variable in self._variables(True)]
 
     def _keep_slots(self, found: Sequence[Sequence[Any]]) -> None:
         """Takes those of each group."""
