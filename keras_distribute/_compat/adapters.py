@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras import tree
@@ -38,6 +37,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
     TorchDataLoaderAdapter,
 )
 
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute._compat.seams import Replacements, check
 
 __all__ = [
@@ -90,9 +90,7 @@ def sliceable_arrays(structure: Any) -> Any:
 
 def _sliceable_array(array: Any) -> Any:
     # Keys of random numbers, which Keras would make NumPy's.
-    if isinstance(array, jax.Array) and jnp.issubdtype(
-        array.dtype, jax.dtypes.prng_key
-    ):
+    if is_key(array):
         return array_slicing.Sliceable(array)
     return array_slicing.convert_to_sliceable(array, target_backend="jax")
 

@@ -49,12 +49,23 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.dtypes
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import parallel
 
 from keras_distribute._compat.seams import check
+
+
+def is_key(value: Any) -> bool:
+    """Whether it is an array of JAX's keys of random numbers, which NumPy does not
+    know.
+    """
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
 
 
 def backends_are_initialized() -> bool:

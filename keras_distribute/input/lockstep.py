@@ -19,12 +19,13 @@ import jax
 import numpy as np
 
 from keras_distribute._compat import adapters as compat
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.cluster import agreement, processes
 from keras_distribute.errors import InputError
 from keras_distribute.input.shares import Layout, RoundLayout, SplitLayout
 from keras_distribute.input.source import Batch, Reader
 from keras_distribute.input.splitting import piece_sizes
-from keras_distribute.values.arrays import is_key, on_host
+from keras_distribute.values.arrays import on_host
 
 # Shape and dtype of an array, and those of all arrays of a replica's piece.
 Spec = tuple[tuple[int, ...], str]

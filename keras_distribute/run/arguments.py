@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute._compat import variables as compat
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices.mesh import ReplicaMesh
 from keras_distribute.errors import (
     ContextError,
@@ -26,7 +27,7 @@ from keras_distribute.errors import (
     ValueStructureError,
 )
 from keras_distribute.values import structures
-from keras_distribute.values.arrays import fitting, is_array, is_key
+from keras_distribute.values.arrays import fitting, is_array
 from keras_distribute.values.per_replica import Mirrored, PerReplica
 
 Shape = tuple[int, ...]

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from keras_distribute import checks
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices.axes import REPLICA_AXIS
 from keras_distribute.errors import StructureTypeError, ValueStructureError
 
@@ -27,15 +28,6 @@ def is_array(value: Any) -> bool:
         return (kind in "biufc" and char not in "gG") or value.dtype.isbuiltin == 2
     return isinstance(value, jax.Array | int | float | complex) and not isinstance(
         value, bool
-    )
-
-
-def is_key(value: Any) -> bool:
-    """Whether it is an array of JAX's keys of random numbers, which NumPy does not
-    know.
-    """
-    return isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.extended
     )
 
 
