@@ -218,10 +218,10 @@ def part_of(
     eqns: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
-            eqns.insert(0, eqn)
+            eqns.append(eqn)
             needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
     alone = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, list(outputs), eqns, debug_info=ORIGIN
+        jaxpr.constvars, jaxpr.invars, list(outputs), eqns[::-1], debug_info=ORIGIN
     )
     taken = [i for i, v in enumerate(jaxpr.invars) if v in needed]
     return core.ClosedJaxpr(alone, program.consts), taken
