@@ -48,6 +48,22 @@ _STATE, _SYNCED = "_keras_distribute_jax_state", "_keras_distribute_synced"
 _CLAIM = "_keras_distribute_claim"  # Which thread trains the model, in which method.
 
 
+def _of_each_call(name: str, outside: str, first: Any) -> Any:
+    """An attribute that each call has its own of, by this name: several threads may
+    predict with one model. Outside of calls it is the model's, `outside`.
+    """
+
+    def get(self: Any) -> Any:
+        call = calls.of(self)
+        return vars(self).get(outside, first) if call is None else getattr(call, name)
+
+    def put(self: Any, value: Any) -> None:
+        call = calls.of(self)
+        vars(call or self)[name if call else outside] = value
+
+    return property(get, put)
+
+
 class StrategyTrainer(JAXTrainer):
     """The trainer of every `keras.Model`: on all replicas where a strategy is
     in force.
@@ -164,32 +180,8 @@ class StrategyTrainer(JAXTrainer):
 
     state_sync = jax_state_sync  # Keras 3.16 calls it so.
 
-    # Each call has its own: several threads may predict with one model.
-    @property
-    def _jax_state(self) -> Any:
-        call = calls.of(self)
-        return self.__dict__.get(_STATE) if call is None else call.state
-
-    @_jax_state.setter
-    def _jax_state(self, state: Any) -> None:
-        call = calls.of(self)
-        if call is None:
-            self.__dict__[_STATE] = state
-        else:
-            call.state = state
-
-    @property
-    def _jax_state_synced(self) -> bool:
-        call = calls.of(self)
-        return self.__dict__.get(_SYNCED, True) if call is None else call.synced
-
-    @_jax_state_synced.setter
-    def _jax_state_synced(self, synced: bool) -> None:
-        call = calls.of(self)
-        if call is None:
-            self.__dict__[_SYNCED] = synced
-        else:
-            call.synced = synced
+    _jax_state = _of_each_call("state", _STATE, None)
+    _jax_state_synced = _of_each_call("synced", _SYNCED, True)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, StrategyEpochIterator) and data_batch is None:

@@ -9,6 +9,7 @@ as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -29,7 +30,8 @@ Place = tuple[int, int]
 State = tuple[Any, ...]  # Groups of arrays, each a list.
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class Packed:
     """A state on its way to the next step.
 
@@ -38,15 +40,8 @@ class Packed:
         single: The groups of the state, with `None` in the places of packed arrays.
     """
 
-    def __init__(self, buffers: list[Any], single: State) -> None:
-        self.buffers, self.single = buffers, single
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        return (self.buffers, self.single), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, ...]) -> Packed:
-        return cls(*children)
+    buffers: list[Any]
+    single: State
 
 
 class Packing:
