@@ -212,9 +212,7 @@ def without_gathering() -> contextlib.AbstractContextManager[Any]:
 
 
 def gradients_taker() -> Callable[..., None] | None:
-    """What is called with an optimizer, gradients and variables, in place of the
-    optimizer's `apply`.
-    """
+    """What is called with optimizer, gradients and variables, in place of `apply`."""
     for entry in reversed(in_force.thread.frames):
         if entry.updates:
             return None
@@ -261,9 +259,7 @@ def ragged_trace() -> Any:
 
 @contextlib.contextmanager
 def entered(new: Frame) -> Generator[Frame]:
-    """Makes `new` the innermost frame for a `with` block; removed again whatever
-    happens inside.
-    """
+    """Makes `new` the innermost frame for a `with` block, whatever happens inside."""
     in_force.thread.frames.append(new)
     depth = len(in_force.thread.frames)
     try:

@@ -65,9 +65,7 @@ Around = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 
 def install(replaced: Replacements, around: Around) -> None:
-    """Puts `around(original, x, arguments)` around the choice of an adapter for the `x`
-    of `fit`.
-    """
+    """Puts `around(original, x, arguments)` around `fit`'s choice of an adapter."""
     original = data_adapters.get_data_adapter
 
     def get_data_adapter(x: Any, **arguments: Any) -> DataAdapter:
@@ -82,9 +80,7 @@ def adapter_of(x: Any, y: Any = None, sample_weight: Any = None) -> DataAdapter:
 
 
 def sliceable_arrays(structure: Any) -> Any:
-    """The arrays of a structure (NumPy, pandas, TensorFlow, JAX, SciPy sparse), to give
-    to `take`.
-    """
+    """The arrays of a structure, of whichever library, to give to `take`."""
     return tree.map_structure(_sliceable_array, structure)
 
 
@@ -107,9 +103,7 @@ def take(sliceables: Any, indices: Any) -> Any:
 
 
 def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
-    """The sliceable arrays of an adapter, their rows, the batch size, and how they are
-    shuffled.
-    """
+    """The sliceable arrays of an adapter, their rows, batch size, and shuffling."""
     return (
         sliceable_arrays(adapter._inputs),
         adapter._num_samples,
@@ -119,9 +113,7 @@ def arrays_of(adapter: Any) -> tuple[Any, int, int, bool | str]:
 
 
 def epoch_of(adapter: Any) -> int | None:
-    """The epoch by which an adapter shuffles next, or `None`: from the
-    global streams.
-    """
+    """The epoch by which an adapter shuffles next; `None`: from the global streams."""
     return getattr(_counting(adapter), "_epoch", None)
 
 
@@ -179,9 +171,7 @@ def torch_loader_of(adapter: Any) -> Any:
 
 
 def py_dataset_of(adapter: Any) -> tuple[Any, Any, bool]:
-    """The `PyDataset` of an adapter, its class weights, and whether its batches are
-    shuffled.
-    """
+    """The `PyDataset` of an adapter, its class weights, and whether it is shuffled."""
     return adapter.py_dataset, adapter.class_weight, bool(adapter.shuffle)
 
 
@@ -231,9 +221,7 @@ def generator_batches(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def generator_of(adapter: Any) -> tuple[list[Any], Callable[[], Iterator[Any]]]:
-    """The batches that Keras has looked at, and a function that gives an iterator over
-    those and the rest.
-    """
+    """The batches that Keras has looked at, and what iterates over all of them."""
     return adapter._first_batches, adapter.get_jax_iterator
 
 

@@ -53,15 +53,11 @@ class Follower(Protocol):
         ...
 
     def step_ended(self, steps: int) -> None:
-        """Called when `steps` of the epoch are done, and `fit` asks for the
-        next one.
-        """
+        """Called when `steps` of the epoch are done, and `fit` asks for the next."""
         ...
 
     def test_step_ended(self) -> None:
-        """Called likewise within an `evaluate` or `predict` that was called in the
-        `fit`.
-        """
+        """Called likewise within an `evaluate` or `predict` called in the `fit`."""
         ...
 
     def train_function(
@@ -183,9 +179,7 @@ def kind_of_data(epochs: Any) -> str:
 
 
 def _is_open(epochs: Any, last: Pass) -> bool:
-    """Whether the next epoch goes on in the same pass, as it does with
-    `steps_per_epoch`.
-    """
+    """Whether the next epoch goes on in the same pass, as with `steps_per_epoch`."""
     return epochs.steps_per_epoch is not None and epochs._current_iterator is last
 
 

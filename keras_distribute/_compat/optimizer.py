@@ -135,9 +135,7 @@ def accumulation(optimizer: Any) -> tuple[int, Any, list[Any]] | None:
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
-    """The position of a model variable among those that the optimizer was
-    built with.
-    """
+    """The position of a model variable among those the optimizer was built with."""
     return optimizer._get_variable_index(variable)
 
 
@@ -322,9 +320,7 @@ def leaves_zero_gradients(optimizer: Any, weight: Any) -> bool:
 def given_gradients(
     optimizer: Any, grads: list[Any], weights: list[Any]
 ) -> list[tuple[Any, Any]]:
-    """The gradients that are there, each with its weight; raises, or warns, where Keras
-    does.
-    """
+    """The gradients that are there, with their weights; raises or warns as Keras."""
     found = optimizer._filter_empty_gradients(grads, weights)
     return list(zip(*found, strict=True))
 

@@ -75,9 +75,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """Shape, type and checksum of one array; for a table in blocks the file that it
-    has.
-    """
+    """Shape, type and checksum of one array; for a table in blocks also its file."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -218,9 +218,7 @@ class _AgreedReader(Reader):
                 raise self._layout.different("data", _seen_in_words(each))
 
     def _announced(self, batch: Batch | None) -> Batch | None:
-        """The batch with the specs of all processes; `None` where no process has one
-        left.
-        """
+        """The batch with the specs of all processes; `None` where none has one."""
         assert self._channel is not None
         announced = self._channel.exchange(self._layout.announce(batch))
         first = next((each for each in announced if each is not None), None)

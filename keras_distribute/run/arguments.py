@@ -63,9 +63,7 @@ def _by_value(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The true shape of each array on some replicas, `None` where it is the array's
-    own.
-    """
+    """The true shape of each array on some replicas; `None`: the array's own."""
 
     shapes: tuple[Shape | None, ...]
     replicas: tuple[int, ...]
@@ -76,9 +74,7 @@ class Variant:
         return any(shape is not None and 0 in shape for shape in self.shapes)
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of one of these replicas at their true shapes; inside
-        a program.
-        """
+        """These replicas' arrays at their true shapes; inside a program."""
         return [
             array
             if shape in (None, array.shape)

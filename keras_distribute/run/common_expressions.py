@@ -257,16 +257,12 @@ def _body(equation: Any) -> Any:
 
 
 def _joins(equation: Any) -> bool:
-    """Whether it joins values of different sizes: one operation over the replicas,
-    which knows all sizes.
-    """
+    """Whether it joins values of different sizes, in one operation that knows all."""
     return equation.params.get("name") == reductions.JOINING
 
 
 def _opened(equation: Any) -> Any:
-    """The body of a call, whose equations are as good in the place of the call; `None`
-    for other equations.
-    """
+    """A call's body, whose equations may stand in its place; `None` for others."""
     name = equation.primitive.name
     if _joins(equation):
         return None

@@ -254,9 +254,7 @@ class _Replay:
     def _computed(
         self, number: int, step: int, worker: int, pulled: Sequence[Sequence[int]]
     ) -> tuple[Sequence[Any], list[rows.Found]]:
-        """What one step of a function made of what it had pulled, and the rows that it
-        looked up.
-        """
+        """What one step of a function made of what it had pulled, and its rows."""
         closure = self._closures[number]
         if closure.program.elements:
             raise ContextError(

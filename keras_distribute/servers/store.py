@@ -218,9 +218,7 @@ class Store(Task):
         return self._state(), [self._values.sent(header["key"], rows)]
 
     def _set_rows(self, header: Header, arrays: list[Array]) -> Answer:
-        """Rows of a table that is told in blocks, from the first one on: there is never
-        a second table.
-        """
+        """Rows of a table told in blocks, in order: there is never a second table."""
         key, first = header["key"], header["first"]
         if not first:
             self._values.pop(key, None)
@@ -292,9 +290,7 @@ class Store(Task):
         return {"version": self.version, "writes": self._writes}
 
     def _keep_log(self, header: Header, arrays: list[Array]) -> Answer:
-        """Begins to keep a log, or ends that: then the answer has it, as often as it is
-        asked for.
-        """
+        """Begins to keep a log, or ends that, with the log, as often as it is asked."""
         del arrays
         self._is_logged = header["keep"]
         if self._is_logged:

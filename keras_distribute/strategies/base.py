@@ -596,16 +596,12 @@ class Strategy(DeprecatedMethods):
         return None
 
     def _assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
-        """Gives each group of local steps its own value again; returns whether there
-        are as many groups.
-        """
+        """Gives groups of local steps their values again; whether there are as many."""
         del variable, values
         return False
 
     def _blocks_of(self, variable: Any) -> Blocks | None:
-        """The rows of a variable that may be too large for this process; `None` for one
-        that is here.
-        """
+        """The rows of a variable too large for this process; `None` for one here."""
         del variable
         return None
 

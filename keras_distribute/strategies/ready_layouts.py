@@ -163,9 +163,7 @@ def _made(model_or_builder: Any) -> Any:
 
 
 def _wishes(model: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """For the weights of layers that are known: the dimensions that may be divided, the
-    best first.
-    """
+    """For known layers' weights: the dimensions that may be divided, the best first."""
     for layer in shapes_alone.layers_of(model):
         own = {v.name: v for v in layer.weights}
         if isinstance(layer, layers.Embedding):

@@ -40,9 +40,7 @@ _FONT = (
 
 
 class _Box(NamedTuple):
-    """A frame that is filled from `start` on by a `part` of its width, both from 0 to
-    1.
-    """
+    """A frame filled from `start` by a `part` of its width, both from 0 to 1."""
 
     words: str
     color: str

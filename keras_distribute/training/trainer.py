@@ -65,9 +65,7 @@ def _of_each_call(name: str, outside: str, first: Any) -> Any:
 
 
 class StrategyTrainer(JAXTrainer):
-    """The trainer of every `keras.Model`: on all replicas where a strategy is
-    in force.
-    """
+    """The trainer of every `keras.Model`: on all replicas, if there is a strategy."""
 
     def __init__(self) -> None:
         adoption.adopt(self)
@@ -107,9 +105,7 @@ class StrategyTrainer(JAXTrainer):
         return _made(self, "predict", force, super().make_predict_function)
 
     def _describe_training_step(self) -> str | None:
-        """How a step of `fit` is made, and why; `None` before `compile`, and without a
-        strategy.
-        """
+        """How a step is made, and why; `None` before `compile` and without strategy."""
         strategy: Any = adoption.strategy_of(self)
         if strategy is None or not self.compiled:
             return None
@@ -142,9 +138,7 @@ class StrategyTrainer(JAXTrainer):
         metrics_variables: bool = False,
         purge_model_variables: bool = False,
     ) -> tuple[Any, ...]:
-        """What Keras hands to a step: the values, which stay with whoever
-        holds them.
-        """
+        """What Keras hands to a step: the values, which stay with their holders."""
         wanted = {
             "trainable_variables": trainable_variables,
             "non_trainable_variables": non_trainable_variables,
@@ -162,9 +156,7 @@ class StrategyTrainer(JAXTrainer):
         return tuple(StateGroup(list(group)) for group in groups)
 
     def jax_state_sync(self) -> None:
-        """Gives the variables the values of a step that is not ours; the others have
-        them.
-        """
+        """Gives the variables the values of a step not ours; others have them."""
         state, strategy = self._jax_state, adoption.strategy_of(self)
         if strategy is None:
             compat.sync(self)
@@ -367,9 +359,7 @@ def _joining(step: Any, size: int) -> Callable[..., Any]:
 
 
 def _next_of(iterator: Iterator[Any], size: int) -> Iterator[Any]:
-    """The next `size` batches, or those that are left; `StopIteration` where
-    none is.
-    """
+    """The next `size` batches, or those that are left; `StopIteration` for none."""
     batches = [next(iterator)]
     with contextlib.suppress(StopIteration):
         while len(batches) < size:

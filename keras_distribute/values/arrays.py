@@ -48,9 +48,7 @@ def check_adds(value: Any) -> None:
 
 
 def form_of(component: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape of a component, and the dtype that it has as JAX's array; `None` for
-    what is no array.
-    """
+    """A component's shape, and its dtype in JAX; `None` for what is no array."""
     if not is_array(component):
         return None
     if isinstance(component, jax.Array):
@@ -109,9 +107,7 @@ def summed(values: Sequence[Any]) -> list[jax.Array]:
 
 
 def fitting(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in the byte order of this machine; its integers must survive JAX's 32
-    or 64 bits.
-    """
+    """The array in this machine's byte order; its integers must survive JAX's."""
     kind, x64 = array.dtype.kind, is_x64()
     # "O": Python's own, of more than 64 bits.
     if kind == "O" or (kind in "iu" and array.dtype.itemsize == 8 and not x64):

@@ -50,9 +50,7 @@ def reduce_locals(
 
 
 def reduce_alone(reduce_op: ReduceOp, value: Any) -> jax.Array:
-    """What `reduce_locals` makes of a value where there is one replica and no
-    program.
-    """
+    """What `reduce_locals` makes of a value of one replica, without a program."""
     value = jnp.asarray(value)
     kept = jnp.issubdtype(value.dtype, jnp.floating)
     return value if kept else widened(reduce_op, value)
@@ -78,9 +76,7 @@ def sum_gradients(
 
 
 def all_gather_locals(values: Sequence[Any], axis: int) -> list[jax.Array]:
-    """The replicas' values joined along `axis`, inside a program; their sizes may
-    differ.
-    """
+    """The replicas' values, of any sizes, joined along `axis`; inside a program."""
     values = [jnp.asarray(value) for value in values]
     axes = [check_axis(axis, value.ndim) for value in values]
     trace = context.ragged_trace()
@@ -186,9 +182,7 @@ def reduce_values(
 
 
 def gather_values(value: PerReplica, axis: int) -> jax.Array:
-    """`Strategy.gather` of a `PerReplica`: the components joined along `axis`, on every
-    replica.
-    """
+    """`Strategy.gather` of a `PerReplica`: joined along `axis`, on every replica."""
     if value.local is not None:
         return all_gather_locals([value.local], axis)[0]
     array = value.padded if value.stacked is None else value.stacked
@@ -253,9 +247,7 @@ def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
 def _reduce_padded_local(
     reduce_op: ReduceOp, shapes: Shapes, axes: tuple[int, ...], value: jax.Array
 ) -> jax.Array:
-    """`reduce_along_axes_local` of a component that is filled up: only its true
-    elements count.
-    """
+    """`reduce_along_axes_local` of a padded component: its true elements count."""
     own = jnp.asarray(np.asarray(shapes, "int32"))[lax.axis_index(REPLICA_AXIS)]
     true = functools.reduce(
         jnp.logical_and,
@@ -272,9 +264,7 @@ def _reduce_padded_local(
 def _reduce_unlike(
     reduce_op: ReduceOp, components: Sequence[Any], axes: tuple[int, ...]
 ) -> jax.Array:
-    """Of components that differ in rank or dtype, on the host; all are
-    this process's.
-    """
+    """Of components of several ranks or dtypes, on the host; all this process's."""
     parts = [on_host(part) for part in checked_arrays(components, "reduced")]
     for part in parts:
         check_adds(part)
@@ -302,9 +292,7 @@ def _check_reducible(
 
 
 def _check_joinable(of_all: Sequence[tuple[Form, ...]], axes: Sequence[int]) -> None:
-    """Raises unless all replicas gather as many values, which differ in size along the
-    axis alone.
-    """
+    """Raises unless replicas gather values that differ along the axis alone."""
     if len({len(forms) for forms in of_all}) > 1:
         raise ValueStructureError(
             "The replicas gather structures of different numbers of values.",

@@ -111,9 +111,7 @@ class Holder:
         del place
 
     def across(self, place: Place, variable: Any) -> Any:
-        """What the variable reads across replicas, if that is in the state; else
-        `None`.
-        """
+        """What the variable reads across replicas, if the state has it, or `None`."""
         del place, variable
         return None
 
@@ -165,15 +163,11 @@ class Holder:
         return f"a variable of shape {array.shape}"
 
     def _with(self, changed: dict[Place, Any]) -> Any:
-        """The state with the values of these variables, which are all at the first
-        call.
-        """
+        """The state with the values of these variables: all, at the first call."""
         raise NotImplementedError
 
     def _array(self, place: Place, variable: Any) -> Any:
-        """The array at a place as the variable stores it; `None` if it cannot
-        be had.
-        """
+        """The array at a place as the variable stores it; `None` without one."""
         raise NotImplementedError
 
 

@@ -159,9 +159,7 @@ def _ignored(mixed: MixedRows | None) -> None:
 
 
 def _step_of(trainer: Any, kind: str) -> Step:
-    """Keras's step, or the user's own, from the state and a batch to logs and the new
-    state.
-    """
+    """Keras's step, or the user's: from state and batch to logs and new state."""
     if kind != "predict":
         return getattr(trainer, f"{kind}_step")
 

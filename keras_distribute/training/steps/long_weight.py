@@ -201,9 +201,7 @@ class FlatStep:
 
 
 def _slots_match(order: list[int], weights: list[Any], slots: list[Any]) -> bool:
-    """Whether the optimizer's variables are what `order` says, each slot like its
-    weight.
-    """
+    """Whether the optimizer's variables are as `order` says, slots like weights."""
     ones, own = compat_optimizer.slot_places(order, len(weights))
     if len(ones) + sum(map(len, own)) != len(slots):
         return False

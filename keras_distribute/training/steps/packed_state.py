@@ -136,9 +136,7 @@ class Packing:
         return Packed(self._join(arrays), self.without_packed(state))
 
     def form_packed(self, state: State) -> Packed:
-        """`pack_now` of shapes alone, each a `jax.ShapeDtypeStruct` with
-        its sharding.
-        """
+        """`pack_now` of shapes alone: `jax.ShapeDtypeStruct`s with shardings."""
         buffers = jax.eval_shape(
             lambda groups: self.pack(groups).buffers, form_of(state)
         )
@@ -175,9 +173,7 @@ class Packing:
         return buffer_slices.taken_apart(value, shapes, by_calls=self._on_cpu)
 
     def parts_of_buffers(self) -> list[list[tuple[Place, int, int]]]:
-        """Of each buffer the places of its arrays, the element at which each begins,
-        and how many it has.
-        """
+        """Of each buffer its arrays' places, first elements and sizes."""
         found: list[list[tuple[Place, int, int]]] = []
         for places in self.buffers:
             sizes = [math.prod(self._shape(place).shape) for place in places]

@@ -98,9 +98,7 @@ class StepPrograms:
         self._structure = jax.tree.structure(state)
 
     def executable(self, placed: batches.Placed, size: int = 1) -> Executable:
-        """The compiled program for a batch of this form, or for `size` of them
-        at once.
-        """
+        """The program for a batch of this form, or for `size` of them at once."""
         key = (size, form_of_batch(placed))
         if key not in self._executables:
             with launches.tracing:  # Another thread may have made it meanwhile.
@@ -121,9 +119,7 @@ class StepPrograms:
         return made
 
     def compiler_options(self, placed: batches.Placed) -> dict[str, Any] | None:
-        """How the program for a batch of this form is compiled, where not as XLA
-        likes.
-        """
+        """How a program for this form is compiled, where not as XLA likes."""
         _, shards = placed.spread
         placement = self._strategy.placement
         if self._is_local() and shards == self._mesh.num_replicas:
@@ -236,9 +232,7 @@ class StepPrograms:
         return self._jitted(placed, size) if any(faults) else made
 
     def _jitted(self, placed: batches.Placed, size: int) -> tuple[Any, dict[str, Any]]:
-        """The program for a form of batch, and where its trace leaves the logs'
-        structure.
-        """
+        """The program for a form of batch, and where its trace leaves the logs."""
         faults = self._faults.get(form_of_batch(placed), _Faults())
         function = self._on_true_rows(self._step, placed, faults.is_whole)
         if faults.rewritings:
@@ -309,9 +303,7 @@ class StepPrograms:
         return global_steps
 
     def _outputs(self, placed: batches.Placed) -> Any:
-        """Where logs and predictions are: as XLA likes, unless that could not
-        be read.
-        """
+        """Where logs and predictions are: as XLA likes, unless that is unreadable."""
         # An uneven split cannot leave a program; of what is split over processes, no
         # one of them could read all.
         is_free = _is_even(placed) and self._mesh.num_processes == 1
