@@ -404,6 +404,20 @@ parameter_servers = {
     "communication_dtype": lambda v: v is None,
     "outer_optimizer": lambda v: v is None,  # There are no local steps.
 }
+reduced_pairs = {
+    "reduce_op": reduction,
+    "value_destination_pairs": lambda v: None if isinstance(v, list | tuple) else False,
+    "options": communication,
+}
+synchronous = {
+    "shard_optimizer_state": flag,
+    "communication_dtype": lambda v: v is None,
+    "deterministic": flag,
+    "num_replicas": lambda v: v is None,
+    "shard_variables": flag,
+    "min_shard_bytes": integer(1),
+    "layout_map": lambda v: v is None or (None if isinstance(v, dict) else False),
+}
 A_TASK = {"job_name": "ps", "task_index": 0, "start": False}
 
 TARGETS: dict[str, Target] = {
@@ -470,14 +484,7 @@ TARGETS: dict[str, Target] = {
         force=flag,
     ),
     "CrossDeviceOps.batch_reduce": method(
-        kd.NcclAllReduce,
-        "batch_reduce",
-        lambda: PAIRS,
-        reduce_op=reduction,
-        value_destination_pairs=lambda v: (
-            None if isinstance(v, list | tuple) else False
-        ),
-        options=communication,
+        kd.NcclAllReduce, "batch_reduce", lambda: PAIRS, **reduced_pairs
     ),
     "CrossDeviceOps.broadcast": method(
         kd.NcclAllReduce,
@@ -539,27 +546,15 @@ TARGETS: dict[str, Target] = {
         lambda: {"devices": ["cpu:0"]},
         devices=lambda v: v is None,
         cross_device_ops=of(kd.CrossDeviceOps, none=True),
-        shard_optimizer_state=flag,
-        communication_dtype=lambda v: v is None,
-        deterministic=flag,
-        num_replicas=lambda v: v is None,
-        shard_variables=flag,
-        min_shard_bytes=integer(1),
         num_logical_devices=lambda v: integer(1)(v) and int(v) == 1,
-        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+        **synchronous,
     ),
     "MultiWorkerMirroredStrategy": made(
         kd.MultiWorkerMirroredStrategy,
         cluster_resolver=of(cr.ClusterResolver, none=True),
         communication_options=communication,
-        shard_optimizer_state=flag,
-        communication_dtype=lambda v: v is None,
-        deterministic=flag,
-        num_replicas=lambda v: v is None,
-        shard_variables=flag,
-        min_shard_bytes=integer(1),
         num_logical_devices=lambda v: integer(1)(v) and 8 % int(v) == 0,
-        layout_map=lambda v: v is None or (None if isinstance(v, dict) else False),
+        **synchronous,
     ),
     "OneDeviceStrategy": made(kd.OneDeviceStrategy, device=lambda v: False),
     "ParameterServerStrategy": made(kd.ParameterServerStrategy, **parameter_servers),
@@ -703,14 +698,7 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "StrategyExtended.batch_reduce_to": method(
-        lambda: strategy().extended,
-        "batch_reduce_to",
-        lambda: PAIRS,
-        reduce_op=reduction,
-        value_destination_pairs=lambda v: (
-            None if isinstance(v, list | tuple) else False
-        ),
-        options=communication,
+        lambda: strategy().extended, "batch_reduce_to", lambda: PAIRS, **reduced_pairs
     ),
     "StrategyExtended.reduce_to": method(
         lambda: strategy().extended,
