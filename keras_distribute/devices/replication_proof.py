@@ -79,14 +79,13 @@ def equal_results(eqn: Any, inputs: list[bool]) -> list[bool]:
         return _while(params, inputs)
     if name == "scan":
         return _scan(eqn, inputs)
-    if not any(_holds_jaxpr(value) for value in params.values()) and _differs_by_itself(
-        eqn
-    ):
+    has_body = any(map(_holds_jaxpr, params.values()))
+    if not has_body and _differs_by_itself(eqn):
         return [False] * count
     inner = _called(params, len(inputs), count)
     if inner is not None:
         return _outputs(inner, inputs)
-    if any(_holds_jaxpr(value) for value in params.values()):
+    if has_body:
         # An operation with a body that this analysis does not know: equal inputs still
         # give equal outputs, unless something in the body differs by itself.
         return [all(inputs) and not _holds_difference(eqn)] * count
@@ -117,11 +116,8 @@ def _while(params: Any, inputs: list[bool]) -> list[bool]:
 def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
     body = eqn.params["jaxpr"].jaxpr
     consts_n, carry_n = jaxprs.scan_counts(eqn)
-    consts, carry, xs = (
-        inputs[:consts_n],
-        inputs[consts_n : consts_n + carry_n],
-        inputs[consts_n + carry_n :],
-    )
+    consts, carry = inputs[:consts_n], inputs[consts_n : consts_n + carry_n]
+    xs = inputs[consts_n + carry_n :]
     while True:
         outputs = _outputs(body, [*consts, *carry, *xs])
         new = [

@@ -18,15 +18,13 @@ from typing import Any
 
 import jax
 import jax.dtypes
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from keras_distribute._compat.jax_internals import is_key
 from keras_distribute.devices import replication_proof
-from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound
+from keras_distribute.devices.jaxprs import CALLS, RECOMPUTED, bound, called
 from keras_distribute.values import reductions
-
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,12 +119,7 @@ class Numbering:
             if body is None:
                 outputs = self._node(equation, operands, listed).outputs
             else:
-                outputs = self._walk(
-                    getattr(body, "jaxpr", body),
-                    getattr(body, "consts", ()),
-                    operands,
-                    listed,
-                )
+                outputs = self._walk(body.jaxpr, body.consts, operands, listed)
             numbers.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -171,8 +164,7 @@ class Numbering:
 
     def _array_key(self, value: Any) -> Hashable:
         special = isinstance(value, jax.Array) and (
-            jnp.issubdtype(value.dtype, jax.dtypes.extended)
-            or not value.is_fully_addressable
+            is_key(value) or not value.is_fully_addressable
         )
         if special:
             self._kept.append(value)
@@ -182,7 +174,7 @@ class Numbering:
 
     def _equation_key(self, equation: Any) -> int:
         """What the equation does to its operands, as a number of its own."""
-        body = _body(equation) if equation.primitive.name in CALLS else None
+        body = called(equation) if equation.primitive.name in CALLS else None
         params = body if body is not None else equation.params
         return self._interned((equation.primitive, self._key(params)))
 
@@ -245,17 +237,6 @@ class Numbering:
         return key
 
 
-def _body(equation: Any) -> Any:
-    return next(
-        (
-            equation.params[name]
-            for name in _BODIES
-            if equation.params.get(name) is not None
-        ),
-        None,
-    )
-
-
 def _joins(equation: Any) -> bool:
     """Whether it joins values of different sizes, in one operation that knows all."""
     return equation.params.get("name") == reductions.JOINING
@@ -263,12 +244,8 @@ def _joins(equation: Any) -> bool:
 
 def _opened(equation: Any) -> Any:
     """A call's body, whose equations may stand in its place; `None` for others."""
-    name = equation.primitive.name
-    if _joins(equation):
-        return None
+    is_again = equation.primitive.name in RECOMPUTED
     # What is recomputed is opened only where replicas communicate in it.
-    if name in CALLS or (
-        name in RECOMPUTED and replication_proof.communicates(equation)
-    ):
-        return _body(equation)
-    return None
+    if _joins(equation) or (is_again and not replication_proof.communicates(equation)):
+        return None
+    return called(equation)
