@@ -30,7 +30,7 @@ from keras_distribute.values.arrays import (
     on_host,
     summed,
 )
-from keras_distribute.values.cross_device_ops import CrossDeviceOps, widened
+from keras_distribute.values.cross_device_ops import CrossDeviceOps, scaled, widened
 from keras_distribute.values.per_replica import PerReplica
 from keras_distribute.values.stacked import compiled, of_this_replica
 from keras_distribute.values.trace_exchange import Form
@@ -143,12 +143,8 @@ def reduce_along_axes_local(
     value = jnp.asarray(value)
     axes = check_axes(axes, value.ndim)
     own = jnp.sum(widened(reduce_op, of_this_replica(value)), axes)
-    (total,) = summed([own])
-    if reduce_op is not ReduceOp.MEAN:
-        return total
-    return _mean(
-        total, total_count(math.prod(value.shape[a] for a in axes)), value.dtype
-    )
+    count = total_count(math.prod(value.shape[a] for a in axes))
+    return scaled(reduce_op, summed([own])[0], count, value)
 
 
 def reduce_values(
@@ -237,13 +233,6 @@ def check_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     return checked
 
 
-def _mean(total: Any, count: Any, dtype: Any) -> jax.Array:
-    """The mean from a sum: of the values' dtype where that can hold one."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return (total / count).astype(dtype)
-    return total / count
-
-
 def _reduce_padded_local(
     reduce_op: ReduceOp, shapes: Shapes, axes: tuple[int, ...], value: jax.Array
 ) -> jax.Array:
@@ -254,11 +243,8 @@ def _reduce_padded_local(
         [lax.broadcasted_iota("int32", value.shape, a) < own[a] for a in axes],
     )
     (total,) = summed([jnp.sum(widened(reduce_op, value), axes, where=true)])
-    if reduce_op is not ReduceOp.MEAN:
-        return total
-    return _mean(
-        total, sum(math.prod(shape[a] for a in axes) for shape in shapes), value.dtype
-    )
+    count = sum(math.prod(shape[a] for a in axes) for shape in shapes)
+    return scaled(reduce_op, total, count, value)
 
 
 def _reduce_unlike(
@@ -303,15 +289,11 @@ def _check_joinable(of_all: Sequence[tuple[Form, ...]], axes: Sequence[int]) -> 
             fix="gather the same structure on every replica.",
         )
     for axis, forms in zip(axes, zip(*of_all, strict=True), strict=True):
-        if (
-            len(
-                {
-                    (dtype, len(shape), shape[:axis], shape[axis + 1 :])
-                    for shape, dtype in forms
-                }
-            )
-            > 1
-        ):
+        alike = {
+            (dtype, len(shape), shape[:axis], shape[axis + 1 :])
+            for shape, dtype in forms
+        }
+        if len(alike) > 1:
             raise _ungatherable([(dtype, shape) for shape, dtype in forms], axis)
 
 
