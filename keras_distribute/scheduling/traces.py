@@ -178,6 +178,11 @@ class Trace:
         self._next = 0
 
     @property
+    def num_results(self) -> int:
+        """How many results are arrays."""
+        return sum(leaf is None for leaf in self.leaves)
+
+    @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of all inputs: variables, arguments, batches."""
         variables = [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in self.known]
