@@ -92,7 +92,7 @@ def compiled_step(
         if plan.accumulators:
             return _accumulating(strategy, trainer, groups, plan, plain)
         form = TrainState(*map(list, form_of(groups)))
-        flat = FlatStep.of(trainer, strategy, form, places, plan)
+        flat = FlatStep.of(trainer, strategy, form, places)
     carried: Step
     if flat is not None:
         packing, carried = flat.packing, flat

@@ -14,11 +14,11 @@ from typing import Any
 
 from keras_distribute import context
 from keras_distribute._compat import optimizer as compat_optimizer
+from keras_distribute._compat.train_step import has_keras_step
 from keras_distribute._compat.trainer import TrainState
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.training.steps import buffer_slices, forward, packed_state
 from keras_distribute.training.steps.packed_state import Packed, Packing, Place
-from keras_distribute.training.steps.plan import StepPlan
 
 # Where these groups are in the state.
 _WEIGHTS, _SLOTS = map(TrainState._fields.index, ("weights", "slots"))
@@ -73,17 +73,13 @@ class FlatStep:
 
     @staticmethod
     def of(
-        trainer: Any,
-        strategy: Strategy,
-        state: TrainState,
-        places: Sequence[Place],
-        plan: StepPlan,
+        trainer: Any, strategy: Strategy, state: TrainState, places: Sequence[Place]
     ) -> FlatStep | None:
         """The step, for a model with many small weights and an optimizer that allows
         it; otherwise `None`.
         """
         weights = state.weights
-        if not plan.is_keras_step:
+        if not has_keras_step(trainer):
             return None
         mesh = strategy.replica_mesh
         in_series = mesh.series is not None  # The same on any number of processes.

@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any
 
 from keras_distribute._compat import optimizer as compat_optimizer
-from keras_distribute._compat import train_step as compat
 from keras_distribute.devices.by_rows.program import MixedRows
 from keras_distribute.strategies.base import Strategy
 from keras_distribute.variables import SyncOnReadVariable
@@ -29,7 +28,6 @@ class StepPlan:
 
     Args:
         is_local: Whether each replica computes the gradients of its own rows.
-        is_keras_step: Whether the step is Keras's own, not the user's.
         accumulates: Whether each replica adds its gradients up between the updates.
         accumulators: Where the accumulators are then among the optimizer's variables,
             once it is built.
@@ -40,7 +38,6 @@ class StepPlan:
     """
 
     is_local: bool
-    is_keras_step: bool
     accumulates: bool = False
     accumulators: tuple[int, ...] = ()
     mixed: str | None = ""
@@ -81,23 +78,19 @@ def plan_of(trainer: Any, strategy: Strategy) -> StepPlan:
     Args:
         trainer: A compiled model; what is said of one that is not built yet may change.
     """
-    is_keras_step = compat.has_keras_step(trainer)
     mixed = getattr(trainer, _MIXED, None)
     if strategy.placement.shard_variables and strategy.num_replicas_in_sync > 1:
-        return StepPlan(True, is_keras_step, mixed=mixed, shards=True)
+        return StepPlan(True, mixed=mixed, shards=True)
     accumulators: tuple[int, ...] = ()
-    accumulates = False
-    if trainer.optimizer is not None:
-        optimizer = trainer.optimizer
+    optimizer, accumulates = trainer.optimizer, False
+    if optimizer is not None:
         accumulators = _accumulators(optimizer)
         will_have = not optimizer.built and compat_optimizer.accumulates(optimizer)
         accumulates = bool(accumulators) or will_have
     in_series = strategy.replica_mesh.series is not None
     if strategy.num_replicas_in_sync == 1 and not in_series:
-        return StepPlan(False, is_keras_step, False, accumulators)
-    return StepPlan(
-        True, is_keras_step, accumulates, accumulators, mixed, in_series=in_series
-    )
+        return StepPlan(False, False, accumulators)
+    return StepPlan(True, accumulates, accumulators, mixed, in_series)
 
 
 def note_mixed(trainer: Any, mixed: MixedRows | None) -> None:
