@@ -585,24 +585,20 @@ class Strategy(DeprecatedMethods):
 
     def _optimizers_of(self, model: Any) -> dict[str, Any]:
         """The optimizers that the strategy has for a model, beside the model's own."""
-        del model
         return {}
 
     def _values_of_groups(self, variable: Any) -> list[Any] | None:
         """What each group of local steps has of a variable; `None` for a variable of
         which there is one value.
         """
-        del variable
         return None
 
     def _assign_groups(self, variable: Any, values: Sequence[Any]) -> bool:
         """Gives groups of local steps their values again; whether there are as many."""
-        del variable, values
         return False
 
     def _blocks_of(self, variable: Any) -> Blocks | None:
         """The rows of a variable too large for this process; `None` for one here."""
-        del variable
         return None
 
     def _assign_blocks(
@@ -614,7 +610,6 @@ class Strategy(DeprecatedMethods):
         Args:
             optimizers: Those that may have it, as a weight or a slot.
         """
-        del variable, blocks, optimizers
         return False
 
     def make_replica_context(self) -> ReplicaContext:
