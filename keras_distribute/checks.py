@@ -90,11 +90,7 @@ def imported(name: str, what: str, fix: str) -> Any:
 
 
 def function(
-    name: str,
-    value: Any,
-    what: str,
-    fix: str,
-    error: _Error = StructureTypeError,
+    name: str, value: Any, what: str, fix: str, error: _Error = StructureTypeError
 ) -> None:
     """Raises unless `value` can be called."""
     if not callable(value):

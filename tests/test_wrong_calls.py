@@ -206,9 +206,7 @@ def either(*takes: Any) -> Any:
 
 
 def numbers(value: Any) -> bool | None:
-    """Arrays, numbers, and what may stand for them; a structure is none of our
-    business.
-    """
+    """Arrays, numbers, and what may stand for them; no structures."""
     if type(value) in (str, bytes, set, type, type(len), type(math), object):
         return False
     return None
@@ -467,11 +465,7 @@ TARGETS: dict[str, Target] = {
     ),
     "CheckpointManager.delete": method(manager, "delete", step=integer()),
     "CheckpointManager.restore": method(
-        manager,
-        "restore",
-        step=integer(0, none=True),
-        partial=flag,
-        fallback=flag,
+        manager, "restore", step=integer(0, none=True), partial=flag, fallback=flag
     ),
     "CheckpointManager.save": method(
         manager,
@@ -980,9 +974,7 @@ TARGETS: dict[str, Target] = {
         slurm, "num_accelerators", **accelerators
     ),
     "cluster_resolver.TFConfigClusterResolver": made(
-        cr.TFConfigClusterResolver,
-        **numbered_task,
-        environment=text(none=True),
+        cr.TFConfigClusterResolver, **numbered_task, environment=text(none=True)
     ),
     "cluster_resolver.TPUClusterResolver": made(
         cr.TPUClusterResolver,
@@ -1243,8 +1235,7 @@ KERAS: dict[str, Target] = {
     ),
     **{
         f"Model.{name}": Target(
-            lambda x, name=name: getattr(model(), name)(x, verbose=0),
-            {"x": rows},
+            lambda x, name=name: getattr(model(), name)(x, verbose=0), {"x": rows}
         )
         for name in ("evaluate", "predict")
     },
@@ -1559,10 +1550,7 @@ ENVIRONMENTS = {
         PMIX_NAMESPACE=TEXTS,
     ),
     "MPICH": texts_of(
-        PMI_SIZE=TEXTS,
-        PMI_RANK=TEXTS,
-        MPI_LOCALNRANKS=TEXTS,
-        MPI_LOCALRANKID=TEXTS,
+        PMI_SIZE=TEXTS, PMI_RANK=TEXTS, MPI_LOCALNRANKS=TEXTS, MPI_LOCALRANKID=TEXTS
     ),
     "TPU": texts_of(
         TPU_WORKER_HOSTNAMES=ADDRESSES,

@@ -25,11 +25,7 @@ from keras_distribute._compat.seams import Replacements
 _OPT_OUT = "KERAS_DISTRIBUTE_TF_DEVICES"
 _NAME = "tensorflow"
 # Which inputs are the two seeds.
-_FIRST_SEED = {
-    "ShuffleDataset": 2,
-    "ShuffleAndRepeatDataset": 2,
-    "RandomDataset": 0,
-}
+_FIRST_SEED = {"ShuffleDataset": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}
 
 
 def keep_off_accelerators(replaced: Replacements) -> None:

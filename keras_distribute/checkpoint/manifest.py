@@ -148,8 +148,7 @@ def from_bytes(
     header, _, line = file.partition(b"\n")
     if header != _header(line):
         raise DamagedCheckpointError(
-            f"The file {where!r} is damaged: its checksum is wrong.",
-            fix=FALLBACK,
+            f"The file {where!r} is damaged: its checksum is wrong.", fix=FALLBACK
         )
     content = json.loads(line)
     written = content.pop("format")

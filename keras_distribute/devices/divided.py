@@ -13,8 +13,4 @@ def rewritings(rows: int | None) -> tuple[Rewriting, ...]:
     Args:
         rows: Of the batch, which is divided; `None` where other dimensions are, too.
     """
-    return (
-        extremes.with_nans(rows),
-        windows.each_by_itself(rows),
-        scatters.BY_INT32,
-    )
+    return (extremes.with_nans(rows), windows.each_by_itself(rows), scatters.BY_INT32)

@@ -349,10 +349,7 @@ def _check_arguments(
 
 
 def _check_rounds(
-    local_steps: int,
-    local_slots: bool,
-    outer_optimizer: Any,
-    max_staleness: int | None,
+    local_steps: int, local_slots: bool, outer_optimizer: Any, max_staleness: int | None
 ) -> None:
     if local_slots and local_steps == 1:
         raise ValueStructureError(

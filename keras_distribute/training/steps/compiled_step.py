@@ -163,10 +163,7 @@ class CompiledStep:
                     self._turn_to(groups)
                     own = self._carried
                     holder = StepState(
-                        groups,
-                        own.packing,
-                        own.components,
-                        self._strategy.placement,
+                        groups, own.packing, own.components, self._strategy.placement
                     )
                 self._seen = state, holder
         assert holder is not None

@@ -71,11 +71,7 @@ class WatchedStep:
         return logs, state
 
     def _run(
-        self,
-        state: State,
-        data: Any,
-        flips: Sequence[BitFlip],
-        watcher: Watcher | None,
+        self, state: State, data: Any, flips: Sequence[BitFlip], watcher: Watcher | None
     ) -> tuple[Any, State]:
         strategy = adoption.strategy_of(self._trainer)
         assert isinstance(strategy, Strategy)
