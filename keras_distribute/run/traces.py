@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from keras_distribute.devices.jaxprs import ORIGIN
 from keras_distribute.errors import ValueStructureError
 from keras_distribute.run import uneven
 from keras_distribute.run.arguments import Static, Variant
@@ -40,10 +41,6 @@ class Trace:
     variant: Variant
     shapes: list[tuple[tuple[int, ...], ...] | None]
     folded: list[Any]
-
-
-# JAX wants to know where a program is from.
-_ORIGIN = core.DebugInfo("strategy.run", "one variant", None, None)
 
 
 def joined(traces: Sequence[Trace], variables: Sequence[Any]) -> Trace:
@@ -91,7 +88,7 @@ def _assigning(
         *(own.get(id(v), inputs[id(v)]) for v in written),
     ]
     same = core.Jaxpr(
-        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, _ORIGIN
+        jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, ORIGIN
     )
     return core.ClosedJaxpr(same, trace.program.consts)
 
