@@ -418,8 +418,7 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
 
 def describe(current: Frame) -> str:
     """A frame in words, for error texts."""
-    count = current.strategy.num_replicas_in_sync
-    replicas = f"{count} replica{'s' if count != 1 else ''}"
+    replicas = checks.counted(current.strategy.num_replicas_in_sync, "replica")
     name = type(current.strategy).__name__
     return f"the {current.mode.value} context of {name} ({replicas})."
 
