@@ -391,13 +391,8 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
     """
     own = getattr(strategy, "top_frame", None)
     if strategy is not None and not isinstance(own, Frame):
-        checks.instance(
-            "strategy",
-            strategy,
-            (),
-            "experimental_set_strategy takes a strategy.",
-            "kd.MirroredStrategy()",
-        )
+        what = "experimental_set_strategy takes a strategy."
+        checks.instance("strategy", strategy, (), what, "kd.MirroredStrategy()")
     scopes = list(in_force.scopes.items())
     opened = [(one, thread) for one, thread in scopes if thread.is_alive()]
     if in_force.thread.frames or opened:

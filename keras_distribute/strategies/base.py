@@ -63,13 +63,8 @@ class Strategy(DeprecatedMethods):
         layout_map: LayoutMap | None = None,
     ) -> None:
         nothing = mesh is None and type(self) is Strategy
-        checks.instance(
-            "mesh",
-            mesh,
-            () if nothing else ReplicaMesh | None,
-            "Strategy is the base of the strategies.",
-            "kd.MirroredStrategy()",
-        )
+        what, fix = "Strategy is the base of the strategies.", "kd.MirroredStrategy()"
+        checks.instance("mesh", mesh, () if nothing else ReplicaMesh | None, what, fix)
         checks.instance(
             "cross_device_ops",
             cross_device_ops,
@@ -640,13 +635,8 @@ class Strategy(DeprecatedMethods):
         fix = "strategy.run(step, args=(x,))"
         checks.function("fn", fn, "strategy.run runs a function.", fix)
         check_arguments("strategy.run", args, kwargs, fix)
-        checks.instance(
-            "options",
-            options,
-            RunOptions | None,
-            "The options of strategy.run are RunOptions.",
-            "kd.RunOptions()",
-        )
+        what = "The options of strategy.run are RunOptions."
+        checks.instance("options", options, RunOptions | None, what, "kd.RunOptions()")
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self

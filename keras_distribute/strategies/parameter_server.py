@@ -336,12 +336,9 @@ def _check_arguments(
         "this host",
     )
     if variable_partitioner is not None:
-        checks.function(
-            "variable_partitioner",
-            variable_partitioner,
-            "A partitioner is a function of a shape and a dtype.",
-            "kd.experimental.partitioners.MinSizePartitioner()",
-        )
+        what = "A partitioner is a function of a shape and a dtype."
+        fix = "kd.experimental.partitioners.MinSizePartitioner()"
+        checks.function("variable_partitioner", variable_partitioner, what, fix)
     if max_staleness is not None:
         checks.count("max_staleness", max_staleness)
     checks.flag("lazy_rows", lazy_rows)

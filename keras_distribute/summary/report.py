@@ -51,13 +51,9 @@ class StrategySummary:
         self, strategy: AnyStrategy, objects: Sequence[Any], batch_size: int | None
     ) -> None:
         if batch_size is not None:
-            checks.count(
-                "batch_size",
-                batch_size,
-                1,
-                what="The global batch has at least one row.",
-                fix="strategy.summary(model, batch_size=128), or leave it out.",
-            )
+            what = "The global batch has at least one row."
+            fix = "strategy.summary(model, batch_size=128), or leave it out."
+            checks.count("batch_size", batch_size, 1, what=what, fix=fix)
         mesh = strategy.replica_mesh
         sizes = piece_sizes(batch_size, mesh.num_replicas) if batch_size else ()
         self.strategy = type(strategy).__name__
