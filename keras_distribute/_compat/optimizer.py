@@ -199,14 +199,8 @@ def slots_by_element(optimizer: Any, variables: list[Any]) -> list[int] | None:
     )
     if by_weight or own_rules or own_methods(optimizer):
         return None
-    return _order_of(
-        [
-            tuple(v.shape)
-            for v in _clone(
-                optimizer, _like([((2,), "float32"), ((3,), "float32")])
-            ).variables
-        ]
-    )
+    like = _clone(optimizer, _like([((2,), "float32"), ((3,), "float32")]))
+    return _order_of([tuple(variable.shape) for variable in like.variables])
 
 
 def same_for(optimizer: Any, weights: list[tuple[tuple[int, ...], Any]]) -> Any:

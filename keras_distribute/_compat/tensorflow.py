@@ -148,12 +148,8 @@ def auto_sharded(
         if policy == tf.data.experimental.AutoShardPolicy.FILE.value:
             # Too few files are an error of the first worker's first read; the others
             # would find nothing to read.
-            next(
-                iter(
-                    distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)
-                ),
-                None,
-            )
+            first = distribute._AutoShardDataset(dataset, num_workers, 0, num_replicas)
+            next(iter(first), None)
         return distribute._AutoShardDataset(dataset, num_workers, worker, num_replicas)
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
         raise LookupError(_reason(error)) from error

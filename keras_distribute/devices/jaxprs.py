@@ -52,17 +52,15 @@ def has(
     Args:
         but_in: Names of operations whose programs are not looked at.
     """
-    return any(
-        is_wanted(eqn)
-        or (
-            eqn.primitive.name not in but_in
-            and any(
-                has(inner, is_wanted, but_in)
-                for inner in core.jaxprs_in_params(eqn.params)
-            )
-        )
-        for eqn in getattr(program, "jaxpr", program).eqns
-    )
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        if is_wanted(eqn):
+            return True
+        inside = core.jaxprs_in_params(eqn.params)
+        if eqn.primitive.name not in but_in and any(
+            has(inner, is_wanted, but_in) for inner in inside
+        ):
+            return True
+    return False
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

@@ -119,15 +119,11 @@ class Call:
             weak = getattr(array, "weak_type", False)
             self.leaves.append(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
         kinds = iter(zip(self.split, self._true_shapes, strict=True))
-        self.signature = (
-            self._structure,
-            tuple(
-                s
-                if isinstance(s, Static)
-                else (s.shape, s.dtype, s.weak_type, next(kinds))
-                for s in self.leaves
-            ),
+        forms = (
+            s if isinstance(s, Static) else (s.shape, s.dtype, s.weak_type, next(kinds))
+            for s in self.leaves
         )
+        self.signature = self._structure, tuple(forms)
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `arrays` in the place of arrays."""

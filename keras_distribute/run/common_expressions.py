@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.dtypes
 import numpy as np
 from jax.extend import core
 
@@ -223,13 +222,8 @@ class Numbering:
             operands = tuple(read(atom) for atom in equation.invars)
             for var in equation.outvars:
                 names[var] = len(names)
-            lines.append(
-                (
-                    self._equation_key(equation),
-                    operands,
-                    tuple(str(v.aval) for v in equation.outvars),
-                )
-            )
+            results = tuple(str(v.aval) for v in equation.outvars)
+            lines.append((self._equation_key(equation), operands, results))
         key = self._interned(
             (tuple(lines), tuple(read(atom) for atom in jaxpr.outvars))
         )

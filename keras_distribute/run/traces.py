@@ -77,16 +77,12 @@ def _assigning(
     """
     jaxpr = trace.program.jaxpr
     inputs = {id(v): var for v, var in zip(variables, jaxpr.invars, strict=False)}
-    own = {
-        id(v): var
-        for v, var in zip(
-            trace.written, jaxpr.outvars[len(trace.shapes) :], strict=True
-        )
-    }
-    outvars = [
-        *jaxpr.outvars[: len(trace.shapes)],
-        *(own.get(id(v), inputs[id(v)]) for v in written),
-    ]
+    results, new = (
+        jaxpr.outvars[: len(trace.shapes)],
+        jaxpr.outvars[len(trace.shapes) :],
+    )
+    own = dict(zip(map(id, trace.written), new, strict=True))
+    outvars = [*results, *(own.get(id(v), inputs[id(v)]) for v in written)]
     same = core.Jaxpr(
         jaxpr.constvars, jaxpr.invars, outvars, jaxpr.eqns, jaxpr.effects, ORIGIN
     )
@@ -125,11 +121,9 @@ def _check_results(traces: Sequence[Trace]) -> None:
 
 def _forms(trace: Trace) -> list[Any]:
     """What must be the same for all variants: the kinds of arrays, and objects."""
-    arrays = iter(
-        [
-            f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
-            for v in trace.program.jaxpr.outvars
-        ]
+    arrays = (
+        f"{v.aval.dtype} array of {v.aval.ndim} dimension(s)"
+        for v in trace.program.jaxpr.outvars
     )
     return [next(arrays) if leaf is None else leaf for leaf in trace.leaves]
 

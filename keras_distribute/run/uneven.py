@@ -340,12 +340,8 @@ class _Schedule:
 
     def _operands(self, k: int) -> list[tuple[int, ...]]:
         """The operands of a collective, a number from each variant for each."""
-        return list(
-            zip(
-                *(listing.collectives[k].inputs for listing in self._listings),
-                strict=True,
-            )
-        )
+        nodes = [listing.collectives[k] for listing in self._listings]
+        return list(zip(*(node.inputs for node in nodes), strict=True))
 
     def _outputs(self) -> list[tuple[int, ...]]:
         return list(zip(*(listing.outputs for listing in self._listings), strict=True))

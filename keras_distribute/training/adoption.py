@@ -60,14 +60,8 @@ def strategy_of_variables(trainer: Any) -> Strategy | None:
         *getattr(trainer, "trainable_variables", []),
         *getattr(trainer, "non_trainable_variables", []),
     ]
-    return next(
-        (
-            v.distribute_strategy
-            for v in variables
-            if isinstance(v, DistributedVariable)
-        ),
-        None,
-    )
+    ours = (v for v in variables if isinstance(v, DistributedVariable))
+    return next((v.distribute_strategy for v in ours), None)
 
 
 def _current_strategy() -> Strategy | None:

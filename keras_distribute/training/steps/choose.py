@@ -10,6 +10,7 @@ said in `training/replica_rules.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -222,12 +223,9 @@ class EagerStep:
 def _check_variables(strategy: Strategy, groups: Sequence[list[Any]]) -> None:
     wrong = [
         variable
-        for group in groups
-        for variable in group
-        if not (
-            isinstance(variable, DistributedVariable)
-            and variable.distribute_strategy is strategy
-        )
+        for variable in itertools.chain(*groups)
+        if not isinstance(variable, DistributedVariable)
+        or variable.distribute_strategy is not strategy
     ]
     if wrong:
         names = checks.listed([f"{v.path} {tuple(v.shape)}" for v in wrong], most=20)

@@ -255,15 +255,13 @@ class StepPrograms:
         if self._shardings is not None:
             shardings = jax.tree.leaves(self._shardings)
         program.__name__ = "global_steps" if size > 1 else "global_step"
-        return (
-            jax.jit(
-                program,
-                donate_argnums=self._strategy.placement.donated,
-                out_shardings=(outputs, shardings),
-                compiler_options=self.compiler_options(placed),
-            ),
-            found,
+        jitted = jax.jit(
+            program,
+            donate_argnums=self._strategy.placement.donated,
+            out_shardings=(outputs, shardings),
+            compiler_options=self.compiler_options(placed),
         )
+        return jitted, found
 
     def _on_true_rows(
         self, step: Step, placed: batches.Placed, is_whole: bool = False
