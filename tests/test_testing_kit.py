@@ -72,6 +72,14 @@ def test_the_names_and_the_marks():
         combinations.combine(scales=[1])(lambda strategy, scale: None)
 
 
+def test_an_environment_of_other_things_than_texts_is_refused_in_a_sentence():
+    what = r"^environment is a dict by name, of texts\.\n"
+    with pytest.raises(kd.errors.StructureTypeError, match=what):
+        kd.testing.MultiProcessRunner(pickle.dumps, environment={"A": 1})
+    with pytest.raises(kd.errors.StructureTypeError, match="kwargs is a dict by name"):
+        kd.testing.MultiProcessRunner(pickle.dumps, kwargs=[1])
+
+
 def test_devices_that_are_missing_are_named():
     assert kd.testing.cpu_devices(3) == ["cpu:0", "cpu:1", "cpu:2"]
     with pytest.raises(kd.errors.DeviceError, match="The test needs 99 CPU devices"):
