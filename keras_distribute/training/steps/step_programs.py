@@ -107,7 +107,7 @@ class StepPrograms:
         return self._executables[key]
 
     def _made(self, placed: batches.Placed, size: int) -> Executable:
-        self.latest = placed._replace(data=_forms_of(placed))
+        self.latest = placed._replace(data=jax.tree.map(form_of_array, placed.data))
         options = self.compiler_options(placed)
         state, data = self._form_of_state(), placed.data
         data = data if size == 1 else [data] * size
@@ -130,7 +130,7 @@ class StepPrograms:
         """The program for a batch of this form, for other devices of the same kind,
         too: its results are the arrays of the logs, then those of the state.
         """
-        state, data = self._form_of_state(), _forms_of(placed)
+        state, data = self._form_of_state(), jax.tree.map(form_of_array, placed.data)
         program, _ = self._program(placed, 1, state, data)
         platforms = [exports.platform_of(self._mesh.devices[0])]
         with launches.tracing:
@@ -357,11 +357,9 @@ class StepPrograms:
         return form if self._packing is None else self._packing.form_packed(form)
 
 
-def _forms_of(placed: batches.Placed) -> Any:
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-        placed.data,
-    )
+def form_of_array(array: Any) -> jax.ShapeDtypeStruct:
+    """All that is known of an array but its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _leaves_like(old: Any, new: Any) -> list[Any]:
