@@ -151,12 +151,8 @@ def _combined(grads: list[Any], targets: list[Any]) -> list[Any]:
 
 
 def _summed(grads: list[Any]) -> list[Any]:
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    summed = _sum([grads[i] for i in present])
-    result: list[Any] = [None] * len(grads)
-    for i, grad in zip(present, summed, strict=True):
-        result[i] = grad
-    return result
+    sums = iter(_sum([grad for grad in grads if grad is not None]))
+    return [None if grad is None else next(sums) for grad in grads]
 
 
 def _sum(gradients: list[Any]) -> list[Any]:

@@ -143,14 +143,10 @@ class FlatStep:
 
     def _restored(self, weights: list[Any]) -> list[Any]:
         """The values of the trainable variables."""
-        values: list[Any] = [None] * (len(self._small) + len(self._large))
-        for i, value in zip(
-            self._small, self.packing.parts(0, weights[0]), strict=True
-        ):
-            values[i] = value
-        for i, value in zip(self._large, weights[1:], strict=True):
-            values[i] = value
-        return values
+        places = [*self._small, *self._large]
+        values = [*self.packing.parts(0, weights[0]), *weights[1:]]
+        by_place = dict(zip(places, values, strict=True))
+        return [by_place[i] for i in range(len(places))]
 
     def _carried_slots(self, buffers: list[Any], slots: list[Any]) -> list[Any]:
         ones, own = compat_optimizer.slot_places(self._order, 1 + len(self._large))
